@@ -1,0 +1,156 @@
+"""What the three kinds of test cases with ranks have in common.
+
+The test method that unittest calls in the parent is replaced on the instance: there it waits for the ranks and
+turns their reports into one outcome; in a rank it is the test itself. ``setUp``, ``tearDown``, cleanups and class
+fixtures run once, in the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import types
+import unittest
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch_fsdp_tests import accelerator, events
+from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
+from torch_fsdp_tests.common_utils import TestCase
+from torch_fsdp_tests.ranks import HarnessError, Kind, RankGroup, RanksErred, RanksFailed, judge, register
+from torch_fsdp_tests.ranks.outcome import RankReport
+
+__unittest = True
+
+TIMEOUT_DEFAULT = int(os.getenv("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))  # seconds a test
+TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that need more
+STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
+
+
+def get_timeout(test_id: str) -> int:
+    """Seconds that a test's ranks may take, counted from their fork. ``test_id`` is what ``TestCase.id()`` gives."""
+    default = int(os.getenv("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", str(TIMEOUT_DEFAULT)))
+    return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], default)
+
+
+class Tally(threading.local):
+    """Subtests of the test that runs in this rank: how many ran, which skipped and why."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self.skipped: list[str] = []
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+tally = Tally()
+
+
+class RankTestCase(TestCase):
+    """Base of the test cases whose tests run in ranks. See the module's docstring for what runs where."""
+
+    MAIN_RANK = -1
+    rank: int = MAIN_RANK
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register(cls)
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        if methodName != "runTest":
+            method_name = methodName
+        super().__init__(method_name)
+        test = getattr(self, method_name, None)
+        if test is not None:
+            setattr(self, method_name, self.join_or_run(test))
+        elif method_name != "runTest":
+            raise ValueError(f"{type(self).__qualname__} has no test method {method_name!r}")
+
+    def join_or_run(self, fn: Callable) -> types.MethodType:
+        """The method that stands for the test ``fn``: in the parent it waits for the ranks, in a rank it is ``fn``."""
+
+        @functools.wraps(fn)
+        def stand_in(self: RankTestCase) -> None:
+            if self.rank == self.MAIN_RANK:
+                self._join_ranks(fn)
+            else:
+                fn()
+
+        return types.MethodType(stand_in, self)
+
+    def _join_ranks(self, fn: Callable) -> None:
+        raise NotImplementedError
+
+    def _ask_requirements(self, world_size: int) -> None:
+        """Raise what can be known before any rank starts: ``SkipTest``, or an error for a senseless world size."""
+        if world_size < 1:
+            raise HarnessError(
+                f"{type(self).__qualname__} has a world size of {world_size}: state one of 1 or more in its world_size"
+            )
+        test = getattr(type(self), self._testMethodName)
+        skip_unless([*requirements_of(test), lambda: accelerator.current().lacks_room_for(world_size)])
+
+    def _conclude(self, reports: Sequence[RankReport], limit: float, expected_code: int = 0) -> None:
+        """Raise what the ranks' reports amount to; return when the test passed in every rank."""
+        if os.environ.get("TORCH_FSDP_TESTS_SHOW_OUTPUT"):
+            for report in reports:
+                if report.output:
+                    print(f"--- output of rank {report.rank} ---\n{report.output}")
+        verdict = judge(reports, limit, SKIP_CODES, expected_code)
+        self._record(reports)
+        if verdict.kind is Kind.PASSED:
+            return
+        if verdict.kind is Kind.SKIPPED:
+            raise unittest.SkipTest(verdict.text)
+        running = getattr(self, "_outcome", None)
+        if running is not None and not verdict.from_body:
+            # An expected failure is an exception of the test body; unittest itself would take a crash for one too.
+            running.expecting_failure = False
+        raise (RanksFailed if verdict.kind is Kind.FAILED else RanksErred)(verdict.text) from None
+
+    def _record(self, reports: Sequence[RankReport]) -> None:
+        outcomes = [report.outcome for report in reports if report.outcome is not None]
+        events.record(world_size=len(reports), subtests=max((outcome.subtests for outcome in outcomes), default=0))
+        for note in dict.fromkeys(leak for outcome in outcomes for leak in outcome.leaks):
+            events.note(f"{self.id()}: {note}")
+
+    def _close(self, group: RankGroup) -> None:
+        """End a group and name what its ranks left behind; a failure under the strict setting."""
+        group.close()
+        leaks, group.leaks = group.leaks, []
+        for leak in leaks:
+            self.note_leak(leak)
+
+    def note_leak(self, leak: str) -> None:
+        """Name something that a test left behind and that the harness has ended or undone."""
+        if os.environ.get(STRICT_LEAKS_VARIABLE):
+            raise HarnessError(leak)
+        warnings.warn(f"{self.id()}: {leak}", ResourceWarning)
+
+    @contextlib.contextmanager
+    def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:  # type: ignore[override]
+        """In a rank: count the subtest, let a skip end only it, and put its parameters into a failure.
+
+        A failure ends the rank's test, unlike in plain unittest: the other ranks may wait in a collective of the
+        failed subtest, and the next one's collectives would be matched with those.
+        """
+        if self.rank == self.MAIN_RANK:
+            with super().subTest(*(() if msg is None else (msg,)), **params):
+                yield
+            return
+        words = ", ".join(f"{name}={value!r}" for name, value in params.items())
+        described = " ".join(part for part in (f"[{msg}]" if msg is not None else "", f"({words})" if words else "") if part)
+        try:
+            yield
+        except unittest.SkipTest as skip:
+            tally.skipped.append(f"{described}: {skip}")
+        except Exception as error:
+            if not hasattr(error, "__subtest__"):
+                error.__subtest__ = described  # type: ignore[attr-defined]
+            raise
+        else:
+            tally.ran += 1

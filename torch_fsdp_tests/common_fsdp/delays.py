@@ -1,0 +1,42 @@
+"""A device that is late, for tests of what waits for what."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms
+
+
+def delay_device(milliseconds: float) -> None:
+    """Occupy the device's current stream for a time.
+
+    Does nothing without streams: there nothing runs out of order, so a delay would cost time and prove nothing. With
+    streams but without a kernel that sleeps, the calling thread waits instead.
+    """
+    device = accelerator.current()
+    if milliseconds > 0 and device.has("streams"):
+        device_sleep(device.type, int(milliseconds * get_cycles_per_ms(device.type)))
+
+
+def delayed(function: Callable[..., Any], milliseconds: float) -> Callable[..., Any]:
+    """The function, with the device kept busy before each call."""
+
+    @functools.wraps(function)
+    def late(*args: Any, **kwargs: Any) -> Any:
+        delay_device(milliseconds)
+        return function(*args, **kwargs)
+
+    return late
+
+
+def delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context, calls of ``owner.name`` come late. For ranks that are processes: threads would share it."""
+    if milliseconds <= 0:
+        return contextlib.nullcontext()
+    return mock.patch.object(owner, name, delayed(getattr(owner, name), milliseconds))

@@ -1,0 +1,154 @@
+"""Small modules for FSDP2 tests, and those whose submodules FSDP1 is told to skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import wrap
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from .device import get_devtype, rank_device
+
+
+class MLP(nn.Module):
+    """Two linear layers, each before a ReLU: (..., dim) to (..., dim) by way of ``dim_multiplier * dim``.
+
+    ``with_buffer`` adds a buffer of shape (dim,) to the output.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        device: torch.device | None = None,
+        *,
+        bias: bool = True,
+        with_buffer: bool = False,
+        dim_multiplier: int = 4,
+    ) -> None:
+        super().__init__()
+        hidden = dim_multiplier * dim
+        self.in_proj = nn.Linear(dim, hidden, bias=bias, device=device)
+        self.out_proj = nn.Linear(hidden, dim, bias=bias, device=device)
+        self.buffer: torch.Tensor | None
+        if with_buffer:
+            self.register_buffer("buffer", torch.randn(dim, device=device))
+        else:
+            self.buffer = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.out_proj(F.relu(self.in_proj(x))))
+        return out if self.buffer is None else out + self.buffer
+
+    def reset_parameters(self) -> None:
+        """Draw the buffer anew, as materialising from the meta device needs; the layers reset themselves."""
+        if self.buffer is not None:
+            nn.init.normal_(self.buffer)
+
+
+class MLPStack(nn.Sequential):
+    """Three MLPs, (..., mlp_dim) to the same; the hidden sizes of the outer two (3 * mlp_dim) split unevenly.
+
+    ``with_seq_parallel`` appends a layer norm and has the last MLP hand its output over sharded along dimension 1.
+    """
+
+    def __init__(self, mlp_dim: int, *, with_seq_parallel: bool = False) -> None:
+        norm = [nn.LayerNorm(mlp_dim, bias=False)] if with_seq_parallel else []
+        super().__init__(*(MLP(mlp_dim, dim_multiplier=times) for times in (3, 4, 3)), *norm)
+        self.with_seq_parallel = with_seq_parallel
+
+    def parallelize(
+        self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, use_activation_checkpointing: bool, **fsdp_kwargs: Any
+    ) -> MLPStack:
+        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh`` to each MLP and to the whole.
+
+        ``fsdp_kwargs`` go to ``fully_shard``. Works in place and returns the stack.
+        """
+        plan: dict[str, ParallelStyle] = {}
+        for index in range(3):
+            # A plain local tensor would not know the size of an activation that splits unevenly.
+            plan[f"{index}.in_proj"] = ColwiseParallel(use_local_output=False)
+            plan[f"{index}.out_proj"] = RowwiseParallel(use_local_output=False)
+        plan["2.out_proj"] = RowwiseParallel(output_layouts=Shard(1)) if self.with_seq_parallel else RowwiseParallel()
+        if self.with_seq_parallel:
+            plan["3"] = SequenceParallel(sequence_dim=1)
+        parallelize_module(self, tp_mesh, plan)
+        for mlp in self[:3]:
+            if use_activation_checkpointing:
+                checkpoint(mlp)
+            fully_shard(mlp, mesh=dp_mesh, **fsdp_kwargs)
+        fully_shard(self, mesh=dp_mesh, **fsdp_kwargs)
+        return self
+
+
+class DoubleLinear(nn.Module):
+    """Two linear layers side by side over (..., dim), for two outputs or for one unused layer.
+
+    With ``use_second_linear`` forward returns the pair of their ReLUs, else that of ``lin1`` alone.
+    """
+
+    def __init__(self, dim: int, use_second_linear: bool = True) -> None:
+        super().__init__()
+        self.lin1 = nn.Linear(dim, dim)
+        self.lin2 = nn.Linear(dim, dim)
+        self.relu = nn.ReLU()
+        self.use_second_linear = use_second_linear
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        first = self.relu(self.lin1(x))
+        return (first, self.relu(self.lin2(x))) if self.use_second_linear else first
+
+
+def _square() -> nn.Linear:
+    return nn.Linear(10, 10, bias=False)
+
+
+class SkipModule(nn.Module):
+    """One 10 by 10 layer that a test keeps out of FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = _square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+class NestedLinear(nn.Module):
+    """One 10 by 10 layer on the device under test, wrapped as the surrounding ``enable_wrap`` says if ``fsdp_wrap``."""
+
+    def __init__(self, fsdp_wrap: bool) -> None:
+        super().__init__()
+        layer = _square().to(get_devtype())
+        self.nested_linear = wrap(layer) if fsdp_wrap else layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(x)
+
+
+class SkipModel(nn.Module):
+    """Three 10 by 10 layers in a row: plain, one to be skipped, and a nested one that ``enable_wrap`` wraps.
+
+    ``double_nest`` has the layer inside the nested one wrapped too.
+    """
+
+    def __init__(self, double_nest: bool) -> None:
+        super().__init__()
+        self.linear = _square().to(get_devtype())
+        self.linear_skip = SkipModule().to(get_devtype())
+        self.nested_linear = wrap(NestedLinear(fsdp_wrap=double_nest), device_id=rank_device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(self.linear_skip(self.linear(x)))

@@ -1,0 +1,53 @@
+"""In which ways a test model can be built, and what a training loop may ask of one."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class FSDPInitMode(enum.Enum):
+    """Whether ``init`` of a test model applies FSDP: not at all, or to the submodules that the model names."""
+
+    NO_FSDP = enum.auto()
+    RECURSIVE = enum.auto()
+
+
+class DEVICEInitMode(enum.Enum):
+    """When a test model moves to the device under test: before FSDP wraps it, after that, or never."""
+
+    DEVICE_BEFORE = enum.auto()
+    DEVICE_AFTER = enum.auto()
+    DEVICE_NEVER = enum.auto()
+
+
+class FullyShardMode(enum.Enum):
+    """How ``compiled_fsdp_test`` runs a test: eagerly, or with the computation of each FSDP module compiled."""
+
+    EAGER = enum.auto()
+    COMPILED_COMPUTE = enum.auto()
+
+
+class FSDPTestModel(nn.Module, abc.ABC):
+    """A model that brings its own inputs, loss and backward, so that one loop can train them all."""
+
+    @abc.abstractmethod
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The positional arguments of one forward, on ``device``."""
+
+    @abc.abstractmethod
+    def get_loss(self, input: tuple[torch.Tensor, ...], output: Any) -> torch.Tensor:
+        """The scalar loss of what forward made of ``input``."""
+
+    @abc.abstractmethod
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Run backward from ``loss``, and whatever reduction of gradients the model does by itself."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def init(*args: Any, **kwargs: Any) -> nn.Module:
+        """Build the model in the given init modes, wrapped as they say."""

@@ -1,0 +1,318 @@
+"""Linear layers, some of them wrapped by FSDP1 on their own: the model of most FSDP1 tests, and its relatives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as fsdp_runtime
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import always_wrap_policy
+
+from torch_fsdp_tests import torch_facts
+
+from .delays import delay_device, delaying
+from .device import get_devtype
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .states import _maybe_wrap_fsdp, _move_to_device
+
+Layer = Callable[[int, int], nn.Module]
+Wrapper = Callable[..., nn.Module]
+
+
+def _init_in_mode(
+    build: Callable[[bool], nn.Module], fsdp_init_mode: FSDPInitMode, device_init_mode: DEVICEInitMode
+) -> nn.Module:
+    """Call ``build(wrap_fsdp)`` as the modes say; a model that is to be moved last moves after it is wrapped."""
+    if fsdp_init_mode not in (FSDPInitMode.NO_FSDP, FSDPInitMode.RECURSIVE):
+        raise ValueError(f"unsupported FSDP init mode: {fsdp_init_mode}")
+    wrap_fsdp = fsdp_init_mode is FSDPInitMode.RECURSIVE
+    model = build(wrap_fsdp)
+    moves_last = wrap_fsdp and device_init_mode is DEVICEInitMode.DEVICE_AFTER
+    return model.to(get_devtype()) if moves_last else model
+
+
+class NestedWrappedModule(FSDPTestModel):
+    """Five linear layers, (4, 8) to (4, 8), under the attribute ``module``.
+
+    With ``wrap_fsdp`` the children 1 (two layers, the first of them wrapped again) and 2 are FSDP1 instances over ``group``;
+    the outer layers and the model itself are not. ``deterministic`` seeds with 0 first. Inputs differ by rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        deterministic: bool,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.rank = group.rank()
+        self.world_size = group.size()
+        move_to_device = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
+
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            return _move_to_device(nn.Linear(inputs, outputs), move_to_device)
+
+        def _maybe_wrap(layer: nn.Module, group: dist.ProcessGroup = group) -> nn.Module:
+            return _maybe_wrap_fsdp(layer, wrap_fsdp, group, **fsdp_kwargs)
+
+        if deterministic:
+            torch.manual_seed(0)
+        self.module = self._build(linear, _maybe_wrap)
+
+    def _build(self, linear: Layer, maybe_wrap: Wrapper) -> nn.Sequential:
+        # Layers are made in the order of their names: with a seed, that order decides their values.
+        return nn.Sequential(
+            linear(8, 4),
+            maybe_wrap(nn.Sequential(maybe_wrap(linear(4, 16)), linear(16, 16))),
+            maybe_wrap(linear(16, 4)),
+            linear(4, 8),
+        )
+
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(1 + self.rank)
+        return (torch.rand(4, 8, device=device),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def get_loss(self, input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    @staticmethod
+    def init(
+        group: dist.ProcessGroup,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> nn.Module:
+        """Build the model; in ``RECURSIVE`` mode its inner layers are wrapped with ``fsdp_kwargs``, itself it is not.
+
+        Raises ``ValueError`` for another init mode, as the ``init`` of every model here.
+        """
+
+        def build(wrap_fsdp: bool) -> nn.Module:
+            kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
+            return NestedWrappedModule(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
+
+        return _init_in_mode(build, fsdp_init_mode, device_init_mode)
+
+
+class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
+    """A :class:`NestedWrappedModule` of which ``RECURSIVE`` wraps every submodule and the whole, over the default group."""
+
+    @staticmethod
+    def init(
+        group: dist.ProcessGroup,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> nn.Module:
+        def build(wrap_fsdp: bool) -> nn.Module:
+            plain = NestedWrappedModule(group, False, device_init_mode, deterministic)
+            return _maybe_wrap_fsdp(plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **(fsdp_kwargs or {}))
+
+        return _init_in_mode(build, fsdp_init_mode, device_init_mode)
+
+
+class NonUniformReqGradNWM(NestedWrappedModule):
+    """A :class:`NestedWrappedModule` whose last two layers are one FSDP1 instance and of which only the last one trains.
+
+    With the original parameters in use both trainable ones lie in the shard of one rank, so that the gradient scaler
+    meets ranks with nothing to unscale.
+    """
+
+    def _build(self, linear: Layer, maybe_wrap: Wrapper) -> nn.Sequential:
+        return nn.Sequential(
+            linear(8, 4),
+            maybe_wrap(nn.Sequential(maybe_wrap(linear(4, 16)), linear(16, 16))),
+            maybe_wrap(nn.Sequential(linear(16, 4), linear(4, 8))),
+        )
+
+    @staticmethod
+    def _set_nonuniform_req_grad(model: nn.Module, req_grad_mask: str | re.Pattern[str]) -> None:
+        """Freeze the parameters whose names do not begin with a match of the mask."""
+        for name, parameter in model.named_parameters():
+            if re.match(req_grad_mask, name) is None:
+                parameter.requires_grad_(False)
+
+    @staticmethod
+    def init(
+        group: dist.ProcessGroup,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> nn.Module:
+        def build(wrap_fsdp: bool) -> nn.Module:
+            kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
+            return NonUniformReqGradNWM(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
+
+        model = _init_in_mode(build, fsdp_init_mode, device_init_mode)
+        # FSDP's own component of a name, if there is one, stands between the two numbers.
+        NonUniformReqGradNWM._set_nonuniform_req_grad(model, r"module\.2\.(_fsdp_wrapped_module\.)?1\.")
+        return model
+
+
+class ModuleWithDelay(FSDPTestModel):
+    """A test model after whose loss, and before each reduce-scatter of whose gradients, the device is kept busy.
+
+    What is measured in milliseconds is the device's time; see :func:`.delays.delay_device` for devices without streams.
+    """
+
+    def __init__(self, module: nn.Module, delay_after_loss_ms: int, delay_before_reduction_ms: int) -> None:
+        super().__init__()
+        self.delay_after_loss_ms = delay_after_loss_ms
+        self.delay_before_reduction_ms = delay_before_reduction_ms
+        self.module: Any = module
+
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return self.module.get_input(device)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.module(*inputs)
+
+    def get_loss(self, input: tuple[torch.Tensor, ...], output: Any) -> torch.Tensor:
+        loss = self.module.get_loss(input, output)
+        delay_device(self.delay_after_loss_ms)
+        return loss
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        with delaying(dist, torch_facts.REDUCE_SCATTER_NAME, self.delay_before_reduction_ms):
+            self.module.run_backward(loss)
+
+    @staticmethod
+    def init(
+        module_class: type[FSDPTestModel],
+        *model_args: Any,
+        delay_after_loss_ms: int,
+        delay_before_reduction_ms: int,
+        **model_kwargs: Any,
+    ) -> ModuleWithDelay:
+        """Wrap what ``module_class.init`` makes of the other arguments."""
+        model = module_class.init(*model_args, **model_kwargs)
+        return ModuleWithDelay(model, delay_after_loss_ms, delay_before_reduction_ms)
+
+
+class NestedWrappedModuleWithDelay(ModuleWithDelay):
+    """:class:`ModuleWithDelay` around a :class:`NestedWrappedModule`."""
+
+    @staticmethod
+    def init(  # type: ignore[override]
+        group: dist.ProcessGroup,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_AFTER,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        delay_after_loss_ms: int = 0,
+        delay_before_reduction_ms: int = 0,
+    ) -> ModuleWithDelay:
+        return ModuleWithDelay.init(
+            NestedWrappedModule,
+            group,
+            fsdp_init_mode,
+            device_init_mode,
+            fsdp_kwargs,
+            deterministic,
+            delay_after_loss_ms=delay_after_loss_ms,
+            delay_before_reduction_ms=delay_before_reduction_ms,
+        )
+
+
+class DummyDDP(nn.Module):
+    """Has the shape of DDP, the model under ``module``, and reduces nothing: for models that do it themselves."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class MixtureOfExperts(NestedWrappedModule):
+    """Four linear layers, (4, 8) to (4, 8): child 1 is shared, child 2 an expert with parameters of each rank's own.
+
+    With ``wrap_fsdp`` the shared layer is an FSDP1 instance over ``group`` and the expert one over a group of its rank
+    alone; without, ``run_backward`` averages the gradients of all but the expert by hand. ``deterministic`` seeds the expert
+    with 42 plus the rank and the others with 0. ``delay_before_free_ms`` keeps the device busy before resharding in forward.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        delay_before_free_ms: int,
+        deterministic: bool,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        self._deterministic = deterministic
+        super().__init__(group, wrap_fsdp, device_init_mode, deterministic, **fsdp_kwargs)
+        self.group = group
+        self.delay_before_free_ms = delay_before_free_ms
+        self.wrap_fsdp = wrap_fsdp
+        self.move_to_device = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
+
+    def _build(self, linear: Layer, maybe_wrap: Wrapper) -> nn.Sequential:
+        d_input, d_shared, d_expert = 8, 12, 23
+        if self._deterministic:
+            torch.manual_seed(42 + self.rank)
+        expert = linear(d_expert, d_shared)
+        self.num_expert_params = sum(parameter.numel() for parameter in expert.parameters())
+        for parameter in expert.parameters():
+            parameter.expert = True  # type: ignore[attr-defined]
+        if self._deterministic:
+            torch.manual_seed(0)
+        shared = linear(d_shared, d_expert)
+        return nn.Sequential(
+            linear(d_input, d_shared),
+            maybe_wrap(shared),
+            maybe_wrap(expert, _group_of_this_rank()) if dist.is_initialized() else expert,
+            linear(d_shared, d_input),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # FSDP looks this function up in its own module at each call, so the patch reaches every caller.
+        with delaying(fsdp_runtime, "_reshard", self.delay_before_free_ms if self.wrap_fsdp else 0):
+            return self.module(x)
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and not hasattr(parameter, "expert"):
+                parameter.grad.div_(self.world_size)
+                dist.all_reduce(parameter.grad, group=self.group)
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        if not self.wrap_fsdp:
+            self._average_gradients()
+
+    @staticmethod
+    def init(
+        group: dist.ProcessGroup,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        delay_before_free_ms: int = 0,
+    ) -> nn.Module:
+        def build(wrap_fsdp: bool) -> nn.Module:
+            kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
+            return MixtureOfExperts(
+                group, wrap_fsdp, device_init_mode, delay_before_free_ms, deterministic, **kwargs
+            )
+
+        return _init_in_mode(build, fsdp_init_mode, device_init_mode)

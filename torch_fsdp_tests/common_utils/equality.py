@@ -1,0 +1,260 @@
+"""Are two values equal, and if not, where and by how much?
+
+:func:`differences` walks containers side by side and hands every pair of leaves to one comparison: numbers and tensors
+to the public :func:`torch.testing.assert_close`, text to unittest's own, all else to ``==``. What differs is told with its
+place, so that a failure in a state dict of a hundred tensors reads as well as one of two numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import unittest
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_SEQUENCES = (Sequence, torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ParameterList, torch.utils.data.Subset)
+_MAPPINGS = (Mapping, torch.nn.ModuleDict, torch.nn.ParameterDict)
+_TEXT = (str, bytes)
+_BOOLEANS = (bool, np.bool_)
+_NUMBERS = (int, float, complex, np.number)
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+# (rtol, atol) by dtype, as assert_close documents them; dtypes that are not here are compared exactly.
+_TOLERANCES = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex32: (1e-3, 1e-5),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+    torch.quint8: (1.3e-6, 1e-5),
+    torch.quint2x4: (1.3e-6, 1e-5),
+    torch.quint4x2: (1.3e-6, 1e-5),
+    torch.qint8: (1.3e-6, 1e-5),
+    torch.qint32: (1.3e-6, 1e-5),
+}
+# Python numbers are double precision, yet tests compare them with what float32 tensors gave; so upstream measures them
+# with float32's tolerances, and so do we.
+_NUMBER_DTYPES = ((complex, torch.complex64), (float, torch.float32))
+
+_HOW_MANY_PLACES = 5  # further places that differ, after the one that is told in full
+
+
+@dataclasses.dataclass(frozen=True)
+class Closeness:
+    """How close is equal. ``least_atol`` and ``least_rtol`` are lower bounds, as a test's ``precision`` sets them."""
+
+    atol: float | None = None
+    rtol: float | None = None
+    least_atol: float = 0
+    least_rtol: float = 0
+    equal_nan: bool = True
+    exact_dtype: bool = True
+    exact_device: bool = False
+    exact_layout: bool = False
+    exact_stride: bool = False
+    exact_is_coalesced: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.atol is None) != (self.rtol is None):
+            raise ValueError("give both atol and rtol or neither: a default for the other one would be a guess")
+
+    def tolerances(self, *dtypes: torch.dtype) -> dict[str, float]:
+        """The keyword arguments for assert_close: of several dtypes the loosest decides."""
+        if self.rtol is not None and self.atol is not None:
+            rtol, atol = self.rtol, self.atol
+        else:
+            each = [_TOLERANCES.get(dtype, (0.0, 0.0)) for dtype in dtypes]
+            rtol, atol = max(pair[0] for pair in each), max(pair[1] for pair in each)
+        return {"rtol": max(rtol, self.least_rtol), "atol": max(atol, self.least_atol)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One place where two values differ; ``path`` holds the keys and indices that lead to it."""
+
+    path: tuple[object, ...]
+    message: str
+
+    @property
+    def place(self) -> str:
+        return "".join(f"[{key!r}]" for key in self.path)
+
+
+def describe(found: Sequence[Difference]) -> str:
+    """The text of a failure: the first difference in full, and where the others are."""
+    first, *others = found
+    lines = [f"at {first.place}: {first.message}" if first.path else first.message]
+    if others:
+        places = ", ".join(difference.place for difference in others[:_HOW_MANY_PLACES])
+        unnamed = len(others) - _HOW_MANY_PLACES
+        lines.append(f"\n{len(others)} more differ: {places}{f' and {unnamed} others' if unnamed > 0 else ''}")
+    return "\n".join(lines)
+
+
+def differences(x: Any, y: Any, how: Closeness, path: tuple[object, ...] = ()) -> Iterator[Difference]:
+    """Yield every place where ``x`` (the actual value) and ``y`` (the expected one) differ.
+
+    Raises ``ValueError`` where a tensor of several elements meets a number, and ``TypeError`` where a DTensor meets a tensor
+    that is none: neither question has an answer.
+    """
+    if path == ():
+        x, y = _alike(x, y)
+    if _are(_SEQUENCES, x, y) and not isinstance(x, _TEXT) and not isinstance(y, _TEXT):
+        if len(x) != len(y):
+            yield Difference(path, f"The lengths of the sequences do not match: {len(x)} != {len(y)}")
+            return
+        for index in range(len(x)):
+            yield from differences(x[index], y[index], how, (*path, index))
+    elif _are(_MAPPINGS, x, y):
+        missing, additional = [k for k in y.keys() if k not in x], [k for k in x.keys() if k not in y]
+        if missing or additional:
+            yield Difference(path, f"The keys of the mappings do not match: missing {missing}, additional {additional}")
+            return
+        for key in x.keys():
+            yield from differences(x[key], y[key], how, (*path, key))
+    else:
+        try:
+            _compare_leaves(x, y, how)
+        except AssertionError as error:
+            yield Difference(path, str(error))
+
+
+def _are(kinds: tuple[type, ...], *values: object) -> bool:
+    return all(isinstance(value, kinds) for value in values)
+
+
+def _alike(x: Any, y: Any) -> tuple[Any, Any]:
+    """Bring two whole values into one form: arrays that torch has no dtype for become lists, a list beside a tensor one."""
+    if any(isinstance(value, np.ndarray) and not _torch_has(value.dtype) for value in (x, y)):
+        x, y = (value.tolist() if isinstance(value, _ARRAYS) else list(value) for value in (x, y))
+    elif isinstance(x, torch.Tensor) and isinstance(y, Sequence) and not isinstance(y, _TEXT):
+        y = torch.as_tensor(y, dtype=x.dtype, device=x.device)
+    elif isinstance(y, torch.Tensor) and isinstance(x, Sequence) and not isinstance(x, _TEXT):
+        x = torch.as_tensor(x, dtype=y.dtype, device=y.device)
+    return _unbound(x), _unbound(y)
+
+
+def _torch_has(dtype: np.dtype) -> bool:
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
+
+
+def _unbound(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.strided:
+        return value.unbind()
+    return value
+
+
+def _compare_leaves(x: Any, y: Any, how: Closeness) -> None:
+    """Raise ``AssertionError`` with a message for people where the two differ."""
+    if x is None or y is None:
+        if x is not y:
+            raise AssertionError(f"None mismatch: {_brief(x)} is not {_brief(y)}")
+    elif isinstance(x, _BOOLEANS) or isinstance(y, _BOOLEANS):
+        _compare_booleans(x, y)
+    elif (_is_number(x) and _is_number_like(y)) or (_is_number(y) and _is_number_like(x)):
+        _compare_numbers(_as_number(x), _as_number(y), how)
+    elif _are(_ARRAYS, x, y):
+        _compare_tensors(x, y, how)
+    else:
+        _compare_objects(x, y)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def _compare_objects(x: Any, y: Any) -> None:
+    case = unittest.TestCase()
+    case.maxDiff = None
+    if isinstance(x, _ARRAYS) or isinstance(y, _ARRAYS):
+        # A tensor compared with another kind of value answers elementwise or not at all; it is never equal to one.
+        raise AssertionError(f"{type(x).__name__} and {type(y).__name__} differ: {_brief(x)} != {_brief(y)}")
+    case.assertEqual(x, y)
+
+
+def _is_number(value: object) -> bool:
+    # A member of an IntEnum is an int too, yet stands for a name: it is compared by ==, which its message then shows.
+    return isinstance(value, _NUMBERS) and not isinstance(value, enum.Enum)
+
+
+def _is_number_like(value: object) -> bool:
+    return _is_number(value) or isinstance(value, _ARRAYS)
+
+
+def _only_element(value: Any, other: str) -> Any:
+    count = value.numel() if isinstance(value, torch.Tensor) else value.size
+    if count != 1:
+        raise ValueError(f"a {other} can be compared with a tensor of one element, and this one has {count}")
+    return value.item()
+
+
+def _as_number(value: Any) -> int | float | complex:
+    number = _only_element(value, "number") if isinstance(value, _ARRAYS) else value
+    if isinstance(number, np.number):
+        number = number.item()
+    return int(number) if isinstance(number, bool) else number
+
+
+def _compare_booleans(x: Any, y: Any) -> None:
+    if not all(isinstance(value, (*_BOOLEANS, *_NUMBERS, *_ARRAYS)) for value in (x, y)):
+        _compare_objects(x, y)
+        return
+    truth = [bool(_only_element(value, "boolean") if isinstance(value, _ARRAYS) else value) for value in (x, y)]
+    if truth[0] != truth[1]:
+        raise AssertionError(f"Booleans mismatch: {truth[0]} is not {truth[1]}")
+
+
+def _compare_numbers(x: int | float | complex, y: int | float | complex, how: Closeness) -> None:
+    if x == y:  # also where both are infinite, or integers too large for a tensor
+        return
+    dtypes = [next((dtype for kind, dtype in _NUMBER_DTYPES if isinstance(n, kind)), torch.int64) for n in (x, y)]
+    torch.testing.assert_close(x, y, check_dtype=False, equal_nan=how.equal_nan, **how.tolerances(*dtypes))
+
+
+def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
+    # A copy, because torch takes no arrays with negative strides and warns about read-only ones.
+    x, y = (torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value for value in (x, y))
+    x, y = _local_parts(x, y)
+    if x.layout == y.layout == torch.sparse_coo and x.is_coalesced() != y.is_coalesced():
+        if how.exact_is_coalesced:
+            raise AssertionError(f"is_coalesced does not match: {x.is_coalesced()} != {y.is_coalesced()}")
+        x, y = x.coalesce(), y.coalesce()
+    torch.testing.assert_close(
+        x,
+        y,
+        equal_nan=how.equal_nan,
+        check_dtype=how.exact_dtype,
+        check_device=how.exact_device,
+        check_layout=how.exact_layout,
+        check_stride=how.exact_stride,
+        **how.tolerances(x.dtype, y.dtype),
+    )
+
+
+def _local_parts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two DTensors with the same layout the shards of this rank, so that comparing them starts no collective."""
+    if not dist.is_available():
+        return x, y
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(x, DTensor) and not isinstance(y, DTensor):
+        return x, y
+    if not isinstance(x, DTensor) or not isinstance(y, DTensor):
+        raise TypeError("a DTensor and a plain tensor: compare with its full_tensor() or its to_local(), and say which")
+    if x.placements != y.placements:
+        raise AssertionError(f"DTensor placements do not match: {x.placements} != {y.placements}")
+    if x.device_mesh != y.device_mesh:
+        raise AssertionError(f"DTensor device meshes do not match: {x.device_mesh} != {y.device_mesh}")
+    return x.to_local(), y.to_local()

@@ -1,0 +1,123 @@
+"""Facts that test files ask for by upstream's names: the platform, the build under test, and the device under test.
+
+What the environment or the interpreter says is a constant. What needs the device under test is answered by
+``about_device``, through which the package's ``__getattr__`` serves names such as ``TEST_CUDA``: asked late, from
+:func:`torch_fsdp_tests.accelerator.current`, without starting a device runtime.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable
+
+import torch
+
+from torch_fsdp_tests import accelerator
+
+FILE_SCHEMA = "file:///" if sys.platform == "win32" else "file://"
+
+IS_LINUX = sys.platform == "linux"
+IS_WINDOWS = sys.platform == "win32"
+IS_MACOS = sys.platform == "darwin"
+IS_X86 = platform.machine() in ("x86_64", "i386")
+IS_ARM64 = platform.machine() in ("arm64", "aarch64", "ARM64")
+IS_PPC = platform.machine() == "ppc64le"
+IS_S390X = platform.machine() == "s390x"
+IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def environment_flag(variable: str) -> bool:
+    """True when the variable is exactly ``1``, which is how all of upstream's ``PYTORCH_TEST_*`` switches are read."""
+    return os.environ.get(variable) == "1"
+
+
+# Unlike the other switches, any text at all in CI means yes: services set it to "true".
+IS_CI = bool(os.environ.get("CI"))
+IS_SANDCASTLE = (
+    environment_flag("SANDCASTLE") if "SANDCASTLE" in os.environ else os.environ.get("TW_JOB_USER") == "sandcastle"
+)
+IS_FBCODE = environment_flag("PYTORCH_TEST_FBCODE")
+IS_REMOTE_GPU = environment_flag("PYTORCH_TEST_REMOTE_GPU")
+
+TEST_WITH_ASAN = environment_flag("PYTORCH_TEST_WITH_ASAN")
+TEST_WITH_DEV_DBG_ASAN = environment_flag("PYTORCH_TEST_WITH_DEV_DBG_ASAN")
+TEST_WITH_TSAN = environment_flag("PYTORCH_TEST_WITH_TSAN")
+TEST_WITH_UBSAN = environment_flag("PYTORCH_TEST_WITH_UBSAN")
+TEST_WITH_ROCM = environment_flag("PYTORCH_TEST_WITH_ROCM")
+TEST_WITH_SLOW = environment_flag("PYTORCH_TEST_WITH_SLOW")
+TEST_WITH_CROSSREF = environment_flag("PYTORCH_TEST_WITH_CROSSREF")
+TEST_WITH_TORCHINDUCTOR = environment_flag("PYTORCH_TEST_WITH_INDUCTOR")
+TEST_WITH_AOT_EAGER = environment_flag("PYTORCH_TEST_WITH_AOT_EAGER")
+TEST_WITH_TORCHDYNAMO = (
+    environment_flag("PYTORCH_TEST_WITH_DYNAMO")
+    if "PYTORCH_TEST_WITH_DYNAMO" in os.environ
+    else TEST_WITH_TORCHINDUCTOR or TEST_WITH_AOT_EAGER
+)
+
+TEST_NUMPY = True  # numpy is a requirement of this package
+TEST_SCIPY = importlib.util.find_spec("scipy") is not None
+TEST_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+
+# ROCm architecture names, for skipIfRocmArch and its kin.
+MI200_ARCH = ("gfx90a",)
+MI300_ARCH = ("gfx942",)
+MI350_ARCH = ("gfx950",)
+NAVI3_ARCH = ("gfx1100", "gfx1101")
+NAVI4_ARCH = ("gfx1200", "gfx1201")
+NAVI_ARCH = ("gfx1030", *NAVI3_ARCH, *NAVI4_ARCH)
+
+
+def device_under_test() -> accelerator.Accelerator | None:
+    """The accelerator under test, or None when what was asked for cannot be had.
+
+    A test file asks at import, where a refusal would hide every test of the file; the first test that needs the device
+    gets the refusal in words instead.
+    """
+    try:
+        return accelerator.current()
+    except accelerator.ConfigurationError:
+        return None
+
+
+def device_type_under_test() -> str:
+    """The device type that generated names carry, also where the device that was asked for is absent."""
+    found = device_under_test()
+    return found.type if found is not None else os.environ[accelerator.DEVICE_VARIABLE]
+
+
+def privateuse1_name() -> str:
+    """The name that an extension has given to torch's spare device type, by default that of the slot itself."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def has_devices(device_type: str, at_least: int = 1) -> bool:
+    """Whether the device under test is of this type and so many of it are visible."""
+    found = device_under_test()
+    return found is not None and found.type == device_type and found.count >= at_least
+
+
+def _has_accelerators(at_least: int) -> bool:
+    found = device_under_test()
+    return found is not None and found.count >= at_least
+
+
+def _accelerator_type() -> str | None:
+    found = device_under_test()
+    return None if found is None or found.is_host else found.type
+
+
+ABOUT_DEVICE: dict[str, Callable[[], object]] = {
+    "TEST_CUDA": lambda: has_devices("cuda"),
+    "TEST_HPU": lambda: has_devices("hpu"),
+    "TEST_XPU": lambda: has_devices("xpu"),
+    "TEST_MPS": lambda: has_devices("mps"),
+    "TEST_PRIVATEUSE1": lambda: has_devices(privateuse1_name()),
+    "TEST_PRIVATEUSE1_DEVICE_TYPE": privateuse1_name,
+    "TEST_ACCELERATOR": lambda: _has_accelerators(1),
+    "TEST_MULTIACCELERATOR": lambda: _has_accelerators(2),
+    "ACCELERATOR_TYPE": _accelerator_type,
+}

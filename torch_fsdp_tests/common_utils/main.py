@@ -1,0 +1,126 @@
+"""``run_tests()``: what a test file calls when it is run as a program."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import unittest
+from collections.abc import Iterator, Sequence
+
+import expecttest
+
+from . import state
+from .seed import SEED_VARIABLE, set_rng_seed
+
+NO_TESTS_RAN = 5  # unittest's own exit status for this since Python 3.12
+BAD_ARGUMENTS = 2
+
+# Options of upstream's run_tests that concern many files or other runners. One that were ignored would be a promise.
+_ELSEWHERE = {
+    "--save-xml": "run_test.py writes JUnit: python run_test.py -i FILE --save-xml DIR",
+    "--subprocess": "run_test.py runs each file in a process of its own",
+    "--run-parallel": "run_test.py runs files side by side: python run_test.py -j N",
+    "--use-pytest": "call pytest itself: pytest FILE",
+    "--pytest-single-test": "call pytest itself: pytest FILE::CLASS::TEST",
+    "--import-slow-tests": "run_test.py reads the list that the environment variable SLOW_TESTS_FILE names",
+    "--import-disabled-tests": "run_test.py reads the list that the environment variable DISABLED_TESTS_FILE names",
+    "--rerun-disabled-tests": "run_test.py does so under PYTORCH_TEST_RERUN_DISABLED_TESTS=1",
+    "--log-suffix": "run_test.py names its reports",
+}
+
+
+def _own_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    options = parser.add_argument_group("options beside unittest's")
+    options.add_argument("--seed", type=int, metavar="N", help="seed of every test, in its ranks too (default 1234)")
+    options.add_argument("--showlocals", action="store_true", help="the same as --locals")
+    options.add_argument("--no-showlocals", dest="showlocals", action="store_false", help=argparse.SUPPRESS)
+    options.add_argument("--repeat", type=int, default=1, metavar="N", help="run the tests N times, or until one fails")
+    options.add_argument("--accept", action="store_true", help="write what expecttest's inline strings should be")
+    options.add_argument("--discover-tests", action="store_true", help="print the names of the tests and run none")
+    return parser
+
+
+class _Runner(unittest.TextTestRunner):
+    """unittest's runner; under the list of failures it prints what tests left changed."""
+
+    def _makeResult(self) -> unittest.TestResult:
+        result = super()._makeResult()
+        print_errors = result.printErrors
+
+        def print_errors_and_leaks() -> None:
+            print_errors()
+            state.notes.report(self.stream)  # type: ignore[arg-type]
+
+        result.printErrors = print_errors_and_leaks  # type: ignore[method-assign]
+        return result
+
+
+class _Program(unittest.TestProgram):
+    """unittest's program, which makes the rank engine ready between loading the tests and running the first one."""
+
+    def __init__(self, argv: list[str], repeat: int, only_names: bool) -> None:
+        self._repeat = repeat
+        self._only_names = only_names
+        super().__init__(module="__main__", argv=argv, testRunner=_Runner)
+
+    def runTests(self) -> None:
+        from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
+
+        if self._only_names:
+            print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
+            sys.exit(0)
+        ranks.prepare()
+        self.exit = False  # the exit status is decided below, alike for all versions of Python
+        tests = list(_flat(self.test)) if self._repeat > 1 else []  # a suite forgets the tests that it has run
+        for _ in range(self._repeat):
+            self.test = unittest.TestSuite(tests) if tests else self.test
+            super().runTests()
+            if not self.result.wasSuccessful():
+                sys.exit(1)
+        ran = self.result.testsRun or self.result.skipped
+        sys.exit(0 if ran else NO_TESTS_RAN)
+
+
+def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.TestCase]:
+    if isinstance(suite, unittest.TestCase):
+        yield suite
+    else:
+        for part in suite:
+            yield from _flat(part)
+
+
+def run_tests(argv: Sequence[str] | None = None) -> None:
+    """Run the tests of the file that is run as a program, as :func:`unittest.main` does, and leave.
+
+    ``argv`` is by default ``sys.argv``, the program's name first. Options, output and exit status are unittest's (1: a test
+    failed; 2: bad arguments; 5: nothing ran, also before Python 3.12), and upstream's ``--seed``, ``--showlocals``, ``--repeat``,
+    ``--accept`` and ``--discover-tests`` are understood. Upstream's other options belong to ``run_test.py`` and are refused.
+
+    What tests left changed in the process is printed under the list of failures, one sentence for each thing.
+    """
+    program, *arguments = sys.argv if argv is None else argv
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option in _ELSEWHERE:
+            print(f"{option} is no option of a single test file: {_ELSEWHERE[option]}", file=sys.stderr)
+            sys.exit(BAD_ARGUMENTS)
+    parser = _own_options()
+    if {"-h", "--help"} & set(arguments):
+        try:
+            unittest.main(module=None, argv=[program, "--help"])
+        finally:
+            print(parser.format_help())
+    options, rest = parser.parse_known_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"argument --repeat: {options.repeat} is not 1 or more")
+    if options.seed is not None:
+        os.environ[SEED_VARIABLE] = str(options.seed)
+    if options.accept:
+        expecttest.ACCEPT = True
+        os.environ["EXPECTTEST_ACCEPT"] = "1"  # for the ranks
+    if options.showlocals:
+        rest.insert(0, "--locals")
+    set_rng_seed()
+    _Program([program, *rest], options.repeat, options.discover_tests)

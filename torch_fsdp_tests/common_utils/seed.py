@@ -1,0 +1,69 @@
+"""The seed of a run and the random states it sets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from torch_fsdp_tests import accelerator
+
+DEFAULT_SEED = 1234  # upstream's
+SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
+
+
+def seed_of_run() -> int:
+    """The seed that every test starts from: ``TORCH_FSDP_TESTS_SEED``, else 1234.
+
+    An environment variable, because the ranks of a test must find the seed that ``--seed`` gave to the test process.
+    Raises ``ValueError`` when the variable holds no integer.
+    """
+    text = os.environ.get(SEED_VARIABLE)
+    if text is None:
+        return DEFAULT_SEED
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{SEED_VARIABLE} is {text!r}: give an integer") from None
+
+
+def set_rng_seed(seed: int | None = None) -> None:
+    """Seed the generators of torch (all devices), :mod:`random` and numpy; by default with the seed of the run."""
+    seed = seed_of_run() if seed is None else seed
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy refuses seeds that torch takes
+
+
+def save_rng_state() -> Callable[[], None]:
+    """Remember the states of all generators; the function returned puts them back.
+
+    An accelerator's state is touched only where its runtime runs already, since asking would start it.
+    """
+    python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    found = torch.accelerator.current_accelerator() if accelerator.initialised() else None
+    module = torch.get_device_module(found.type) if found is not None else None
+    device = module.get_rng_state() if module is not None else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(host)
+        if module is not None:
+            module.set_rng_state(device)
+
+    return restore
+
+
+@contextlib.contextmanager
+def freeze_rng_state() -> Iterator[None]:
+    """Whatever the block draws, all generators go on as if it had not."""
+    restore = save_rng_state()
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,228 @@
+"""Decorators that skip, and those that run a test in another setting."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import flags
+from .parametrization import Test, Variant, _TestParametrizer, no_decorators
+
+Decorator = Callable[[Any], Any]
+
+
+def lazy_skip_if(condition: Callable[[], object], reason: str) -> Decorator:
+    """Skip a test when ``condition()`` is true at the time it runs; for a class, at the time it is decorated."""
+
+    def decorate(target: Any) -> Any:
+        if isinstance(target, type):
+            return unittest.skipIf(condition(), reason)(target)
+
+        @functools.wraps(target)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if condition():
+                raise unittest.SkipTest(reason)
+            return target(*args, **kwargs)
+
+        return guarded
+
+    return decorate
+
+
+def skipIfTorchDynamo(msg: str = "not meant to run under dynamo") -> Decorator:
+    """Skip when the whole run is compiled (``PYTORCH_TEST_WITH_DYNAMO=1``)."""
+    if not isinstance(msg, str):
+        raise AssertionError("skipIfTorchDynamo takes a reason: write @skipIfTorchDynamo(), with parentheses")
+    return lazy_skip_if(lambda: flags.TEST_WITH_TORCHDYNAMO, msg)
+
+
+def skipIfTorchInductor(
+    msg: str = "not meant to run under inductor", condition: bool = flags.TEST_WITH_TORCHINDUCTOR
+) -> Decorator:
+    """Skip when the whole run is compiled by inductor (``PYTORCH_TEST_WITH_INDUCTOR=1``), or on another condition."""
+    return lazy_skip_if(lambda: condition, msg)
+
+
+def skipIfCrossRef(fn: Any) -> Any:
+    return lazy_skip_if(lambda: flags.TEST_WITH_CROSSREF, "not meant to run under the cross-reference mode")(fn)
+
+
+def skipIfFreeThreaded(msg: str = "not meant to run without the interpreter lock") -> Decorator:
+    return unittest.skipIf(flags.IS_FREE_THREADED, msg)
+
+
+def _platform_skip(name: str, condition: Callable[[], object], msg: str) -> Callable[..., Any]:
+    """A decorator that is written with or without parentheses, as upstream's ``skipIf<Platform>`` are."""
+
+    def decorator(func: Any = None, *, msg: str = msg) -> Any:
+        decorate = lazy_skip_if(condition, f"{name}: {msg}")
+        return decorate if func is None else decorate(func)
+
+    decorator.__name__ = decorator.__qualname__ = name
+    return decorator
+
+
+skipIfRocm = _platform_skip("skipIfRocm", lambda: flags.TEST_WITH_ROCM, "not meant to run on ROCm")
+skipIfXpu = _platform_skip("skipIfXpu", lambda: flags.has_devices("xpu"), "not meant to run on XPU")
+skipIfHpu = _platform_skip("skipIfHpu", lambda: flags.has_devices("hpu"), "not meant to run on HPU")
+skipIfMPS = _platform_skip("skipIfMPS", lambda: flags.has_devices("mps"), "not meant to run on MPS")
+skipIfWindows = _platform_skip("skipIfWindows", lambda: flags.IS_WINDOWS, "not meant to run on Windows")
+
+
+def getRocmVersion() -> tuple[int, int]:
+    """The ROCm version torch was built for, as (major, minor); (0, 0) without ROCm."""
+    major, minor, *_ = (torch.version.hip or "0.0").split(".")
+    return int(major), int(minor.split("-")[0])
+
+
+def isRocmArchAnyOf(arch: tuple[str, ...]) -> bool:
+    """Whether the first device is of one of these ROCm architectures."""
+    if torch.version.hip is None or not flags.has_devices("cuda"):
+        return False
+    return any(name in torch.cuda.get_device_properties(0).gcnArchName for name in arch)
+
+
+def skipIfRocmArch(arch: tuple[str, ...]) -> Decorator:
+    return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and isRocmArchAnyOf(arch), f"not meant to run on ROCm's {arch}")
+
+
+def runOnRocmArch(arch: tuple[str, ...]) -> Decorator:
+    return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and not isRocmArchAnyOf(arch), f"on ROCm only meant for {arch}")
+
+
+def runOnRocm(fn: Any) -> Any:
+    return lazy_skip_if(lambda: not flags.TEST_WITH_ROCM, "meant for ROCm only")(fn)
+
+
+def skipIfRocmVersionLessThan(version: tuple[int, int] | None = None) -> Decorator:
+    return lazy_skip_if(
+        lambda: flags.TEST_WITH_ROCM and version is not None and getRocmVersion() < tuple(version),
+        f"needs ROCm {version} or later",
+    )
+
+
+def xfailIf(condition: object) -> Decorator:
+    """``unittest.expectedFailure`` where the condition holds."""
+    return unittest.expectedFailure if condition else lambda fn: fn
+
+
+def slowTest(fn: Any) -> Any:
+    """Skip unless ``PYTORCH_TEST_WITH_SLOW=1``."""
+    slow = lazy_skip_if(lambda: not flags.TEST_WITH_SLOW, "slow: runs with PYTORCH_TEST_WITH_SLOW=1")(fn)
+    slow.slow_test = True
+    return slow
+
+
+def slowTestIf(condition: object) -> Decorator:
+    return slowTest if condition else lambda fn: fn
+
+
+def serialTest(condition: bool = True) -> Decorator:
+    """Accepted as upstream's, without effect: the tests of a file run one after the other here."""
+    return lambda fn: fn
+
+
+def skip_but_pass_in_sandcastle(reason: str) -> Decorator:
+    """Skip; in the environment that upstream calls sandcastle pass without running, and say so on stderr."""
+    return skip_but_pass_in_sandcastle_if(True, reason)
+
+
+def skip_but_pass_in_sandcastle_if(condition: object, reason: str) -> Decorator:
+    """:func:`skip_but_pass_in_sandcastle` where the condition, taken at decoration, holds."""
+
+    def decorate(target: Any) -> Any:
+        if not condition:
+            return target
+        if not flags.IS_SANDCASTLE:
+            return unittest.skip(reason)(target)
+
+        @functools.wraps(target)
+        def passed(*args: Any, **kwargs: Any) -> None:
+            print(f"{target.__name__} is not run: {reason}", file=sys.stderr)
+
+        return passed
+
+    return decorate
+
+
+@contextlib.contextmanager
+def SwapTensorsGuard(use_swap_tensors: bool | None) -> Iterator[None]:
+    """Set whether ``nn.Module`` conversions swap parameters (None: leave it) and put it back afterwards."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    if use_swap_tensors is not None:
+        torch.__future__.set_swap_module_params_on_conversion(use_swap_tensors)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@contextlib.contextmanager
+def DeterministicGuard(
+    deterministic: bool, *, warn_only: bool = False, fill_uninitialized_memory: bool = True
+) -> Iterator[None]:
+    """Set torch's deterministic-algorithms flags and put them back afterwards."""
+    mode, only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def set_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def set_cwd(path: str | os.PathLike[str]) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _run_within(guard: Callable[[], contextlib.AbstractContextManager[None]]) -> Decorator:
+    def decorate(fn: Test) -> Test:
+        @functools.wraps(fn)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with guard():
+                return fn(*args, **kwargs)
+
+        return guarded
+
+    return decorate
+
+
+def wrapSwapTensorsTest(swap: bool | None = None) -> Decorator:
+    """Run the test inside :func:`SwapTensorsGuard`."""
+    return _run_within(lambda: SwapTensorsGuard(swap))
+
+
+class swap(_TestParametrizer):
+    """Parametrize over :func:`wrapSwapTensorsTest`: one test for each value, named ``swap_<value>``."""
+
+    def __init__(self, swap_values: tuple[bool, ...]) -> None:
+        self.swap_values = swap_values
+
+    def _parametrize_test(self, test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:
+        for value in self.swap_values:
+            yield wrapSwapTensorsTest(value)(test), f"swap_{value}", {}, no_decorators

@@ -1,0 +1,64 @@
+"""Keeping a device busy for a known time, so that a test can see what overlaps with what."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+
+import torch
+
+from torch_fsdp_tests import accelerator
+
+_HOST_CYCLES_PER_MS = 1e6  # the host substitute counts in nanoseconds
+_MEASURED_CYCLES = 1_000_000
+_MEASUREMENTS = 10
+_OUTLIERS = 2  # of the measurements at each end; the first calls on a device are slow
+
+
+def _device_type(device: torch.device | str | int | None) -> str:
+    return accelerator.current().type if device is None else torch.device(device).type
+
+
+def _has_kernel(device_type: str) -> bool:
+    under_test = accelerator.current()
+    if device_type == under_test.type:
+        return under_test.has("sleep_kernel")
+    return hasattr(torch.get_device_module(device_type), "_sleep")
+
+
+def device_sleep(device: torch.device | str | int | None, cycles: int) -> None:
+    """Occupy the device's current stream for ``cycles`` of its clock; on the host, return at once.
+
+    Where the device has no sleep kernel (capability ``sleep_kernel``) the calling thread waits instead, with a cycle of
+    one nanosecond: work of this rank is late by the same time, but nothing of it overlaps. Differs from upstream's,
+    whose CPU version counts in a loop, at a speed that depends on the interpreter.
+    """
+    kind = _device_type(device)
+    if _has_kernel(kind):
+        torch.get_device_module(kind)._sleep(cycles)
+    else:
+        time.sleep(cycles / _HOST_CYCLES_PER_MS / 1e3)
+
+
+def get_cycles_per_ms(device: torch.device | str | int | None = None) -> float:
+    """Cycles of :func:`device_sleep` in a millisecond of this device, by default the one under test. Measured once."""
+    return _cycles_per_ms(_device_type(device))
+
+
+@functools.cache
+def _cycles_per_ms(kind: str) -> float:
+    if not _has_kernel(kind):
+        return _HOST_CYCLES_PER_MS
+    module = torch.get_device_module(kind)
+
+    def measure() -> float:
+        start, end = (module.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        module._sleep(_MEASURED_CYCLES)
+        end.record()
+        end.synchronize()
+        return _MEASURED_CYCLES / start.elapsed_time(end)
+
+    rates = sorted(measure() for _ in range(_MEASUREMENTS))
+    return statistics.mean(rates[_OUTLIERS:-_OUTLIERS])

@@ -1,0 +1,228 @@
+"""The base class of all tests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+import unittest
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import expecttest
+import torch
+
+from . import state
+from .equality import Closeness, describe, differences
+from .seed import set_rng_seed
+
+_ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class TestCase(expecttest.TestCase):
+    """unittest's TestCase with comparisons that understand tensors.
+
+    Differs from upstream's: what a test leaves changed in its process is undone and named (see :mod:`.state`); the first
+    docstring line never replaces a test's name; messages tell the place of the first difference inside containers
+    and how many others there are; no sparse-tensor invariants are switched on.
+
+    ``precision`` and ``rel_tol`` are lower bounds of ``atol`` and ``rtol`` in every comparison of tensors and numbers.
+    """
+
+    precision: float = 0
+    rel_tol: float = 0
+
+    maxDiff = None
+    _diffThreshold = sys.maxsize  # unittest's own switch: explain a difference also where texts are long
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        # Loaders pass the name by position or as methodName; upstream's subclasses pass method_name on.
+        super().__init__(method_name if methodName == "runTest" else methodName)
+
+    def shortDescription(self) -> None:
+        """None, so that with ``-v`` the name of a test and its outcome word stand on one line."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        set_rng_seed()
+
+    def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
+        """Run the test as unittest does, on a rank engine that is ready, and undo what it leaves changed.
+
+        With ``TORCH_FSDP_TESTS_STRICT_LEAKS=1`` a leak fails the test. It is looked for in the last clean-up, since
+        after that unittest has announced the outcome.
+        """
+        from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
+
+        ranks.prepare()
+        # First registered is last called, after tearDown and all clean-ups of the test.
+        self.addCleanup(self._undo_leaks, state.SavedState())
+        return super().run(result)
+
+    def _undo_leaks(self, before: state.SavedState) -> None:
+        leaks = before.restore()
+        if leaks and state.strict():
+            self.fail(f"the test {' and '.join(leaks)} ({state.STRICT_VARIABLE}=1 makes a leak a failure)")
+        state.notes.add(self.id(), leaks)
+
+    # -- equality
+
+    def assertEqual(
+        self,
+        x: Any,
+        y: Any,
+        msg: str | Callable[[str], str] | None = None,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        equal_nan: bool = True,
+        exact_dtype: bool = True,
+        exact_device: bool = False,
+        exact_layout: bool = False,
+        exact_stride: bool = False,
+        exact_is_coalesced: bool = False,
+    ) -> None:
+        """Fail unless ``x`` (actual) equals ``y`` (expected), element by element in nested containers.
+
+        Tensors and numpy arrays must agree in shape and, unless ``exact_dtype=False``, in dtype; their values and those of
+        numbers must be close, ``|x - y| <= atol + rtol * |y|``, with defaults by dtype. A number may meet a tensor of
+        one element, a sequence a tensor. DTensors must have the same placements and mesh, and their local shards are
+        compared, without a collective. All else is compared with ``==``.
+
+        ``msg`` is added to the message, or, when callable, makes the message from the one given to it.
+        Raises ``ValueError`` when only one of ``atol`` and ``rtol`` is given or a number meets a larger tensor, ``TypeError``
+        when a DTensor meets another tensor.
+        """
+        __tracebackhide__ = True
+        how = Closeness(
+            atol=atol,
+            rtol=rtol,
+            least_atol=self.precision,
+            least_rtol=self.rel_tol,
+            equal_nan=equal_nan,
+            exact_dtype=exact_dtype,
+            exact_device=exact_device,
+            exact_layout=exact_layout,
+            exact_stride=exact_stride,
+            exact_is_coalesced=exact_is_coalesced,
+        )
+        found = list(differences(x, y, how))
+        if not found:
+            return
+        text = describe(found)
+        if callable(msg):
+            raise self.failureException(msg(text))
+        if msg is not None:
+            text = f"{text}\n{msg}" if self.longMessage else str(msg)
+        raise self.failureException(text)
+
+    def assertNotEqual(
+        self,
+        x: Any,
+        y: Any,
+        msg: str | None = None,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Fail if :meth:`assertEqual` with the same arguments would pass."""
+        __tracebackhide__ = True
+        try:
+            self.assertEqual(x, y, atol=atol, rtol=rtol, **kwargs)
+        except self.failureException:
+            return
+        self.fail(self._formatMessage(msg, f"{unittest.util.safe_repr(x)} == {unittest.util.safe_repr(y)}"))
+
+    def assertEqualIgnoreType(self, *args: Any, **kwargs: Any) -> None:
+        """:meth:`assertEqual` with ``exact_dtype=False``."""
+        self.assertEqual(*args, exact_dtype=False, **kwargs)
+
+    def assertEqualBroadcasting(self, x: torch.Tensor, y: Any, *args: Any, **kwargs: Any) -> None:
+        """:meth:`assertEqual` after ``y``, a number, sequence or tensor, is expanded to the shape of ``x``."""
+        y = torch.as_tensor(y, dtype=None if isinstance(y, torch.Tensor) else x.dtype, device=x.device)
+        self.assertEqual(x, y.expand_as(x), *args, **kwargs)
+
+    # -- other assertions that upstream adds to unittest's
+
+    def assertObjectIn(self, obj: object, iterable: Iterable[object]) -> None:
+        """Fail unless this very object, not only an equal one, is among the others."""
+        if not any(obj is other for other in iterable):
+            self.fail(f"this {type(obj).__name__} itself is not among the objects, equal ones aside")
+
+    def assertGreaterAlmostEqual(
+        self, first: Any, second: Any, places: int | None = None, msg: str | None = None, delta: Any = None
+    ) -> None:
+        """Fail unless ``first >= second``, or it is short by less than ``delta`` or half of the last of ``places``."""
+        if first < second:
+            self.assertAlmostEqual(first, second, places=places, msg=msg, delta=delta)
+
+    def assertExpectedInline(
+        self,
+        actual: Any,
+        expect: str,
+        skip: int = 0,
+        ignore_comments: bool = False,
+        ignore_empty_lines: bool = False,
+    ) -> None:
+        """expecttest's assertion about ``str(actual)``, without terminal colours.
+
+        ``ignore_comments`` and ``ignore_empty_lines`` leave such lines out on both sides.
+        """
+
+        def keep(line: str) -> bool:
+            bare = line.strip()
+            return not ((ignore_comments and bare.startswith("#")) or (ignore_empty_lines and not bare))
+
+        texts = [_ANSI_ESCAPE.sub("", str(text)) for text in (actual, expect)]
+        if ignore_comments or ignore_empty_lines:
+            texts = ["\n".join(filter(keep, text.split("\n"))) for text in texts]
+        super().assertExpectedInline(*texts, skip=skip + 1)
+
+    def assertLogs(self, logger: Any = None, level: Any = None) -> Any:
+        """unittest's, over the logger ``torch`` when none is given: torch's loggers do not reach the root."""
+        return super().assertLogs(logging.getLogger("torch") if logger is None else logger, level)
+
+    def assertNotWarn(self, callable: Callable[[], object], msg: str = "") -> None:
+        """Fail if the call warns, also where torch would have warned once before."""
+        with warnings.catch_warnings(record=True) as caught, _torch_warns_always():
+            warnings.simplefilter("always")
+            callable()
+        if caught:
+            self.fail(self._formatMessage(msg or None, f"warned: {[str(each.message) for each in caught]}"))
+
+    @contextlib.contextmanager
+    def assertWarnsOnceRegex(self, category: type[Warning], regex: str = "") -> Iterator[None]:
+        """Fail unless the block gives a warning of exactly this category whose text begins with a match of ``regex``.
+
+        Warnings that torch gives once in a process are given every time inside the block. Differs from upstream's in
+        that one warning must fulfil both conditions.
+        """
+        with warnings.catch_warnings(record=True) as caught, _torch_warns_always():
+            warnings.simplefilter("always")
+            yield
+        if not any(type(each.message) is category and re.match(regex, str(each.message)) for each in caught):
+            given = [f"{each.category.__name__}: {each.message}" for each in caught] or "no warning"
+            self.fail(f"no {category.__name__} begins with {regex!r}; given: {given}")
+
+    @staticmethod
+    def run_process_no_exception(code: str, env: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
+        """Run Python source in a fresh interpreter and return its stdout and stderr, whatever its exit status was."""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
+        return done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def _torch_warns_always() -> Iterator[None]:
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
+
+
+TestCaseBase = TestCase  # upstream's name for use as a base of classes made at run time

@@ -1,0 +1,267 @@
+"""Who runs what, and in which order: pure functions over plain data.
+
+Files are split by tests when they are long, dealt onto shards (one machine each), and ordered on one machine's slots.
+:class:`TestRun`, :class:`ShardedTest` and :func:`calculate_shards` mean what they mean in PyTorch's tools/testing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+Seconds = float
+TestTimes = Mapping[str, Seconds]  # by file
+ClassTimes = Mapping[str, Mapping[str, Seconds]]  # by file, then by class
+
+SPLIT_THRESHOLD = 600.0  # seconds; upstream's
+ASSUMED = 60.0  # seconds of a file when no file at all has a known time; only ratios between files matter then
+
+# Above this many jobs on one machine the order is longest first, without a look at other orders: the more jobs, the
+# smaller the gain, and the dearer the look.
+_ORDERS_TRIED_UP_TO = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class TestRun:
+    """A test file, or the part of one that is left by what is included or excluded: ``Class`` or ``Class.test``."""
+
+    __test__ = False  # no test case, whatever pytest makes of the name
+
+    file: str
+    included: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def is_whole(self) -> bool:
+        """True when every test of the file is in it."""
+        return not self.included and not self.excluded
+
+    def __or__(self, other: TestRun) -> TestRun:
+        """Both parts together. Raises ``ValueError`` for two files."""
+        self._same_file(other)
+        included = self.included | other.included if self.included and other.included else frozenset[str]()
+        # What one side runs is not excluded from the whole, unless the other side excludes it too.
+        excluded = self.excluded & other.excluded
+        if self.included and not other.included:
+            excluded = other.excluded - self.included
+        elif other.included and not self.included:
+            excluded = self.excluded - other.included
+        return TestRun(self.file, included, excluded)
+
+    def __sub__(self, other: TestRun) -> TestRun | None:
+        """What is left without the other part; None when nothing is. Raises ``ValueError`` for two files."""
+        self._same_file(other)
+        if other.is_whole:
+            return None
+        if other.included:
+            taken = other.included - other.excluded
+            left = frozenset(name for name in self.included if name not in taken and name.split(".")[0] not in taken)
+            if self.included and not left:
+                return None
+            return TestRun(self.file, left, self.excluded | taken)
+        kept = other.excluded & self.included if self.included else other.excluded
+        return TestRun(self.file, kept) if kept else None
+
+    def _same_file(self, other: TestRun) -> None:
+        if self.file != other.file:
+            raise ValueError(f"{self.file} and {other.file} are two files, so their parts do not combine")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedTest:
+    """One of ``num_shards`` parts of a test file, told apart by the index of a test in the file; ``shard`` from one."""
+
+    test: TestRun
+    shard: int = 1
+    num_shards: int = 1
+    time: Seconds | None = None  # of this part; None when nothing is known
+
+    @property
+    def name(self) -> str:
+        return self.test.file
+
+    def get_time(self, default: Seconds = 0) -> Seconds:
+        """The estimate in seconds, or ``default`` where there is none."""
+        return default if self.time is None else self.time
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shard}/{self.num_shards}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One process to be: a part of a test file, and how many slots it is lent while it runs."""
+
+    part: ShardedTest
+    devices: int  # accelerators that it is lent; 0 on the CPU
+    slots: int = 1  # of the pool: devices, or cores' worth of jobs on the CPU
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Path order, and the order of the parts of a file."""
+        return self.part.name, self.part.shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where and when a job would run if every estimate were right."""
+
+    job: Job
+    start: Seconds
+    end: Seconds
+
+
+def estimate(test: TestRun, times: TestTimes, class_times: ClassTimes) -> Seconds | None:
+    """Expected seconds of a file or of a part of it; None when that is not known."""
+    if test.is_whole:
+        return times.get(test.file)
+    by_class = class_times.get(test.file, {})
+    names = {name.split(".")[0] for name in test.included} if test.included else set(by_class)
+    names -= {name for name in test.excluded if "." not in name}
+    if not names or not names <= by_class.keys():
+        return None
+    return sum(by_class[name] for name in names)
+
+
+def split(
+    tests: Iterable[TestRun], times: TestTimes, class_times: ClassTimes, threshold: Seconds = SPLIT_THRESHOLD
+) -> list[ShardedTest]:
+    """One part for each file, or as many as keep each part of a long file within the threshold."""
+    parts = []
+    for test in tests:
+        seconds = estimate(test, times, class_times)
+        pieces = max(1, math.ceil(seconds / threshold)) if seconds else 1
+        share = None if seconds is None else seconds / pieces
+        parts += [ShardedTest(test, piece + 1, pieces, share) for piece in range(pieces)]
+    return parts
+
+
+def assumed(parts: Iterable[ShardedTest]) -> Seconds:
+    """What a part without a known time is taken to last: the mean of the known ones."""
+    known = [part.time for part in parts if part.time is not None]
+    return sum(known) / len(known) if known else ASSUMED
+
+
+def calculate_shards(
+    num_shards: int,
+    tests: Sequence[TestRun],
+    test_file_times: TestTimes,
+    test_class_times: ClassTimes | None = None,
+    sort_by_time: bool = True,
+    threshold: Seconds = SPLIT_THRESHOLD,
+    weights: Mapping[str, int] | None = None,
+) -> list[tuple[Seconds, list[ShardedTest]]]:
+    """Deal tests onto shards so that all take about as long; each shard with its load in seconds.
+
+    Longest first onto the shard with the least load, as upstream does. Unlike upstream's, parts of unknown length are
+    taken to last as long as the mean of the others, so that they spread too, and a file that needs ``weights[file]``
+    devices counts that many times. Without ``sort_by_time`` the given order is dealt in equal runs. The union of the
+    shards is the input, and the same input gives the same shards.
+    """
+    parts = split(tests, test_file_times, test_class_times or {}, threshold)
+    default = assumed(parts)
+    weights = weights or {}
+    shards: list[list[ShardedTest]] = [[] for _ in range(num_shards)]
+    loads = [0.0] * num_shards
+    if not sort_by_time:
+        for index, part in enumerate(parts):
+            where = index * num_shards // len(parts)
+            shards[where].append(part)
+            loads[where] += part.get_time(default)
+        return list(zip(loads, shards, strict=True))
+
+    def cost(part: ShardedTest) -> float:
+        return part.get_time(default) * weights.get(part.name, 1)
+
+    # Ties go to the shard with fewer parts, then to the lower number, so that parts without length spread as well.
+    heap = [(0.0, 0, shard) for shard in range(num_shards)]
+    for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)):
+        load, count, shard = heapq.heappop(heap)
+        shards[shard].append(part)
+        loads[shard] += part.get_time(default)
+        heapq.heappush(heap, (load + cost(part), count + 1, shard))
+    return list(zip(loads, shards, strict=True))
+
+
+def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], pool: int, on_host: bool) -> list[Job]:
+    """A job for each part. On the host each takes one slot; elsewhere as many as its file needs and the pool has."""
+    jobs = []
+    for part in parts:
+        devices = 0 if on_host else min(needs.get(part.name, 1), pool)
+        jobs.append(Job(part, devices, max(1, devices)))
+    return jobs
+
+
+def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, int]], default: Seconds) -> int | None:
+    """Index in the queue of the job to start on ``free`` slots now; None when it is better to wait.
+
+    The first job starts when it fits. When it does not, it is promised the earliest time at which enough slots come
+    free by ``releases`` (seconds from now, slots), and a later job may start only if it ends before that or leaves the
+    slots that were promised: wide jobs do not starve, and narrow ones fill the gaps.
+    """
+    if not queue or free <= 0:
+        return None
+    first = queue[0]
+    if first.slots <= free:
+        return 0
+    available, promised_at, spare = free, math.inf, 0
+    for seconds, slots in sorted(releases):
+        available += slots
+        if available >= first.slots:
+            promised_at, spare = seconds, available - first.slots
+            break
+    for index, job in enumerate(queue):
+        if job.slots <= free and (job.slots <= spare or job.part.get_time(default) <= promised_at):
+            return index
+    return None
+
+
+def simulate(jobs: Sequence[Job], slots: int, default: Seconds) -> list[Placement]:
+    """Play the jobs, in this order, onto so many slots under the rule of :func:`next_job`."""
+    queue, running, placed = list(jobs), list[tuple[Seconds, int, int]](), []
+    now, free, count = 0.0, slots, 0
+    while queue:
+        index = next_job(queue, free, [(end - now, width) for end, _, width in running], default)
+        if index is None:
+            now, _, width = heapq.heappop(running)
+            free += width
+            continue
+        job = queue.pop(index)
+        count += 1
+        free -= job.slots
+        end = now + job.part.get_time(default)
+        heapq.heappush(running, (end, count, job.slots))
+        placed.append(Placement(job, now, end))
+    return placed
+
+
+def makespan(placements: Iterable[Placement]) -> Seconds:
+    """Seconds until the last job ends."""
+    return max((placement.end for placement in placements), default=0.0)
+
+
+def lower_bound(jobs: Sequence[Job], slots: int, default: Seconds) -> Seconds:
+    """No order ends sooner than the work spread evenly, nor than the longest job."""
+    work = sum(job.slots * job.part.get_time(default) for job in jobs)
+    return max(work / slots, max((job.part.get_time(default) for job in jobs), default=0.0))
+
+
+def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
+    """The order in which to offer jobs to the slots: longest first, unless another order promises an earlier end.
+
+    Jobs with equal or unknown estimates stay in path order.
+    """
+    jobs = sorted(jobs, key=lambda job: job.key)
+    lengths = {job.part.get_time(default) for job in jobs}
+
+    def length(job: Job) -> float:
+        return -job.part.get_time(default)
+
+    longest_first = sorted(jobs, key=length)
+    if len(lengths) < 2 or len(jobs) > _ORDERS_TRIED_UP_TO or all(job.slots == 1 for job in jobs):
+        return longest_first
+    widest_first = sorted(jobs, key=lambda job: (-job.slots, length(job)))
+    largest_first = sorted(jobs, key=lambda job: length(job) * job.slots)
+    return min((longest_first, widest_first, largest_first), key=lambda o: makespan(simulate(o, slots, default)))

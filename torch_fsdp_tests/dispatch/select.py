@@ -1,0 +1,104 @@
+"""From what was asked for to the parts of files that will run: pure, over names and a way to read a file's text."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from torch_fsdp_tests.dispatch.discover import TestFile, names_in
+from torch_fsdp_tests.dispatch.plan import TestRun
+
+Source = Callable[[str], str]  # the text of a file by its name
+
+
+class UnknownTest(ValueError):
+    """A name that selects nothing; the message names its nearest neighbours."""
+
+
+def select(
+    files: Sequence[TestFile], include: Sequence[str], exclude: Sequence[str], directory: Path, source: Source
+) -> list[TestRun]:
+    """The parts of files that are included (all when nothing is) and not excluded, in path order.
+
+    Raises :class:`UnknownTest` for a name, in either list, that stands for nothing.
+    """
+    names = [file.name for file in files]
+    chosen: dict[str, TestRun] = {} if include else {name: TestRun(name) for name in names}
+    for text in include:
+        for test in find(text, names, directory, source):
+            chosen[test.file] = chosen[test.file] | test if test.file in chosen else test
+    for text in exclude:
+        for test in find(text, names, directory, source):
+            if test.file in chosen:
+                left = chosen.pop(test.file) - test
+                if left is not None:
+                    chosen[test.file] = left
+    return [chosen[name] for name in sorted(chosen)]
+
+
+def find(text: str, names: Sequence[str], directory: Path, source: Source) -> list[TestRun]:
+    """What one word of ``-i`` or ``-x`` stands for: ``folder``, ``folder/file``, ``glob*``, ``file::Class::test``."""
+    pattern, *inside = text.split("::")
+    wanted = normalise(pattern, directory)
+    matches = matching(wanted, names)
+    if not matches:
+        raise UnknownTest(f"unknown test {text!r}{_nearest(wanted, [*names, *_folders(names)])}")
+    if not inside:
+        return [TestRun(name) for name in matches]
+    if len(inside) > 2 or not all(inside):
+        raise UnknownTest(f"unknown test {text!r}; a test is named file::Class or file::Class::test")
+    return [TestRun(name, frozenset([_inside(text, inside, source(name))])) for name in matches]
+
+
+def normalise(text: str, directory: Path) -> str:
+    """A name as discovery gives it, for a path with or without the test directory in front and ``.py`` behind."""
+    text = text.replace("\\", "/").strip()
+    if Path(text).is_absolute():
+        try:
+            text = Path(text).relative_to(directory.resolve()).as_posix()
+        except ValueError:
+            return text
+    while text.startswith("./"):
+        text = text[2:]
+    text = text.rstrip("/").removesuffix(".py")
+    for prefix in (directory.as_posix(), directory.name):
+        if text == prefix:
+            return "."
+        if text.startswith(f"{prefix}/"):
+            return text[len(prefix) + 1 :]
+    return text
+
+
+def matching(wanted: str, names: Iterable[str]) -> list[str]:
+    """The names that a normalised word stands for: that file, everything below that folder, or what the glob fits."""
+    if wanted == ".":
+        return list(names)
+    if any(character in wanted for character in "*?["):
+        return [n for n in names if fnmatch.fnmatchcase(n, wanted) or fnmatch.fnmatchcase(n, f"{wanted}/*")]
+    return [name for name in names if name == wanted or name.startswith(f"{wanted}/")]
+
+
+def _inside(text: str, inside: Sequence[str], source: str) -> str:
+    """``Class`` or ``Class.test``, after a look at the source: a generated name starts with one that stands there."""
+    classes, tests = names_in(source)
+    for name, known in zip(inside, (classes, tests), strict=False):
+        if not any(name.startswith(stem) or fnmatch.fnmatchcase(stem, name) for stem in known):
+            raise UnknownTest(f"unknown test {text!r}{_nearest(name, known)}")
+    return ".".join(inside)
+
+
+def _folders(names: Iterable[str]) -> set[str]:
+    return {str(parent) for name in names for parent in Path(name).parents if str(parent) != "."}
+
+
+def _nearest(wanted: str, known: Iterable[str]) -> str:
+    """The remark ``; nearest: a, b``: by whole name, else by last component, which people remember best."""
+    known = sorted(set(known))
+    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
+    last = wanted.rpartition("/")[2]
+    by_last = {name.rpartition("/")[2]: name for name in reversed(known)}
+    close += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=3, cutoff=0.5)]
+    close = list(dict.fromkeys(close))[:3]
+    return f"; nearest: {', '.join(close)}" if close else ""

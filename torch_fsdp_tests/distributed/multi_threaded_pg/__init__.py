@@ -1,0 +1,488 @@
+"""A process group whose ranks are threads of one process, registered with torch.distributed as backend "threaded".
+
+Use it through `MultiThreadedTestCase`, or by hand: `_install_threaded_pg()`, then one thread a rank, each of which
+calls `init_process_group("threaded", rank=r, world_size=n, store=a_store_for_all)`, then `_uninstall_threaded_pg()`.
+A thread that fails calls `ProcessLocalGroup.exception_handle(error)`, and all others stop at once.
+
+The same names as upstream's module, and the same place in torch.distributed: the group is a Python subclass of
+`ProcessGroup`, which torch reaches through PyProcessGroup.hpp, and c10d's tables are replaced by one set a thread. What
+differs, always in the direction of a real backend: every collective is here, for every reduce operation; work is
+asynchronous until somebody waits; calls that do not match are an error, not a hang or nonsense; every wait ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+
+from torch_fsdp_tests.distributed.multi_threaded_pg import collectives
+from torch_fsdp_tests.distributed.multi_threaded_pg.collectives import Column, Mismatch, Part, Reduction, describe
+from torch_fsdp_tests.distributed.multi_threaded_pg.meeting import (
+    Board,
+    Call,
+    CollectiveError,
+    CollectiveTimeout,
+    PeerFailed,
+    Pending,
+    Post,
+    default_limit,
+)
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeout",
+    "Mismatch",
+    "PeerFailed",
+    "ProcessLocalGroup",
+    "ThreadLocalWorld",
+    "ThreadedWork",
+]
+
+Lists = Sequence[Sequence[Tensor]]
+Work = Callable[..., None]
+
+
+class ThreadedWork(dist.Work):
+    """The handle of a collective or transfer that some rank will complete.
+
+    `wait` blocks the calling thread, on accelerators too, and orders its current stream behind the result.
+    """
+
+    def __init__(self, pendings: Sequence[Pending], outputs: Sequence[Tensor], limit: float) -> None:
+        super().__init__()
+        self._pendings, self._outputs, self._limit = pendings, list(outputs), limit
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True once the outputs hold the result; zero stands for the group's own limit.
+
+        Raises PeerFailed, Mismatch, CollectiveError or CollectiveTimeout.
+        """
+        limit = timeout.total_seconds() or self._limit
+        for pending in self._pendings:
+            pending.wait(limit)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(pending.opened.is_set() for pending in self._pendings)
+
+    def is_success(self) -> bool:
+        return all(pending.finished and pending.error is None for pending in self._pendings)
+
+    def exception(self) -> BaseException | None:
+        return next((pending.error for pending in self._pendings if pending.error is not None), None)
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """The group rank of the sender, for a receive from any rank."""
+        (post,) = self._pendings
+        assert isinstance(post, Post) and post.src is not None, "only a finished receive has a source"
+        return post.src
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future:
+        """A future that holds the outputs already.
+
+        Blocks first: a callback that ran in the thread that completes the collective would see that rank as its own.
+        """
+        self.wait()
+        future: Future = Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class ProcessLocalGroup(dist.ProcessGroup):
+    """One rank's view of a group of threads.
+
+    Method names are those that torch.distributed and PyProcessGroup.hpp call; where torch 2.13 renamed one, both
+    names lead to the same method. Tensors need not be contiguous.
+    """
+
+    _board = Board()
+
+    def __init__(self, rank: int, world_size: int, token: str | None = None, limit: float | None = None) -> None:
+        """`token` is equal on all ranks of the group and on no other group; without one the rank is alone.
+
+        `limit` bounds every wait, in seconds (`default_limit()` unless given). From here on, backward runs in the
+        thread that calls it, on every device: in autograd's own threads a hook would not know its rank.
+        """
+        super().__init__(rank, world_size)
+        if token is None and world_size > 1:
+            raise ValueError(f"rank {rank} of {world_size} needs the token of its group")
+        self._rank, self._world_size, self._token = rank, world_size, token or uuid.uuid4().hex
+        self._limit = default_limit() if limit is None else limit
+        self._channel = type(self)._board.channel(self._token, world_size)
+        self._numbers = itertools.count()
+        self._sequence = -1
+        self._name = self._desc = ""
+        torch.autograd.set_multithreading_enabled(False)
+
+    # Failure and renewal of the whole world of threads.
+
+    @classmethod
+    def exception_handle(cls, exc: BaseException, rank: int | None = None) -> None:
+        """Tell all ranks that this one failed with `exc`: whoever waits, now or later, raises PeerFailed.
+
+        `rank` is that of the calling thread's default group unless given. Only the first failure counts.
+        """
+        if rank is None:
+            world = c10d._world.default_pg
+            rank = None if world is None else world.rank()
+        cls._board.fail(rank, exc)
+
+    @classmethod
+    def reset(cls) -> None:
+        """Start afresh: threads that still wait are sent away for good, and groups made from now on know no failure."""
+        board, cls._board = cls._board, Board()
+        board.fail(None, "the end of its test")
+
+    # Identity, as torch.distributed asks for it.
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+    def getBackendName(self) -> str:
+        return "threaded"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self._channel.name = f"group {name!r} of {self._world_size} ranks"
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    pg_name = group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers start at 0 in every group and need no agreement."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def __repr__(self) -> str:
+        return f"ThreadedPG world_size:{self._world_size} rank:{self._rank}"
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessLocalGroup | None:
+        """The group of those ranks (group ranks of this one, in this order) whose callers pass the same `ranks`.
+
+        As for a real backend every rank of this group calls; a rank outside `ranks` gets None. `device_types` is
+        accepted for the signature's sake: this group serves all devices.
+        """
+        number = self._next()
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self._name}:split:{number}:{'_'.join(map(str, ranks))}"
+        limit = self._limit if timeout is None else min(self._limit, timeout.total_seconds())
+        token = f"{self._token}/{number}/{tuple(ranks)}"
+        group = type(self)(list(ranks).index(self._rank), len(ranks), token, limit)
+        group._meet()
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self._desc}:split")
+        return group
+
+    # The one way in for collectives, and the one for transfers.
+
+    def _next(self) -> int:
+        self._sequence = next(self._numbers)
+        return self._sequence
+
+    def _meet(self) -> None:
+        """Wait until every rank has made the group, as the connection of a real backend does."""
+        call = Call("the creation of the group", (), [Part((), ())], lambda column, extras: None)
+        self._work([self._channel.join(self._rank, self._next(), call)], (), None).wait()
+        self._channel.board.forget(self._token)
+
+    def _work(self, pendings: Sequence[Pending], outputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
+        asked = getattr(opts, "timeout", None)
+        seconds = asked.total_seconds() if asked is not None else -1
+        return ThreadedWork(pendings, outputs, min(self._limit, seconds) if seconds > 0 else self._limit)
+
+    def _join(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        work: Work,
+        opts: Any,
+        *,
+        reduces: bool = False,
+        root: int | None = None,
+        alike: Sequence[Tensor] = (),
+    ) -> ThreadedWork:
+        """Bring this rank's `parts`; `alike` are the tensors whose shapes and types are the same on all ranks."""
+        agreed, reduction = [], None
+        if reduces:
+            reduction = Reduction.of(getattr(opts, "reduceOp", opts))
+            for tensor in (tensor for part in parts for tensor in part.ins):
+                reason = reduction.refuses(tensor.dtype)
+                if reason:
+                    raise ValueError(f"{name} on rank {self._rank}: {reason}")
+            agreed.append(reduction.kind.name)
+        if root is not None:
+            agreed.append(f"root {root}")
+            work = partial(work, root=root)
+        if len(parts) > 1:
+            agreed.append(f"{len(parts)} tensors")
+        if alike:
+            agreed.append(describe(alike))
+
+        def perform(column: Column, reductions: Sequence[Any]) -> None:
+            work(column, reductions) if reduces else work(column)
+
+        call = Call(name, tuple(agreed), parts, perform, reduction)
+        meeting = self._channel.join(self._rank, self._next(), call)
+        return self._work([meeting], [tensor for part in parts for tensor in part.outs], opts)
+
+    def _expect(self, name: str, what: str, found: int, wanted: int) -> None:
+        """Refuse on the spot what is wrong without asking any other rank."""
+        if found != wanted:
+            raise ValueError(f"{name} on rank {self._rank}: {what} must be {wanted}, not {found}")
+
+    def _expect_lists(self, name: str, what: str, lists: Lists, present: bool = True) -> Sequence[Tensor]:
+        """The one list of a list of lists, holding a tensor a rank; none where `present` is False."""
+        if not present:
+            return ()
+        self._expect(name, f"the number of {what} lists", len(lists), 1)
+        self._expect(name, f"the number of {what} tensors", len(lists[0]), self._world_size)
+        return lists[0]
+
+    # Collectives. `opts` defaults are None rather than an options object: what is absent there is the default here.
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
+        parts = [Part([tensor], [tensor]) for tensor in tensors]
+        return self._join("all_reduce", parts, collectives.all_reduce, opts, reduces=True, alike=tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> ThreadedWork:
+        parts = [Part([tensor], [tensor]) for tensor in tensors]
+        work, root = collectives.reduce, opts.rootRank
+        return self._join("reduce", parts, work, opts, reduces=True, root=root, alike=tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> ThreadedWork:
+        parts = [Part([tensor], [tensor]) for tensor in tensors]
+        return self._join("broadcast", parts, collectives.broadcast, opts, root=opts.rootRank, alike=tensors)
+
+    def allgather(self, output_tensors: Lists, input_tensors: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
+        """Inputs may differ in size from rank to rank, as nccl allows and gloo does not."""
+        outs = self._expect_lists("all_gather", "output", output_tensors)
+        self._expect("all_gather", "the number of inputs", len(input_tensors), 1)
+        return self._join("all_gather", [Part(input_tensors, outs)], collectives.all_gather, opts)
+
+    def allgather_coalesced(self, output_lists: Lists, input_list: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
+        """`output_lists` holds, for each rank, one tensor for each of that rank's inputs."""
+        name = "all_gather_coalesced"
+        self._expect(name, "the number of output lists", len(output_lists), self._world_size)
+        for outs in output_lists:
+            self._expect(name, "the length of an output list", len(outs), len(input_list))
+        parts = [Part([source], outs) for source, *outs in zip(input_list, *output_lists, strict=True)]
+        return self._join(name, parts, collectives.all_gather, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ThreadedWork:
+        return self._gather_into("all_gather_into_tensor", [output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> ThreadedWork:
+        return self._gather_into("all_gather_into_tensor_coalesced", outputs, inputs, opts)
+
+    def _gather_into(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
+        for output, input in zip(outputs, inputs, strict=True):
+            self._expect(name, "the elements of an output", output.numel(), input.numel() * self._world_size)
+            self._expect_dtypes(name, output, input)
+        parts = [Part([input], [output]) for output, input in zip(outputs, inputs, strict=True)]
+        return self._join(name, parts, collectives.all_gather_into_tensor, opts, alike=inputs)
+
+    def gather(self, output_tensors: Lists, input_tensors: Sequence[Tensor], opts: Any) -> ThreadedWork:
+        outs = self._expect_lists("gather", "output", output_tensors, self._rank == opts.rootRank)
+        self._expect("gather", "the number of inputs", len(input_tensors), 1)
+        return self._join("gather", [Part(input_tensors, outs)], collectives.gather, opts, root=opts.rootRank)
+
+    def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Lists, opts: Any) -> ThreadedWork:
+        ins = self._expect_lists("scatter", "input", input_tensors, self._rank == opts.rootRank)
+        self._expect("scatter", "the number of outputs", len(output_tensors), 1)
+        return self._join("scatter", [Part(ins, output_tensors)], collectives.scatter, opts, root=opts.rootRank)
+
+    def reduce_scatter(
+        self, output_tensors: Sequence[Tensor], input_tensors: Lists, opts: Any = dist.ReduceOp.SUM
+    ) -> ThreadedWork:
+        """Ranks may receive different sizes, as nccl allows and gloo does not."""
+        ins = self._expect_lists("reduce_scatter", "input", input_tensors)
+        self._expect("reduce_scatter", "the number of outputs", len(output_tensors), 1)
+        parts = [Part(ins, output_tensors)]
+        return self._join("reduce_scatter", parts, collectives.reduce_scatter, opts, reduces=True, alike=ins)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
+        return self._scatter_from("reduce_scatter_tensor", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM
+    ) -> ThreadedWork:
+        return self._scatter_from("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    def _scatter_from(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> ThreadedWork:
+        for output, input in zip(outputs, inputs, strict=True):
+            self._expect(name, "the elements of an input", input.numel(), output.numel() * self._world_size)
+            self._expect_dtypes(name, output, input)
+        parts = [Part([input], [output]) for output, input in zip(outputs, inputs, strict=True)]
+        return self._join(name, parts, collectives.reduce_scatter_tensor, opts, reduces=True, alike=inputs)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
+        self._expect("all_to_all", "the number of outputs", len(outputs), self._world_size)
+        self._expect("all_to_all", "the number of inputs", len(inputs), self._world_size)
+        return self._join("all_to_all", [Part(inputs, outputs)], collectives.all_to_all, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> ThreadedWork:
+        """Split sizes count rows of dimension 0; none at all means equal parts."""
+        parts = Part(self._rows(input, input_split_sizes), self._rows(output, output_split_sizes))
+        return self._join("all_to_all_single", [parts], collectives.all_to_all, opts)
+
+    def _rows(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+        name, rows = "all_to_all_single", tensor.shape[0]
+        if not sizes:
+            self._expect(name, f"the rest of {rows} rows over {self._world_size} ranks", rows % self._world_size, 0)
+            sizes = [rows // self._world_size] * self._world_size
+        self._expect(name, "the number of split sizes", len(sizes), self._world_size)
+        self._expect(name, "the sum of the split sizes", sum(sizes), rows)
+        return tensor.detach().split(list(sizes))
+
+    def barrier(self, opts: Any = None) -> ThreadedWork:
+        return self._join("barrier", [Part((), ())], collectives.barrier, opts)
+
+    def _expect_dtypes(self, name: str, output: Tensor, input: Tensor) -> None:
+        if output.dtype != input.dtype:
+            raise ValueError(f"{name} on rank {self._rank}: output {describe([output])} and input {describe([input])}")
+
+    # Transfers. A send is complete when its receiver has the data: nothing is buffered, as with gloo and nccl.
+
+    def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> ThreadedWork:
+        return self._post(True, self._rank, dst_rank, tag, tensors)
+
+    def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> ThreadedWork:
+        return self._post(False, src_rank, self._rank, tag, tensors)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ThreadedWork:
+        return self._post(False, None, self._rank, tag, tensors)
+
+    def _post(self, sends: bool, src: int | None, dst: int, tag: int, tensors: Sequence[Tensor]) -> ThreadedWork:
+        post = Post(self._channel.board, self._channel, sends, src, dst, tag, tensors)
+        return self._work([self._channel.post(post)], () if sends else tensors, None)
+
+    # The names of torch before 2.13, which PyProcessGroup.hpp and torch.distributed call there.
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _create_threaded_pg(prefix_store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> ProcessLocalGroup:
+    """What `init_process_group` and `new_group` call in each rank of the group; returns once all have called.
+
+    The threads find each other through the store that they share: the first one leaves a token there, numbered by
+    how often the group was made, since a world may be destroyed and made again over the same store.
+    """
+    generation = (prefix_store.add("arrivals", 1) - 1) // world_size
+    token = prefix_store.compare_set(f"token/{generation}", "", uuid.uuid4().hex).decode()
+    group = ProcessLocalGroup(rank, world_size, token, min(default_limit(), timeout.total_seconds()))
+    group._meet()
+    return group
+
+
+class ThreadLocalWorld(threading.local):
+    """c10d's tables of groups, one set a thread; takes the place of `torch.distributed.distributed_c10d._world`.
+
+    `threading.local` runs `__init__` again in every thread that looks.
+    """
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.pg_map: dict[dist.ProcessGroup, tuple[str, dist.Store | None]] = {}
+        self.pg_names: dict[dist.ProcessGroup, str] = {}
+        self.pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = {}
+        self.pg_backend_config: dict[dist.ProcessGroup, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
+        self.pg_to_tag: dict[dist.ProcessGroup, str] = {}
+        self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
+        self.comms: list[Any] = []
+
+    # Derived from the tables above, so c10d's own description serves.
+    pg_config_info = c10d._World.pg_config_info
+
+
+_replaced: tuple[Any, bool] | None = None  # c10d's world and autograd's threading, as they were before installation
+
+
+def _install_threaded_pg() -> ThreadLocalWorld:
+    """Give every thread a world of its own from here on; returns what `distributed_c10d._world` now is.
+
+    Also isolates c10d's C++ registries of groups and work by thread, which functional collectives go through, and
+    keeps backward in the calling thread. Installing again replaces the tables and keeps the way back.
+    """
+    global _replaced
+    if _replaced is None:
+        _replaced = c10d._world, torch._C._is_multithreading_enabled()
+    c10d._world = ThreadLocalWorld()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch.autograd.set_multithreading_enabled(False)
+    return c10d._world
+
+
+def _uninstall_threaded_pg() -> None:
+    """Undo `_install_threaded_pg`, in the thread that called it. Does nothing when nothing is installed."""
+    global _replaced
+    if _replaced is not None:
+        c10d._world, multithreading = _replaced
+        _replaced = None
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch.autograd.set_multithreading_enabled(multithreading)
+
+
+# The group that the creator returns serves every device, so the list only has to satisfy torch's table. Types that
+# have a default backend already are safe to name; a type that has none would get this one as its default.
+dist.Backend.register_backend("threaded", _create_threaded_pg, devices=list(dist.Backend.default_device_backend_map))

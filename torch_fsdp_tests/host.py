@@ -1,0 +1,93 @@
+"""What the operating system offers, in one place.
+
+Linux is complete. macOS has neither ``/proc`` nor a parent-death signal and does not let a process that has loaded
+the system frameworks go on after a fork, so there every rank is a fresh interpreter. Windows is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+LINUX = sys.platform.startswith("linux")
+MACOS = sys.platform == "darwin"
+
+REFUSAL = "torch_fsdp_tests runs on Linux and, on the CPU, on macOS; not on Windows (WSL 2 counts as Linux)"
+
+# prctl(2) options, from <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def refuse_unsupported() -> None:
+    """Leave with one sentence and exit status 2 where the suite cannot run at all."""
+    if sys.platform == "win32":
+        print(REFUSAL, file=sys.stderr)
+        sys.exit(2)
+
+
+def can_fork() -> bool:
+    """True where a process that has imported torch may fork and both sides go on."""
+    return LINUX
+
+
+def loopback_interface() -> str:
+    """Name of the network interface on which the ranks of one machine find each other."""
+    return "lo" if LINUX else "lo0"
+
+
+def _prctl(option: int, value: int) -> bool:
+    if not LINUX:
+        return False
+    return ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that forked it ends.
+
+    The parent may have died between the fork and this call, and then no signal ever comes; so its id is compared
+    afterwards. ``parent`` is the id of the process that forked this one. A no-op where the kernel has no such service.
+    """
+    if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> bool:
+    """Make this process the new parent of descendants whose own parent leaves; False where that does not exist."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """Process ids of the living children of this process, adopted ones included; empty where that cannot be read."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found += map(int, task.read_text().split())
+        except OSError:
+            continue
+    return found
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process in one line, for a report; its id where it cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    line = b" ".join(words).decode(errors="backslashreplace").strip()
+    return f"{pid} ({line[:120]})" if line else str(pid)
+
+
+def shared_memory_of(pids: set[int]) -> list[Path]:
+    """Files that torch left in shared memory for the given processes (it writes their ids into the names)."""
+    return [path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,262 @@
+"""What the ranks of one test said and how they ended, and the one verdict that follows from it.
+
+Pure: nothing here starts, waits for or kills anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import signal
+import traceback
+import unittest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch_fsdp_tests import host
+
+TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is counted
+
+
+class Kind(str, enum.Enum):
+    """How a rank, or a whole test, came out."""
+
+    PASSED = "passed"
+    SKIPPED = "skipped"
+    FAILED = "failed"  # an assertion of the test did not hold
+    ERROR = "error"  # anything else that was raised
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one rank says of itself: a skip's reason or an exception's traceback in ``text``."""
+
+    rank: int
+    kind: Kind
+    text: str = ""
+    seconds: float = 0.0
+    subtests: int = 0
+    leaks: tuple[str, ...] = ()
+
+    def to_json(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping) -> Outcome:
+        return cls(**{**fields, "kind": Kind(fields["kind"]), "leaks": tuple(fields["leaks"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How the process of a rank ended; with neither a code nor a signal it is still there.
+
+    ``ours`` marks a process that was ended because its test was over, so that its end says nothing about the test.
+    """
+
+    code: int | None = None
+    signal: int | None = None
+    stopped: bool = False
+    ours: bool = False
+
+    @classmethod
+    def from_wait_status(cls, status: int) -> Ending:
+        if status & 0x7F:
+            return cls(signal=status & 0x7F)
+        return cls(code=status >> 8)
+
+    @property
+    def exitcode(self) -> int | None:
+        """As :attr:`multiprocessing.Process.exitcode`: the exit code, or the negative number of the signal."""
+        return self.code if self.signal is None else -self.signal
+
+    def in_words(self) -> str:
+        if self.signal is not None:
+            return f"was killed by {host.signal_name(self.signal)}"
+        if self.code is not None:
+            return f"left with exit code {self.code}"
+        return "was stopped (SIGSTOP or the like)" if self.stopped else "was still running"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+    """Everything known about one rank after its test.
+
+    ``at`` is the second, counted from the start of the test, at which the rank's outcome or end became known.
+    """
+
+    rank: int
+    outcome: Outcome | None
+    ending: Ending
+    at: float
+    stacks: str = ""
+    output: str = ""
+
+    @property
+    def waited(self) -> bool:
+        """True for a rank that was ended by us without a word of its own: a victim, or the one that hung."""
+        return self.outcome is None and self.ending.ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The verdict on a test. ``from_body`` says that its first cause is an exception that the test body raised."""
+
+    kind: Kind
+    text: str = ""
+    from_body: bool = False
+
+
+class RanksFailed(AssertionError):
+    """An assertion of the test failed in one or more ranks; the message tells rank by rank."""
+
+
+class RanksErred(RuntimeError):
+    """A rank raised something else, died, or ran past its limit; the message tells rank by rank."""
+
+
+class HarnessError(RuntimeError):
+    """The harness itself failed; the test is not to blame."""
+
+
+def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> Outcome:
+    """Run a test body and put what comes of it into words.
+
+    ``SystemExit`` is no way to pass a test: it becomes an error that names the code, unless the code is one of
+    the skip codes, which :func:`judge` sees to. ``KeyboardInterrupt`` in a rank is an error like any other.
+    """
+    start = clock()
+    try:
+        body()
+    except unittest.SkipTest as skip:
+        return Outcome(rank, Kind.SKIPPED, str(skip), clock() - start)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        kind = Kind.FAILED if isinstance(error, AssertionError) else Kind.ERROR
+        return Outcome(rank, kind, shorten(format_error(error)), clock() - start)
+    return Outcome(rank, Kind.PASSED, seconds=clock() - start)
+
+
+def format_error(error: BaseException) -> str:
+    """A traceback without the frames of the harness above the test body, and without failing on odd exceptions."""
+    frames = error.__traceback__
+    while frames is not None and "__unittest" in frames.tb_frame.f_globals:
+        frames = frames.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
+    except Exception as broken:
+        return f"{type(error).__qualname__} (its message cannot be shown: {type(broken).__qualname__} in its __str__)"
+
+
+def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
+    """Head and tail of an overlong text, with the number of bytes left out between them."""
+    if len(text) <= limit:
+        return text
+    head, tail = text[: limit // 2], text[-(limit // 2) :]
+    left_out = len(text.encode(errors="replace")) - len((head + tail).encode(errors="replace"))
+    return f"{head}\n... {left_out} bytes left out ...\n{tail}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``: runs of neighbours in short form."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+def judge(
+    reports: Sequence[RankReport],
+    limit: float,
+    skip_codes: Mapping[int, str],
+    expected_code: int = 0,
+) -> Verdict:
+    """One verdict from all ranks: ok and skip only unanimously, anything else fails.
+
+    ``skip_codes`` maps exit codes that mean a skip to their reasons; ``expected_code`` is the exit code with which
+    every rank of this test is to leave (negative for a signal, as upstream's ``special_return_code_checks`` has it).
+    """
+    if not reports:
+        return Verdict(Kind.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
+    if expected_code != 0:
+        return _judge_codes(reports, expected_code)
+    reasons = [_skip_reason(report, skip_codes) for report in reports]
+    if all(reason is not None for reason in reasons):
+        return Verdict(Kind.SKIPPED, "; ".join(dict.fromkeys(str(reason) for reason in reasons)))
+    bad = [report for report in reports if not _passed(report)]
+    if not bad:
+        return Verdict(Kind.PASSED)
+    # A rank that waited longest without a word is the last to speak: what the others raised explains it.
+    bad.sort(key=lambda report: (report.waited, reasons[report.rank] is not None, report.at))
+    first = bad[0]
+    crashed = any(report.outcome is None and not report.ending.ours and reasons[report.rank] is None for report in bad)
+    raised = first.outcome is not None and first.outcome.kind in (Kind.FAILED, Kind.ERROR)
+    kind = first.outcome.kind if first.outcome is not None and raised else Kind.ERROR
+    text = "\n\n".join(_paragraphs(bad, reasons, len(reports), limit))
+    return Verdict(kind, text, from_body=raised and not crashed)
+
+
+def _passed(report: RankReport) -> bool:
+    return report.outcome is not None and report.outcome.kind is Kind.PASSED and report.ending.code == 0
+
+
+def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | None:
+    if report.outcome is None:
+        return skip_codes.get(report.ending.code) if report.ending.code is not None else None
+    return report.outcome.text if report.outcome.kind is Kind.SKIPPED and report.ending.code == 0 else None
+
+
+def _judge_codes(reports: Sequence[RankReport], expected: int) -> Verdict:
+    wrong = [report for report in reports if report.ending.exitcode != expected]
+    if not wrong:
+        return Verdict(Kind.PASSED)
+    lines = [f"rank {report.rank} {report.ending.in_words()}; exit code {expected} was expected" for report in wrong]
+    return Verdict(Kind.FAILED, "\n".join(lines))
+
+
+def _paragraphs(
+    bad: Sequence[RankReport], reasons: Sequence[str | None], world_size: int, limit: float
+) -> Iterable[str]:
+    """One paragraph for the ranks that say the same, in the order given."""
+    same: dict[tuple[str, str], list[RankReport]] = {}
+    for report in bad:
+        same.setdefault(_words(report, reasons[report.rank], limit), []).append(report)
+    for (headline, text), reports in same.items():
+        who = ranks_in_words([report.rank for report in reports])
+        yield f"{who} of {world_size} {headline}" + (f":\n{text}" if text else "")
+    skipped = [rank for rank, reason in enumerate(reasons) if reason is not None]
+    if skipped:
+        yield f"a skip counts only when every rank skips; {ranks_in_words(skipped)} of {world_size} did"
+    for report in bad:
+        if report.output:
+            yield f"--- output of rank {report.rank} ---\n{report.output}"
+
+
+def _words(report: RankReport, skip_reason: str | None, limit: float) -> tuple[str, str]:
+    """A headline that follows "rank N", and the text below it."""
+    outcome, ending = report.outcome, report.ending
+    if skip_reason is not None:
+        return f"skipped: {skip_reason}", ""
+    if outcome is not None and outcome.kind in (Kind.FAILED, Kind.ERROR):
+        return "raised", outcome.text
+    told = "" if outcome is None else f"reported that it {outcome.kind.value} and then "
+    if not ending.ours:
+        before = " before it reported anything" if outcome is None else ""
+        return f"{told}{ending.in_words()}{before}", report.stacks
+    state = "was stopped (SIGSTOP or the like)" if ending.stopped else "was still running"
+    when = f"after {report.at:.1f} s" + (f" (the limit is {limit:g} s)" if report.at >= limit else "")
+    stacks = report.stacks or "no Python stack could be had from it"
+    return f"{told}{state} {when}, and was killed", stacks
+
+
+def death_of_server(status: int | None) -> str:
+    """Why the rank server is gone, in words."""
+    if status is None:
+        return "the rank server closed its connection"
+    ending = Ending.from_wait_status(status)
+    hint = " (out of memory?)" if ending.signal == signal.SIGKILL else ""
+    return f"the rank server {ending.in_words()}{hint}"

@@ -1,0 +1,200 @@
+"""The life of one rank process: from the fork to its exit.
+
+A rank is a child of the rank server (or, where forking is not possible, a fresh interpreter started by it). It gets
+a session of its own, its own output file, one thread for computing, the environment that the test process had when
+the test asked for ranks, and the orders that come over its channel. What it has to say of its tests goes back over
+that channel; what it may not live to say (the stack of a crash or of a hang) goes through a pipe of last words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests import host
+from torch_fsdp_tests.ranks.channel import Channel
+from torch_fsdp_tests.ranks.outcome import Outcome
+
+__unittest = True  # unittest leaves the frames of such modules out of tracebacks
+
+STACKS_SIGNAL = signal.SIGUSR1  # makes a rank write the Python stacks of all its threads into its last words
+LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class; its last words say why
+
+# Test classes by module and qualified name. The server is forked off the test process once all test files are loaded, so
+# a rank finds here what no import could give it: a class that a function or a decorator made.
+_classes: dict[tuple[str, str], type] = {}
+
+_in_rank = False
+
+
+def in_rank() -> bool:
+    """True in a process that hosts one or more ranks of a test."""
+    return _in_rank
+
+
+def register(cls: type) -> None:
+    """Make a test class findable in ranks."""
+    _classes[cls.__module__, cls.__qualname__] = cls
+
+
+def find(module: str, qualname: str) -> Any:
+    """The registered class, else the one that an import of its module gives. Raises ``LookupError`` with the reason."""
+    if (module, qualname) in _classes:
+        return _classes[module, qualname]
+    try:
+        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        for name in qualname.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"a rank cannot find the test class {module}.{qualname}: {error}") from error
+    return found
+
+
+class Assignment:
+    """What a rank process was started for, and its line back to the test process.
+
+    ``index`` counts the processes of the test; ``world_size`` its ranks, which are more than the processes when ranks
+    are threads. ``directory`` belongs to the test alone and goes with it.
+    """
+
+    def __init__(self, request: Mapping, index: int, channel: Channel) -> None:
+        self.index = index
+        self.test: str | None = request["test"]
+        self.world_size: int = request["world_size"]
+        self.directory = Path(request["directory"])
+        self.file_name = str(self.directory / "rendezvous")
+        self._channel = channel
+
+    def report(self, outcome: Outcome) -> None:
+        """Tell the test process how a rank came out. Safe to call from any thread of the process."""
+        with _reporting:
+            self._channel.send({"outcome": outcome.to_json()})
+
+    def orders(self) -> Iterable[str]:
+        """The tests to run: the one it was started for, or as many as the test process sends, until it says no more."""
+        if self.test is not None:
+            yield self.test
+            return
+        while (message := self._channel.receive()) is not None and "test" in message:
+            yield message["test"]
+
+
+_reporting = threading.Lock()
+
+
+def main(request: Mapping, index: int, channel: Channel, last_words: int, server: int) -> None:
+    """Run a rank to its end; never returns."""
+    global _in_rank
+    _in_rank = True
+    code = 1
+    try:
+        _settle(request, index, last_words, server)
+        target = find(request["module"], request["qualname"])
+        before = list(threading.enumerate())
+        target._serve_rank(Assignment(request, index, channel))
+        code = 0
+        for thread in threading.enumerate():
+            if thread not in before and not thread.daemon:
+                channel.send({"leak": f"rank {index} left the thread {thread.name!r} running"})
+        atexit._run_exitfuncs()
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+        os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
+    except LookupError as error:
+        code = LEFT_WITHOUT_CLASS
+        os.write(last_words, str(error).encode())
+    except BaseException:
+        os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """The exit status that the interpreter itself would give."""
+    if leaving.code is None:
+        return 0
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
+
+
+def _settle(request: Mapping, index: int, last_words: int, server: int) -> None:
+    """Cut what ties the process to the one it was forked from."""
+    host.die_with_parent(server)
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    # A Ctrl-C is the test process' business; it ends the ranks in order.
+    for number, action in {
+        signal.SIGINT: signal.SIG_IGN,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGCHLD: signal.SIG_DFL,
+    }.items():
+        signal.signal(number, action)
+    atexit._clear()  # what the test process registered is for the test process to do
+    _set_environment(request["environment"])
+    os.chdir(request["cwd"])
+    directory = Path(request["directory"])
+    scratch = directory / "tmp"
+    scratch.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(scratch)
+    tempfile.tempdir = None
+    _redirect(directory / f"output{index}")
+    faulthandler.enable(last_words)
+    faulthandler.register(STACKS_SIGNAL, last_words)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _redirect(output: Path) -> None:
+    """Standard input from nowhere; both outputs into the rank's file, whoever had taken them over before the fork."""
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nowhere, 0), (file, 1), (file, 2)):
+        os.dup2(source, target)
+    os.close(nowhere)
+    os.close(file)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", closefd=False, errors="backslashreplace", buffering=1)
+    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)
+
+
+def fresh() -> None:
+    """Entry of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL LAST_WORDS``."""
+    directory, index, channel, last_words = sys.argv[1:]
+    request = json.loads((Path(directory) / "request.json").read_text())
+    prepare_interpreter(request["preparation"])
+    main(request, int(index), Channel(socket.socket(fileno=int(channel))), int(last_words), os.getppid())
+
+
+def prepare_interpreter(preparation: Mapping) -> None:
+    """Make a fresh interpreter look like the test process: its path, its arguments, its main module, its test classes."""
+    from multiprocessing import spawn
+
+    spawn.prepare(dict(preparation))
+    for module in preparation.get("modules", ()):
+        importlib.import_module(module)
+
+
+Entry = Callable[[Assignment], None]
