@@ -271,7 +271,7 @@ def current() -> Accelerator:
 
 
 def initialised() -> bool:
-    """Whether the runtime of an accelerator runs in this process already, so that forking it would break its children."""
+    """Whether the runtime of an accelerator runs in this process already, so that its forks would break."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return False

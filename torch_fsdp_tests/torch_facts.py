@@ -15,8 +15,8 @@ VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split("
 ALL_GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER_NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-# Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about 200
-# modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
+# Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
+# 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
 PRELOAD = (
     "torch",
     "torch.distributed",

@@ -23,6 +23,7 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     PeerFailed,
     ProcessLocalGroup,
     ThreadLocalWorld,
+    _create_threaded_pg,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
@@ -176,9 +177,8 @@ def scatter(rank, size, dtype):
 
 
 def all_to_all(rank, size, dtype):
-    # Rank i sends i + j rows to rank j, and so receives j + i rows from it.
-    outputs = [torch.zeros(rank + peer, 2, dtype=dtype) for peer in range(size)]
-    dist.all_to_all(outputs, [sample(rank, dtype, rank + peer, 2) for peer in range(size)])
+    outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
+    dist.all_to_all(outputs, chunks(sample(rank, dtype, 2 * size, 3), size))
     return outputs
 
 
@@ -189,6 +189,7 @@ def all_to_all_single(rank, size, dtype):
 
 
 def all_to_all_single_uneven(rank, size, dtype):
+    # Rank i sends i + j rows to rank j, and so receives as many from it.
     splits = [rank + peer for peer in range(size)]
     output = torch.zeros(sum(splits), 2, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, sum(splits), 2), splits, splits)
@@ -242,8 +243,8 @@ MOVING = [
     functional,
     sub_groups,
 ]
-# gloo gathers no complex numbers; `all_gather_coalesced` it has in C++ only, for these too.
-GLOO_LACKS = {(gather, torch.complex64)}
+# Below torch.distributed's functions, which pass complex numbers on as pairs of reals, gloo knows none.
+GLOO_LACKS = {(case, torch.complex64) for case in (gather, all_gather_coalesced, functional)}
 
 
 def objects(rank, size):
@@ -272,8 +273,14 @@ def every_case(rank, size):
                     results[case.__name__, name, dtype] = case(rank, size, dtype, op)
     for case in MOVING:
         for dtype in MOVABLE:
-            if (case, dtype) not in GLOO_LACKS:
+            if (case, dtype) in GLOO_LACKS:
+                continue
+            try:
                 results[case.__name__, dtype] = case(rank, size, dtype)
+            except RuntimeError as error:
+                # The gloo of torch before 2.13, which says so before anything is sent.
+                if case is not all_to_all or "does not support alltoall" not in str(error):
+                    raise
     return results
 
 
@@ -339,7 +346,8 @@ class TestBesideGloo(MultiProcessTestCase):
 
     def test_every_collective(self):
         wanted, found = self.gloo(every_case), self.threaded(every_case)
-        self.assertEqual(list(found), list(wanted))
+        lacking = {key for key in found if key not in wanted}
+        self.assertEqual({name for name, *_ in lacking} - {"all_to_all"}, set())
         self.assertGreater(len(wanted), 400)
         for key, tensors in wanted.items():
             self.assertEqual(len(found[key]), len(tensors), msg=str(key))
@@ -408,6 +416,22 @@ class TestArithmetic(ThreadsTestCase):
         ):
             self.assertEqual(tensor.float(), torch.tensor([10.0]))
 
+    def test_inputs_survive(self):
+        def body(rank):
+            given = sample(rank, torch.float32, 4)
+            kept = [given.clone() for _ in range(3)]
+            if rank != 1:
+                # gloo may spoil what is not the root's, so a test that relies on this relies on us.
+                dist.reduce(kept[0], 1)
+            else:
+                dist.reduce(given.clone(), 1)
+            dist.reduce_scatter_tensor(torch.zeros(2), kept[1])
+            dist.reduce_scatter(torch.zeros(2), list(kept[2].chunk(2)))
+            for tensor in kept:
+                self.assertEqual(tensor, given)
+
+        self.assertEqual(results_of(2, body), [None, None])
+
     def test_meaningless_reductions_are_refused_by_name(self):
         def body(rank):
             for op, dtype in (
@@ -430,9 +454,12 @@ class TestArithmetic(ThreadsTestCase):
             dist.all_gather(gathered, torch.full((rank + 1,), float(rank)))
             mine = torch.zeros(rank + 1)
             dist.reduce_scatter(mine, [torch.full((peer + 1,), 10.0 * peer + rank) for peer in range(3)])
-            return [tensor.tolist() for tensor in gathered], mine.tolist()
+            swapped = [torch.zeros(peer + 1) for peer in range(3)]
+            dist.all_to_all(swapped, [torch.full((rank + 1,), 10.0 * peer + rank) for peer in range(3)])
+            return [tensor.tolist() for tensor in gathered], mine.tolist(), [tensor.tolist() for tensor in swapped]
 
-        for rank, (gathered, mine) in enumerate(results_of(3, body)):
+        for rank, (gathered, mine, swapped) in enumerate(results_of(3, body)):
+            self.assertEqual(swapped, [[10.0 * rank + peer] * (peer + 1) for peer in range(3)])
             self.assertEqual(gathered, [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]])
             self.assertEqual(mine, [30.0 * rank + 3] * (rank + 1))
 
@@ -484,6 +511,12 @@ class TestGroups(ThreadsTestCase):
             return sums
 
         self.assertEqual(results_of(4, body), [[6.0] * 3] * 4)
+
+    def test_each_making_has_its_own_token(self):
+        # Ranks that are quick to make a group again must not meet those that still leave the first one.
+        store = dist.HashStore()
+        tokens = {_create_threaded_pg(store, 0, 1, timedelta(seconds=5))._token for _ in range(3)}
+        self.assertEqual(len(tokens), 3)
 
     def test_tables_belong_to_the_thread(self):
         before = dist.distributed_c10d._world
@@ -548,7 +581,8 @@ class TestWork(ThreadsTestCase):
             seen = {}
             for _ in range(2):
                 tensor = torch.zeros(1)
-                seen[dist.recv(tensor)] = tensor.item()
+                sender = dist.recv(tensor)
+                seen[sender] = tensor.item()
             return seen
 
         self.assertEqual(results_of(3, body)[0], {1: 1.0, 2: 2.0})
@@ -560,13 +594,32 @@ class TestWork(ThreadsTestCase):
             loss = saved * saved
             dist.all_reduce(saved.detach())
             dist.broadcast(weight, 0)
-            with torch.inference_mode(rank == 0):
-                dist.all_reduce(torch.ones(1))
             loss.backward()  # would refuse if the write had counted as a modification
             return weight.grad.item(), weight._version
 
         # saved is 12 by now on both ranks: d loss = 2 * 12 * 3.
         self.assertEqual(results_of(2, body), [(72.0, 0)] * 2)
+
+    def test_inference_mode_of_one_rank_is_its_own(self):
+        for last in range(2):
+            others_came = threading.Event()
+
+            def body(rank, last=last, others_came=others_came):
+                with torch.inference_mode(rank == 0):
+                    tensors = [torch.ones(2), torch.zeros(4)]
+                    if rank == last:
+                        others_came.wait()
+                    works = [
+                        dist.all_reduce(tensors[0], async_op=True),
+                        dist.group.WORLD._allgather_base(tensors[1], tensors[0].clone()),
+                    ]
+                    others_came.set()
+                    for work in works:
+                        work.wait()
+                return [tensor.tolist() for tensor in tensors]
+
+            outcomes = results_of(2, body)
+            self.assertEqual([outcome[0] for outcome in outcomes], [[2.0, 2.0]] * 2)
 
     def test_dispatch_modes_see_nothing_of_other_ranks(self):
         from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,26 +8,36 @@ fixtures run once, in the parent.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
+import time
 import types
 import unittest
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch_fsdp_tests import accelerator, events
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
-from torch_fsdp_tests.common_utils import TestCase
-from torch_fsdp_tests.ranks import HarnessError, Kind, RankGroup, RanksErred, RanksFailed, judge, register
+from torch_fsdp_tests.common_utils import TestCase, state
+from torch_fsdp_tests.ranks import (
+    HarnessError,
+    Kind,
+    Outcome,
+    RankGroup,
+    RanksErred,
+    RanksFailed,
+    capture,
+    judge,
+    register,
+)
 from torch_fsdp_tests.ranks.outcome import RankReport
 
 __unittest = True
 
 TIMEOUT_DEFAULT = int(os.getenv("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))  # seconds a test
 TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that need more
-STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 
 
 def get_timeout(test_id: str) -> int:
@@ -36,18 +46,31 @@ def get_timeout(test_id: str) -> int:
     return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], default)
 
 
-class Tally(threading.local):
-    """Subtests of the test that runs in this rank: how many ran, which skipped and why."""
+class _Tally(threading.local):
+    """Subtests of the test that runs in this rank, which may be a thread: how many ran, which skipped and why."""
 
     def __init__(self) -> None:
         self.ran = 0
         self.skipped: list[str] = []
 
-    def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
+
+_tally = _Tally()
 
 
-tally = Tally()
+def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
+    """Run a test in a rank and put what comes of it into words, its subtests counted.
+
+    A test all of whose subtests skipped has skipped.
+    """
+    _tally.__init__()  # type: ignore[misc]
+
+    def counted() -> None:
+        body()
+        if _tally.skipped and not _tally.ran:
+            raise unittest.SkipTest("; ".join(dict.fromkeys(_tally.skipped)))
+
+    outcome = capture(rank, counted, time.perf_counter)
+    return dataclasses.replace(outcome, subtests=_tally.ran, skipped_subtests=tuple(_tally.skipped))
 
 
 class RankTestCase(TestCase):
@@ -113,23 +136,19 @@ class RankTestCase(TestCase):
         raise (RanksFailed if verdict.kind is Kind.FAILED else RanksErred)(verdict.text) from None
 
     def _record(self, reports: Sequence[RankReport]) -> None:
+        """Tell the dispatcher how wide the test was and how many of its subtests ran, and which skipped and why."""
         outcomes = [report.outcome for report in reports if report.outcome is not None]
-        events.record(world_size=len(reports), subtests=max((outcome.subtests for outcome in outcomes), default=0))
-        for note in dict.fromkeys(leak for outcome in outcomes for leak in outcome.leaks):
-            events.note(f"{self.id()}: {note}")
+        skipped = dict.fromkeys(reason for outcome in outcomes for reason in outcome.skipped_subtests)
+        ran = max((outcome.subtests for outcome in outcomes), default=0)
+        events.record(world_size=len(reports), subtests=ran, subtests_skipped=list(skipped))
 
     def _close(self, group: RankGroup) -> None:
-        """End a group and name what its ranks left behind; a failure under the strict setting."""
+        """End a group and name what its ranks left behind, once; a failure of the test under the strict setting."""
         group.close()
-        leaks, group.leaks = group.leaks, []
-        for leak in leaks:
-            self.note_leak(leak)
-
-    def note_leak(self, leak: str) -> None:
-        """Name something that a test left behind and that the harness has ended or undone."""
-        if os.environ.get(STRICT_LEAKS_VARIABLE):
-            raise HarnessError(leak)
-        warnings.warn(f"{self.id()}: {leak}", ResourceWarning)
+        leaks, group.leaks = list(dict.fromkeys(group.leaks)), []
+        if leaks and state.strict():
+            raise HarnessError(f"{'; '.join(leaks)} ({state.STRICT_VARIABLE} makes this a failure)")
+        state.notes.add(self.id(), leaks)
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:  # type: ignore[override]
@@ -143,14 +162,14 @@ class RankTestCase(TestCase):
                 yield
             return
         words = ", ".join(f"{name}={value!r}" for name, value in params.items())
-        described = " ".join(part for part in (f"[{msg}]" if msg is not None else "", f"({words})" if words else "") if part)
+        described = " ".join([f"[{msg}]"] * (msg is not None) + [f"({words})"] * bool(params))
         try:
             yield
         except unittest.SkipTest as skip:
-            tally.skipped.append(f"{described}: {skip}")
+            _tally.skipped.append(f"{described}: {skip}")
         except Exception as error:
             if not hasattr(error, "__subtest__"):
                 error.__subtest__ = described  # type: ignore[attr-defined]
             raise
         else:
-            tally.ran += 1
+            _tally.ran += 1

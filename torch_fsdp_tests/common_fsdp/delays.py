@@ -9,7 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests import accelerator
+import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as fsdp_runtime
+
+from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms
 
 
@@ -35,8 +38,18 @@ def delayed(function: Callable[..., Any], milliseconds: float) -> Callable[..., 
     return late
 
 
-def delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
+def _delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
     """Inside the context, calls of ``owner.name`` come late. For ranks that are processes: threads would share it."""
     if milliseconds <= 0:
         return contextlib.nullcontext()
     return mock.patch.object(owner, name, delayed(getattr(owner, name), milliseconds))
+
+
+def _delayed_reduce_scatter(milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context the gradients' reduce-scatters come late."""
+    return _delaying(dist, torch_facts.REDUCE_SCATTER_NAME, milliseconds)
+
+
+def _delayed_reshard(milliseconds: float) -> AbstractContextManager[object]:
+    """Inside the context FSDP1 frees unsharded parameters late; its runtime looks the function up at each call."""
+    return _delaying(fsdp_runtime, "_reshard", milliseconds)

@@ -1,8 +1,8 @@
 """Upstream's constants about the device under test, as names that are looked up late.
 
-``DEVICE_TYPE`` is its type without an index, ``DISTRIBUTED_BACKEND`` the backend between its ranks, and ``DEVICE_COUNT`` the
-world size of a test that states none. Upstream computes them at import, and counts one rank on the CPU; here the CPU
-counts 4, and one device that several ranks share counts them all.
+``DEVICE_TYPE`` is its type without an index, ``DISTRIBUTED_BACKEND`` the backend between its ranks, and
+``DEVICE_COUNT`` the world size of a test that states none. Upstream computes them at import, and counts one rank on
+the CPU; here the CPU counts 4, and one device that several ranks share counts them all.
 """
 
 from __future__ import annotations

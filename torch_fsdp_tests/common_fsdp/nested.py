@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as fsdp_runtime
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import always_wrap_policy
 
-from torch_fsdp_tests import torch_facts
-
-from .delays import delay_device, delaying
+from .delays import _delayed_reduce_scatter, _delayed_reshard, delay_device
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .states import _maybe_wrap_fsdp, _move_to_device
@@ -36,11 +33,17 @@ def _init_in_mode(
     return model.to(get_devtype()) if moves_last else model
 
 
+def _group_of_this_rank() -> dist.ProcessGroup:
+    """A new group that holds the calling rank alone. Other ranks need not take part, and each makes its own."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 class NestedWrappedModule(FSDPTestModel):
     """Five linear layers, (4, 8) to (4, 8), under the attribute ``module``.
 
-    With ``wrap_fsdp`` the children 1 (two layers, the first of them wrapped again) and 2 are FSDP1 instances over ``group``;
-    the outer layers and the model itself are not. ``deterministic`` seeds with 0 first. Inputs differ by rank.
+    With ``wrap_fsdp`` the children 1 (two layers, the first of them wrapped again) and 2 are FSDP1 instances over
+    ``group``; the outer layers and the model itself are not. ``deterministic`` seeds with 0 first. Inputs differ by
+    rank.
     """
 
     def __init__(
@@ -59,14 +62,16 @@ class NestedWrappedModule(FSDPTestModel):
         def linear(inputs: int, outputs: int) -> nn.Module:
             return _move_to_device(nn.Linear(inputs, outputs), move_to_device)
 
-        def _maybe_wrap(layer: nn.Module, group: dist.ProcessGroup = group) -> nn.Module:
-            return _maybe_wrap_fsdp(layer, wrap_fsdp, group, **fsdp_kwargs)
+        def _maybe_wrap(layer: nn.Module, alone: bool = False) -> nn.Module:
+            if not wrap_fsdp:
+                return layer
+            return FSDP(layer, _group_of_this_rank() if alone else group, **fsdp_kwargs)
 
         if deterministic:
             torch.manual_seed(0)
-        self.module = self._build(linear, _maybe_wrap)
+        self.module = self._build(linear, _maybe_wrap, deterministic)
 
-    def _build(self, linear: Layer, maybe_wrap: Wrapper) -> nn.Sequential:
+    def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
         # Layers are made in the order of their names: with a seed, that order decides their values.
         return nn.Sequential(
             linear(8, 4),
@@ -109,7 +114,7 @@ class NestedWrappedModule(FSDPTestModel):
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """A :class:`NestedWrappedModule` of which ``RECURSIVE`` wraps every submodule and the whole, over the default group."""
+    """A :class:`NestedWrappedModule` of which ``RECURSIVE`` wraps every submodule, over the default group."""
 
     @staticmethod
     def init(
@@ -127,13 +132,13 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """A :class:`NestedWrappedModule` whose last two layers are one FSDP1 instance and of which only the last one trains.
+    """A :class:`NestedWrappedModule` with its last two layers in one FSDP1 instance; only the last one trains.
 
     With the original parameters in use both trainable ones lie in the shard of one rank, so that the gradient scaler
     meets ranks with nothing to unscale.
     """
 
-    def _build(self, linear: Layer, maybe_wrap: Wrapper) -> nn.Sequential:
+    def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
         return nn.Sequential(
             linear(8, 4),
             maybe_wrap(nn.Sequential(maybe_wrap(linear(4, 16)), linear(16, 16))),
@@ -189,7 +194,7 @@ class ModuleWithDelay(FSDPTestModel):
         return loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        with delaying(dist, torch_facts.REDUCE_SCATTER_NAME, self.delay_before_reduction_ms):
+        with _delayed_reduce_scatter(self.delay_before_reduction_ms):
             self.module.run_backward(loss)
 
     @staticmethod
@@ -245,8 +250,9 @@ class MixtureOfExperts(NestedWrappedModule):
     """Four linear layers, (4, 8) to (4, 8): child 1 is shared, child 2 an expert with parameters of each rank's own.
 
     With ``wrap_fsdp`` the shared layer is an FSDP1 instance over ``group`` and the expert one over a group of its rank
-    alone; without, ``run_backward`` averages the gradients of all but the expert by hand. ``deterministic`` seeds the expert
-    with 42 plus the rank and the others with 0. ``delay_before_free_ms`` keeps the device busy before resharding in forward.
+    alone; without, ``run_backward`` averages the gradients of all but the expert by hand. ``deterministic`` seeds the
+    expert with 42 plus the rank and the others with 0. ``delay_before_free_ms`` keeps the device busy before
+    resharding in forward.
     """
 
     def __init__(
@@ -258,34 +264,32 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool,
         **fsdp_kwargs: Any,
     ) -> None:
-        self._deterministic = deterministic
         super().__init__(group, wrap_fsdp, device_init_mode, deterministic, **fsdp_kwargs)
         self.group = group
         self.delay_before_free_ms = delay_before_free_ms
         self.wrap_fsdp = wrap_fsdp
         self.move_to_device = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
 
-    def _build(self, linear: Layer, maybe_wrap: Wrapper) -> nn.Sequential:
+    def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
         d_input, d_shared, d_expert = 8, 12, 23
-        if self._deterministic:
+        if deterministic:
             torch.manual_seed(42 + self.rank)
         expert = linear(d_expert, d_shared)
         self.num_expert_params = sum(parameter.numel() for parameter in expert.parameters())
         for parameter in expert.parameters():
-            parameter.expert = True  # type: ignore[attr-defined]
-        if self._deterministic:
+            parameter.expert = True
+        if deterministic:
             torch.manual_seed(0)
         shared = linear(d_shared, d_expert)
         return nn.Sequential(
             linear(d_input, d_shared),
             maybe_wrap(shared),
-            maybe_wrap(expert, _group_of_this_rank()) if dist.is_initialized() else expert,
+            maybe_wrap(expert, alone=True),
             linear(d_shared, d_input),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # FSDP looks this function up in its own module at each call, so the patch reaches every caller.
-        with delaying(fsdp_runtime, "_reshard", self.delay_before_free_ms if self.wrap_fsdp else 0):
+        with _delayed_reshard(self.delay_before_free_ms if self.wrap_fsdp else 0):
             return self.module(x)
 
     @torch.no_grad()
@@ -311,8 +315,6 @@ class MixtureOfExperts(NestedWrappedModule):
     ) -> nn.Module:
         def build(wrap_fsdp: bool) -> nn.Module:
             kwargs = fsdp_kwargs or {} if wrap_fsdp else {}
-            return MixtureOfExperts(
-                group, wrap_fsdp, device_init_mode, delay_before_free_ms, deterministic, **kwargs
-            )
+            return MixtureOfExperts(group, wrap_fsdp, device_init_mode, delay_before_free_ms, deterministic, **kwargs)
 
         return _init_in_mode(build, fsdp_init_mode, device_init_mode)

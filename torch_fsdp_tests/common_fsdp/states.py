@@ -22,11 +22,13 @@ def _assert_module_states(
 ) -> None:
     """Call ``assert_fn(rank 0's tensor, another rank's tensor)`` for every parameter and buffer and every other rank.
 
-    A collective over ``process_group``; the tensors are handed over in host memory. Raises ``AssertionError`` when ranks
-    differ in the names of their states, which upstream's lets pass.
+    A collective over ``process_group``; the tensors are handed over in host memory. Raises ``AssertionError`` when
+    ranks differ in the names of their states, which upstream's lets pass.
     """
     mine = {
-        name: tensor.detach().cpu() for named in (model.named_parameters, model.named_buffers) for name, tensor in named()
+        name: tensor.detach().cpu()
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named()
     }
     of_all: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(of_all, mine, group=process_group)

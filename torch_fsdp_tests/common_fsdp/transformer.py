@@ -16,8 +16,6 @@ from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .states import _move_to_device
 
-ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
-
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -75,7 +73,7 @@ class TransformerWithSharedParams(FSDPTestModel):
 
     @staticmethod
     def init(
-        group: ProcessGroups,
+        group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup],
         fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode,
         fsdp_kwargs: dict[str, Any] | None = None,

@@ -1,7 +1,8 @@
 """What every test file starts from: the base class, ``run_tests``, parametrization, flags and decorators.
 
-Stands where ``torch/testing/_internal/common_utils.py`` stands. Names that ask about the device under test (``TEST_CUDA`` and
-its kin) and the seed of the run (``SEED``) are answered when they are asked for, not when this package is imported.
+Stands where ``torch/testing/_internal/common_utils.py`` stands. Names that ask about the device under test
+(``TEST_CUDA`` and its kin) and the seed of the run (``SEED``) are answered when they are asked for, not when this
+package is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Are two values equal, and if not, where and by how much?
 
 :func:`differences` walks containers side by side and hands every pair of leaves to one comparison: numbers and tensors
-to the public :func:`torch.testing.assert_close`, text to unittest's own, all else to ``==``. What differs is told with its
-place, so that a failure in a state dict of a hundred tensors reads as well as one of two numbers.
+to the public :func:`torch.testing.assert_close`, text to unittest's own, all else to ``==``. What differs is told with
+its place, so that a failure in a state dict of a hundred tensors reads as well as one of two numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _TEXT = (str, bytes)
 _BOOLEANS = (bool, np.bool_)
 _NUMBERS = (int, float, complex, np.number)
 _ARRAYS = (torch.Tensor, np.ndarray)
+_NUMBER_LIKE = (*_NUMBERS, *_ARRAYS)
 
 # (rtol, atol) by dtype, as assert_close documents them; dtypes that are not here are compared exactly.
 _TOLERANCES = {
@@ -61,12 +62,10 @@ class Closeness:
     exact_stride: bool = False
     exact_is_coalesced: bool = False
 
-    def __post_init__(self) -> None:
-        if (self.atol is None) != (self.rtol is None):
-            raise ValueError("give both atol and rtol or neither: a default for the other one would be a guess")
-
     def tolerances(self, *dtypes: torch.dtype) -> dict[str, float]:
         """The keyword arguments for assert_close: of several dtypes the loosest decides."""
+        if (self.atol is None) != (self.rtol is None):
+            raise ValueError("give both atol and rtol or neither: a default for the other one would be a guess")
         if self.rtol is not None and self.atol is not None:
             rtol, atol = self.rtol, self.atol
         else:
@@ -101,11 +100,10 @@ def describe(found: Sequence[Difference]) -> str:
 def differences(x: Any, y: Any, how: Closeness, path: tuple[object, ...] = ()) -> Iterator[Difference]:
     """Yield every place where ``x`` (the actual value) and ``y`` (the expected one) differ.
 
-    Raises ``ValueError`` where a tensor of several elements meets a number, and ``TypeError`` where a DTensor meets a tensor
-    that is none: neither question has an answer.
+    Raises ``ValueError`` where a tensor of several elements meets a number, and ``TypeError`` where a DTensor meets a
+    tensor that is none: neither question has an answer.
     """
-    if path == ():
-        x, y = _alike(x, y)
+    x, y = _alike(x, y) if path == () else (_untyped(x), _untyped(y))
     if _are(_SEQUENCES, x, y) and not isinstance(x, _TEXT) and not isinstance(y, _TEXT):
         if len(x) != len(y):
             yield Difference(path, f"The lengths of the sequences do not match: {len(x)} != {len(y)}")
@@ -131,9 +129,9 @@ def _are(kinds: tuple[type, ...], *values: object) -> bool:
 
 
 def _alike(x: Any, y: Any) -> tuple[Any, Any]:
-    """Bring two whole values into one form: arrays that torch has no dtype for become lists, a list beside a tensor one."""
-    if any(isinstance(value, np.ndarray) and not _torch_has(value.dtype) for value in (x, y)):
-        x, y = (value.tolist() if isinstance(value, _ARRAYS) else list(value) for value in (x, y))
+    """Bring two whole values into one form: arrays without a torch dtype become lists, a list beside a tensor one."""
+    if _untyped(x) is not x or _untyped(y) is not y:
+        x, y = (value.tolist() if isinstance(value, _ARRAYS) else value for value in (x, y))
     elif isinstance(x, torch.Tensor) and isinstance(y, Sequence) and not isinstance(y, _TEXT):
         y = torch.as_tensor(y, dtype=x.dtype, device=x.device)
     elif isinstance(y, torch.Tensor) and isinstance(x, Sequence) and not isinstance(x, _TEXT):
@@ -141,12 +139,14 @@ def _alike(x: Any, y: Any) -> tuple[Any, Any]:
     return _unbound(x), _unbound(y)
 
 
-def _torch_has(dtype: np.dtype) -> bool:
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except TypeError:
-        return False
-    return True
+def _untyped(value: Any) -> Any:
+    """An array of a dtype that torch does not have, such as text, as a list; anything else as it is."""
+    if isinstance(value, np.ndarray):
+        try:
+            torch.from_numpy(np.empty(0, value.dtype))
+        except TypeError:
+            return value.tolist()
+    return value
 
 
 def _unbound(value: Any) -> Any:
@@ -162,7 +162,9 @@ def _compare_leaves(x: Any, y: Any, how: Closeness) -> None:
             raise AssertionError(f"None mismatch: {_brief(x)} is not {_brief(y)}")
     elif isinstance(x, _BOOLEANS) or isinstance(y, _BOOLEANS):
         _compare_booleans(x, y)
-    elif (_is_number(x) and _is_number_like(y)) or (_is_number(y) and _is_number_like(x)):
+    elif isinstance(x, enum.Enum) and isinstance(y, enum.Enum):
+        _compare_objects(x, y)  # members of an IntEnum are numbers too, yet it is their names that say what went wrong
+    elif _are(_NUMBER_LIKE, x, y) and not _are(_ARRAYS, x, y):
         _compare_numbers(_as_number(x), _as_number(y), how)
     elif _are(_ARRAYS, x, y):
         _compare_tensors(x, y, how)
@@ -184,15 +186,6 @@ def _compare_objects(x: Any, y: Any) -> None:
     case.assertEqual(x, y)
 
 
-def _is_number(value: object) -> bool:
-    # A member of an IntEnum is an int too, yet stands for a name: it is compared by ==, which its message then shows.
-    return isinstance(value, _NUMBERS) and not isinstance(value, enum.Enum)
-
-
-def _is_number_like(value: object) -> bool:
-    return _is_number(value) or isinstance(value, _ARRAYS)
-
-
 def _only_element(value: Any, other: str) -> Any:
     count = value.numel() if isinstance(value, torch.Tensor) else value.size
     if count != 1:
@@ -204,11 +197,11 @@ def _as_number(value: Any) -> int | float | complex:
     number = _only_element(value, "number") if isinstance(value, _ARRAYS) else value
     if isinstance(number, np.number):
         number = number.item()
-    return int(number) if isinstance(number, bool) else number
+    return int(number) if isinstance(number, int) else number  # also a member of an IntEnum, and True
 
 
 def _compare_booleans(x: Any, y: Any) -> None:
-    if not all(isinstance(value, (*_BOOLEANS, *_NUMBERS, *_ARRAYS)) for value in (x, y)):
+    if not _are((*_BOOLEANS, *_NUMBER_LIKE), x, y):
         _compare_objects(x, y)
         return
     truth = [bool(_only_element(value, "boolean") if isinstance(value, _ARRAYS) else value) for value in (x, y)]

@@ -7,6 +7,7 @@ import os
 import sys
 import unittest
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import expecttest
 
@@ -45,20 +46,22 @@ def _own_options() -> argparse.ArgumentParser:
 class _Runner(unittest.TextTestRunner):
     """unittest's runner; under the list of failures it prints what tests left changed."""
 
-    def _makeResult(self) -> unittest.TestResult:
-        result = super()._makeResult()
+    def _makeResult(self) -> Any:
+        result: Any = super()._makeResult()
         print_errors = result.printErrors
 
         def print_errors_and_leaks() -> None:
             print_errors()
             state.notes.report(self.stream)  # type: ignore[arg-type]
 
-        result.printErrors = print_errors_and_leaks  # type: ignore[method-assign]
+        result.printErrors = print_errors_and_leaks
         return result
 
 
 class _Program(unittest.TestProgram):
     """unittest's program, which makes the rank engine ready between loading the tests and running the first one."""
+
+    test: unittest.TestSuite | unittest.TestCase
 
     def __init__(self, argv: list[str], repeat: int, only_names: bool) -> None:
         self._repeat = repeat
@@ -72,7 +75,7 @@ class _Program(unittest.TestProgram):
             print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
             sys.exit(0)
         ranks.prepare()
-        self.exit = False  # the exit status is decided below, alike for all versions of Python
+        self.exit = False  # type: ignore[assignment]  # the exit status is decided below, alike for all versions of Python
         tests = list(_flat(self.test)) if self._repeat > 1 else []  # a suite forgets the tests that it has run
         for _ in range(self._repeat):
             self.test = unittest.TestSuite(tests) if tests else self.test
@@ -94,9 +97,10 @@ def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.Te
 def run_tests(argv: Sequence[str] | None = None) -> None:
     """Run the tests of the file that is run as a program, as :func:`unittest.main` does, and leave.
 
-    ``argv`` is by default ``sys.argv``, the program's name first. Options, output and exit status are unittest's (1: a test
-    failed; 2: bad arguments; 5: nothing ran, also before Python 3.12), and upstream's ``--seed``, ``--showlocals``, ``--repeat``,
-    ``--accept`` and ``--discover-tests`` are understood. Upstream's other options belong to ``run_test.py`` and are refused.
+    ``argv`` is by default ``sys.argv``, the program's name first. Options, output and exit status are unittest's (1: a
+    test failed; 2: bad arguments; 5: nothing ran, also before Python 3.12), and ``--seed`` and upstream's
+    ``--showlocals``, ``--repeat``, ``--accept`` and ``--discover-tests`` are understood. Upstream's other options
+    belong to ``run_test.py`` and are refused.
 
     What tests left changed in the process is printed under the list of failures, one sentence for each thing.
     """
@@ -109,7 +113,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     parser = _own_options()
     if {"-h", "--help"} & set(arguments):
         try:
-            unittest.main(module=None, argv=[program, "--help"])
+            unittest.main(argv=[program, "--help"])
         finally:
             print(parser.format_help())
     options, rest = parser.parse_known_args(arguments)

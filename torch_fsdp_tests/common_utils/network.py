@@ -28,7 +28,7 @@ def find_free_port() -> int:
 def retry_on_connect_failures(
     func: Callable[..., Any] | None = None, connect_errors: str | Iterable[str] = (ADDRESS_IN_USE,)
 ) -> Any:
-    """Call again, up to ten times in all, while it raises a ``RuntimeError`` whose text holds one of ``connect_errors``.
+    """Call up to ten times, while it raises a ``RuntimeError`` whose text holds one of ``connect_errors``.
 
     For functions that take a new port at each call. Differs from upstream's in that no time passes between attempts,
     which a new port does not need, and in that a single string is one error and not its letters.

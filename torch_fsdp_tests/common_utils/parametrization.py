@@ -187,7 +187,7 @@ class parametrize(_TestParametrizer):
 
     @staticmethod
     def _value_name(index: int, name: str, value: Any) -> str:
-        """Upstream's name for one value: a dtype or device alone, simple values behind their parameter, others by index."""
+        """Upstream's name for one value: a dtype or device alone, others behind their parameter or by its index."""
         match value:
             case torch.dtype():
                 return dtype_name(value)

@@ -187,7 +187,10 @@ class LeakNotes:
         self._owner = 0
 
     def add(self, test: str, leaks: list[str]) -> None:
-        """Keep what one test left, and tell the dispatcher. The first note also arranges that an interpreter that leaves prints the rest."""
+        """Keep what one test left, and tell the dispatcher.
+
+        The first note also arranges that an interpreter that leaves prints what no runner has printed.
+        """
         if not leaks:
             return
         if self._owner != os.getpid():  # a forked rank has its own notes, not a copy of its parent's

@@ -25,8 +25,8 @@ _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 class TestCase(expecttest.TestCase):
     """unittest's TestCase with comparisons that understand tensors.
 
-    Differs from upstream's: what a test leaves changed in its process is undone and named (see :mod:`.state`); the first
-    docstring line never replaces a test's name; messages tell the place of the first difference inside containers
+    Differs from upstream's: what a test leaves changed in its process is undone and named (see :mod:`.state`); the
+    first docstring line never replaces a test's name; messages tell the place of the first difference inside containers
     and how many others there are; no sparse-tensor invariants are switched on.
 
     ``precision`` and ``rel_tol`` are lower bounds of ``atol`` and ``rtol`` in every comparison of tensors and numbers.
@@ -87,14 +87,14 @@ class TestCase(expecttest.TestCase):
     ) -> None:
         """Fail unless ``x`` (actual) equals ``y`` (expected), element by element in nested containers.
 
-        Tensors and numpy arrays must agree in shape and, unless ``exact_dtype=False``, in dtype; their values and those of
-        numbers must be close, ``|x - y| <= atol + rtol * |y|``, with defaults by dtype. A number may meet a tensor of
-        one element, a sequence a tensor. DTensors must have the same placements and mesh, and their local shards are
-        compared, without a collective. All else is compared with ``==``.
+        Tensors and numpy arrays must agree in shape and, unless ``exact_dtype=False``, in dtype; their values and
+        those of numbers must be close, ``|x - y| <= atol + rtol * |y|``, with defaults by dtype. A number may meet a
+        tensor of one element, a sequence a tensor. DTensors must have the same placements and mesh, and their local
+        shards are compared, without a collective. All else is compared with ``==``.
 
         ``msg`` is added to the message, or, when callable, makes the message from the one given to it.
-        Raises ``ValueError`` when only one of ``atol`` and ``rtol`` is given or a number meets a larger tensor, ``TypeError``
-        when a DTensor meets another tensor.
+        Raises ``ValueError`` when only one of ``atol`` and ``rtol`` is given or a number meets a larger tensor,
+        ``TypeError`` when a DTensor meets another tensor.
         """
         __tracebackhide__ = True
         how = Closeness(
@@ -119,7 +119,7 @@ class TestCase(expecttest.TestCase):
             text = f"{text}\n{msg}" if self.longMessage else str(msg)
         raise self.failureException(text)
 
-    def assertNotEqual(
+    def assertNotEqual(  # type: ignore[override]
         self,
         x: Any,
         y: Any,
@@ -135,7 +135,7 @@ class TestCase(expecttest.TestCase):
             self.assertEqual(x, y, atol=atol, rtol=rtol, **kwargs)
         except self.failureException:
             return
-        self.fail(self._formatMessage(msg, f"{unittest.util.safe_repr(x)} == {unittest.util.safe_repr(y)}"))
+        self.fail(self._formatMessage(msg, f"{x!r} == {y!r}"))
 
     def assertEqualIgnoreType(self, *args: Any, **kwargs: Any) -> None:
         """:meth:`assertEqual` with ``exact_dtype=False``."""
@@ -180,7 +180,7 @@ class TestCase(expecttest.TestCase):
         texts = [_ANSI_ESCAPE.sub("", str(text)) for text in (actual, expect)]
         if ignore_comments or ignore_empty_lines:
             texts = ["\n".join(filter(keep, text.split("\n"))) for text in texts]
-        super().assertExpectedInline(*texts, skip=skip + 1)
+        super().assertExpectedInline(texts[0], texts[1], skip=skip + 1)
 
     def assertLogs(self, logger: Any = None, level: Any = None) -> Any:
         """unittest's, over the logger ``torch`` when none is given: torch's loggers do not reach the root."""

@@ -29,7 +29,7 @@ from torch_fsdp_tests.ranks.outcome import (
     Outcome,
     RankReport,
     death_of_server,
-    shorten,
+    shorten_stacks,
 )
 
 __unittest = True
@@ -55,6 +55,7 @@ class _Process:
     pid: int = 0
     words: bytes = b""
     outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
+    heard: dict[int, float] = dataclasses.field(default_factory=dict)  # second at which each outcome came
     ending: Ending | None = None
     stopped: bool = False
     at: float = 0.0  # second of the last thing that became known
@@ -164,8 +165,8 @@ class RankGroup:
     def stacks(self) -> str:
         """The Python stacks of all ranks that still run, for a report on a test that is being given up."""
         self._ask_for_stacks()
-        running = (process for process in self.processes if process.ending is None)
-        return "\n".join(f"rank process {process.index}:\n{process.words.decode(errors='replace')}" for process in running)
+        running = [process for process in self.processes if process.ending is None]
+        return "\n".join(f"rank process {each.index}:\n{shorten_stacks(each.words.decode(errors='replace'))}" for each in running)
 
     def close(self) -> None:
         """End what is left of the ranks and remove the directory. May be called again."""
@@ -251,7 +252,7 @@ class RankGroup:
                 continue
             outcome = Outcome.from_json(message["outcome"])
             process.outcomes[outcome.rank] = outcome
-            process.at = time.monotonic() - self._started
+            process.at = process.heard[outcome.rank] = time.monotonic() - self._started
             if outcome.kind in (Kind.FAILED, Kind.ERROR):
                 self._note_bad(process)
         if process.channel.closed and process.channel in {key.fileobj for key in self._selector.get_map().values()}:
@@ -311,8 +312,8 @@ class RankGroup:
                     rank,
                     outcome,
                     mine,
-                    at=elapsed if outcome is None and mine.ours else process.at,
-                    stacks="" if well else shorten(process.words.decode(errors="backslashreplace").strip()),
+                    at=elapsed if outcome is None and mine.ours else process.heard.get(rank, process.at),
+                    stacks="" if well else shorten_stacks(process.words.decode(errors="backslashreplace")),
                     output=output if keep or not well else "",
                 )
 
@@ -332,7 +333,8 @@ class RankGroup:
         scratch = self.directory / "tmp"
         left = sorted(path.name for path in scratch.iterdir()) if scratch.is_dir() else []
         if left:
-            self.leaks.append(f"left in the temporary directory: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}")
+            shown = ", ".join(left[:5]) + (" ..." if len(left) > 5 else "")
+            self.leaks.append(f"left in the temporary directory: {shown}")
         for path in host.shared_memory_of({process.pid for process in self.processes if process.pid}):
             self.leaks.append(f"left in shared memory: {path.name}")
             path.unlink(missing_ok=True)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch_fsdp_tests import host
 
+__unittest = True
+
 TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is counted
 
 
@@ -35,14 +37,14 @@ class Outcome:
     text: str = ""
     seconds: float = 0.0
     subtests: int = 0
-    leaks: tuple[str, ...] = ()
+    skipped_subtests: tuple[str, ...] = ()
 
     def to_json(self) -> dict:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping) -> Outcome:
-        return cls(**{**fields, "kind": Kind(fields["kind"]), "leaks": tuple(fields["leaks"])})
+        return cls(**{**fields, "kind": Kind(fields["kind"]), "skipped_subtests": tuple(fields["skipped_subtests"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,9 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
         raise
     except BaseException as error:
         kind = Kind.FAILED if isinstance(error, AssertionError) else Kind.ERROR
-        return Outcome(rank, kind, shorten(format_error(error)), clock() - start)
+        place = getattr(error, "__subtest__", None)
+        text = (f"in the subtest {place}\n" if place else "") + format_error(error)
+        return Outcome(rank, kind, shorten(text), clock() - start)
     return Outcome(rank, Kind.PASSED, seconds=clock() - start)
 
 
@@ -142,9 +146,20 @@ def format_error(error: BaseException) -> str:
     while frames is not None and "__unittest" in frames.tb_frame.f_globals:
         frames = frames.tb_next
     try:
-        return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
+        return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     except Exception as broken:
         return f"{type(error).__qualname__} (its message cannot be shown: {type(broken).__qualname__} in its __str__)"
+
+
+def shorten_stacks(text: str) -> str:
+    """What faulthandler wrote, each thread's stack only down to the test, since below it is always the harness."""
+    kept, below = [], False
+    for line in text.splitlines():
+        below = below and line.startswith("  File ")
+        below |= line.startswith("  File ") and line.endswith((" in stand_in", " in _serve_rank"))
+        if not below and not line.startswith("Extension modules:"):
+            kept.append(line)
+    return shorten("\n".join(kept).strip())
 
 
 def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
@@ -245,7 +260,7 @@ def _words(report: RankReport, skip_reason: str | None, limit: float) -> tuple[s
         return "raised", outcome.text
     told = "" if outcome is None else f"reported that it {outcome.kind.value} and then "
     if not ending.ours:
-        before = " before it reported anything" if outcome is None else ""
+        before = " before reporting anything" if outcome is None else ""
         return f"{told}{ending.in_words()}{before}", report.stacks
     state = "was stopped (SIGSTOP or the like)" if ending.stopped else "was still running"
     when = f"after {report.at:.1f} s" + (f" (the limit is {limit:g} s)" if report.at >= limit else "")

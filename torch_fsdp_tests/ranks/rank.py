@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ __unittest = True  # unittest leaves the frames of such modules out of traceback
 STACKS_SIGNAL = signal.SIGUSR1  # makes a rank write the Python stacks of all its threads into its last words
 LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class; its last words say why
 
-# Test classes by module and qualified name. The server is forked off the test process once all test files are loaded, so
-# a rank finds here what no import could give it: a class that a function or a decorator made.
+# Test classes by module and qualified name. The server is forked off the test process once all test files are loaded,
+# so a rank finds here what no import could give it: a class that a function or a decorator made.
 _classes: dict[tuple[str, str], type] = {}
 
 _in_rank = False
@@ -189,7 +189,7 @@ def fresh() -> None:
 
 
 def prepare_interpreter(preparation: Mapping) -> None:
-    """Make a fresh interpreter look like the test process: its path, its arguments, its main module, its test classes."""
+    """Make a fresh interpreter look like the test process: path, arguments, main module, test classes."""
     from multiprocessing import spawn
 
     spawn.prepare(dict(preparation))
@@ -197,4 +197,3 @@ def prepare_interpreter(preparation: Mapping) -> None:
         importlib.import_module(module)
 
 
-Entry = Callable[[Assignment], None]

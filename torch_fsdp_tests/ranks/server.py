@@ -7,8 +7,8 @@ tensor operation, since a child of a process that has been in an OpenMP region h
 It is forked off the test process before the first test runs: then it has all test modules and costs no second import.
 Where that is not possible (a later server, threads in the test process, macOS) it is a fresh interpreter.
 
-Requests: ``start`` (brings one channel and one pipe of last words a process), ``signal``, ``end``. Answers: ``started``,
-``ended`` (of one process), ``stopped``, ``refused``, ``over`` (of a whole start: nothing of it is left).
+Requests: ``start`` (brings one channel and one pipe of last words a process), ``signal``, ``end``. Answers:
+``started``, ``ended`` (of one process), ``stopped``, ``refused``, ``over`` (of a whole start: nothing of it is left).
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class ServerHandle:
         try:
             ours.close()
             if main_thread:
-                # The kernel watches the forking thread, not the process; another thread may end long before its process.
+                # The kernel watches the forking thread, not the process, which may outlive that thread by far.
                 host.die_with_parent(parent)
             _run(theirs)
         finally:

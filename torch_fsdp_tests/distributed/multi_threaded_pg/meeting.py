@@ -187,13 +187,14 @@ class Pending:
 def perform(work: Callable[[], None], tensors: Sequence[Tensor], before: Sequence[Fence]) -> tuple[Any, Fence | None]:
     """Run `work`, which moves data between ranks, and return (its error or None, the fence behind it).
 
-    Inference mode is off the record for autograd and may write to tensors of ranks that are in it or not. Dispatch
-    modes of the thread that happens to arrive last are set aside: a test that counts operations must not see another
-    rank's, nor depend on the order of arrival.
+    Dispatch modes of the thread that happens to arrive last are set aside: a test that counts operations must not see
+    another rank's, nor depend on the order of arrival. Inference mode is set aside too, since the other ranks need not
+    be in it; `collectives.write` goes through `.data`, which inference tensors allow outside of it.
     """
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
             if torch._C._len_torch_dispatch_stack():
                 stack.enter_context(_disable_current_modes())
             for fence in before:

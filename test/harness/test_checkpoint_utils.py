@@ -1,0 +1,196 @@
+"""The shared directory and the log level of checkpoint tests, over processes, threads, and a rank alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.distributed.checkpoint_utils import with_checkpoint_logging, with_temp_dir
+from torch_fsdp_tests.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+
+class Method:
+    """A test instance as the decorators see one."""
+
+    temp_dir: str
+
+    @with_temp_dir
+    def write_and_list(self, rank, after=lambda: None):
+        with open(os.path.join(self.temp_dir, str(rank)), "x"):
+            pass
+        after()
+        return self.temp_dir, sorted(os.listdir(self.temp_dir))
+
+    @with_temp_dir
+    def fail(self):
+        raise LookupError(self.temp_dir)
+
+
+class TestSharedDirectory(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def init(self):
+        dist.init_process_group("gloo", rank=self.rank, world_size=2, store=dist.FileStore(self.file_name, 2))
+        self.addCleanup(dist.destroy_process_group)
+
+    def told(self, value):
+        """What every rank passes here, by rank."""
+        values = [None, None]
+        dist.all_gather_object(values, value)
+        return values
+
+    def test_processes_share_it_and_it_goes(self):
+        self.init()
+        path, names = Method().write_and_list(self.rank, after=dist.barrier)
+        self.assertEqual(self.told(path), [path, path])
+        self.assertEqual(names, ["0", "1"])
+        self.assertFalse(os.path.exists(os.path.dirname(path)))
+
+    def test_the_first_one_out_leaves_it_to_the_other(self):
+        self.init()
+        store = dist.distributed_c10d._get_default_store()
+        if self.rank == 0:
+            Method().write_and_list(0)
+            store.set("rank 0 is out", "")
+        else:
+            path, names = Method().write_and_list(1, after=lambda: store.wait(["rank 0 is out"]))
+            self.assertEqual(names, ["0", "1"])
+            self.assertFalse(os.path.exists(os.path.dirname(path)))
+
+    def test_it_goes_when_one_rank_fails(self):
+        self.init()
+        instance = Method()
+        if self.rank == 0:
+            with self.assertRaises(LookupError):
+                instance.fail()
+        else:
+            instance.write_and_list(1)
+        dist.barrier()
+        self.assertFalse(os.path.exists(os.path.dirname(instance.temp_dir)))
+
+    def test_a_checkpoint_written_by_all_is_read_by_all(self):
+        self.init()
+        test = self
+
+        class Checkpoint(Method):
+            @with_temp_dir
+            def save_and_load(self):
+                state = {"tensor": torch.arange(4.0), f"own {test.rank}": torch.tensor([float(test.rank)])}
+                dcp.save(state, checkpoint_id=self.temp_dir)
+                loaded = {key: torch.full_like(value, -1.0) for key, value in state.items()}
+                loaded[f"own {1 - test.rank}"] = torch.zeros(1)
+                dcp.load(loaded, checkpoint_id=self.temp_dir)
+                return loaded
+
+        loaded = Checkpoint().save_and_load()
+        wanted = {"tensor": torch.arange(4.0), "own 0": torch.tensor([0.0]), "own 1": torch.tensor([1.0])}
+        self.assertEqual(loaded, wanted)
+
+    def test_threads_share_it_and_it_goes(self):
+        paths, names = [None] * 3, [None] * 3
+        store = dist.HashStore()
+
+        def run(rank):
+            dist.init_process_group("threaded", rank=rank, world_size=3, store=store)
+            try:
+                paths[rank], names[rank] = Method().write_and_list(rank, after=dist.barrier)
+            except BaseException as error:
+                ProcessLocalGroup.exception_handle(error)
+            finally:
+                dist.destroy_process_group()
+
+        _install_threaded_pg()
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        self.assertEqual(names, [["0", "1", "2"]] * 3)
+        self.assertEqual(len(set(paths)), 1)
+        self.assertFalse(os.path.exists(os.path.dirname(paths[0])))
+
+
+class TestAlone(TestCase):
+    def test_without_a_group_each_has_its_own(self):
+        first, second = Method(), Method()
+        path, names = first.write_and_list(0)
+        self.assertEqual(names, ["0"])
+        self.assertTrue(path.startswith(tempfile.gettempdir()))
+        with self.assertRaisesRegex(LookupError, "shared_"):
+            second.fail()
+        self.assertNotEqual(first.temp_dir, second.temp_dir)
+        for instance in (first, second):
+            self.assertFalse(os.path.exists(os.path.dirname(instance.temp_dir)))
+
+
+class TestLogging(TestCase):
+    logger = logging.getLogger("torch_fsdp_tests.some_logger")
+
+    def setUp(self):
+        super().setUp()
+        self.logger.setLevel(logging.ERROR)
+
+    def test_level_is_raised_and_put_back(self):
+        @with_checkpoint_logging(logger_name=self.logger.name, level=logging.DEBUG)
+        def inside(fail):
+            self.assertEqual(self.logger.level, logging.DEBUG)
+            if fail:
+                raise LookupError
+            return "returned"
+
+        self.assertEqual(inside(False), "returned")
+        self.assertEqual(self.logger.level, logging.ERROR)
+        with self.assertRaises(LookupError):
+            inside(True)
+        self.assertEqual(self.logger.level, logging.ERROR)
+
+    def test_bare_form_means_the_checkpoint_logger(self):
+        @with_checkpoint_logging
+        def inside():
+            return logging.getLogger("torch.distributed.checkpoint").level
+
+        before = logging.getLogger("torch.distributed.checkpoint").level
+        self.assertEqual(inside(), logging.INFO)
+        self.assertEqual(logging.getLogger("torch.distributed.checkpoint").level, before)
+
+    def test_threads_that_overlap_put_back_the_first_level(self):
+        # The first one in is the first one out: restoring what each one found would leave the raised level.
+        first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+
+        @with_checkpoint_logging(logger_name=self.logger.name)
+        def inside(signal, awaited):
+            signal.set()
+            self.assertTrue(awaited.wait(10))
+
+        def first():
+            inside(first_in, second_in)
+            first_out.set()
+
+        thread = threading.Thread(target=first, daemon=True)
+        thread.start()
+        self.assertTrue(first_in.wait(10))
+        inside(second_in, first_out)
+        thread.join(10)
+        self.assertEqual(self.logger.level, logging.ERROR)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,81 @@
+"""Test cases with ranks, what such tests may require, and how to run many configurations in one set of ranks.
+
+Stands where ``torch/testing/_internal/common_distributed.py`` stands.
+"""
+
+from __future__ import annotations
+
+from torch_fsdp_tests.common_distributed.case import (
+    TIMEOUT_DEFAULT,
+    TIMEOUT_OVERRIDE,
+    RankTestCase,
+    get_timeout,
+)
+from torch_fsdp_tests.common_distributed.continuous import MultiProcContinuousTest
+from torch_fsdp_tests.common_distributed.modules import SaveForwardInputsModel, SaveForwardInputsModule
+from torch_fsdp_tests.common_distributed.multi_process import DistributedTestBase, MultiProcessTestCase
+from torch_fsdp_tests.common_distributed.multi_threaded import MultiThreadedTestCase, spawn_threads_and_init_comms
+from torch_fsdp_tests.common_distributed.requirements import (
+    TEST_SKIPS,
+    TestSkip,
+    at_least_x_gpu,
+    get_required_world_size,
+    nccl_skip_if_lt_x_gpu,
+    requires,
+    requires_accelerator_dist_backend,
+    requires_capability,
+    requires_gloo,
+    requires_mpi,
+    requires_multicast_support,
+    requires_nccl,
+    requires_nccl_shrink,
+    requires_nccl_version,
+    requires_ucc,
+    requires_world_size,
+    skip_if_lt_x_gpu,
+    skip_if_no_gpu,
+    skip_if_odd_worldsize,
+    skip_if_rocm_multiprocess,
+    skip_if_small_worldsize,
+    skip_if_win32,
+    sm_is_or_higher_than,
+)
+from torch_fsdp_tests.common_distributed.subtests import run_subtests
+
+__all__ = [
+    "TEST_SKIPS",
+    "TIMEOUT_DEFAULT",
+    "TIMEOUT_OVERRIDE",
+    "DistributedTestBase",
+    "MultiProcContinuousTest",
+    "MultiProcessTestCase",
+    "MultiThreadedTestCase",
+    "RankTestCase",
+    "SaveForwardInputsModel",
+    "SaveForwardInputsModule",
+    "TestSkip",
+    "at_least_x_gpu",
+    "get_required_world_size",
+    "get_timeout",
+    "nccl_skip_if_lt_x_gpu",
+    "requires",
+    "requires_accelerator_dist_backend",
+    "requires_capability",
+    "requires_gloo",
+    "requires_mpi",
+    "requires_multicast_support",
+    "requires_nccl",
+    "requires_nccl_shrink",
+    "requires_nccl_version",
+    "requires_ucc",
+    "requires_world_size",
+    "run_subtests",
+    "skip_if_lt_x_gpu",
+    "skip_if_no_gpu",
+    "skip_if_odd_worldsize",
+    "skip_if_rocm_multiprocess",
+    "skip_if_small_worldsize",
+    "skip_if_win32",
+    "sm_is_or_higher_than",
+    "spawn_threads_and_init_comms",
+]

@@ -1,0 +1,156 @@
+"""Test cases whose ranks are processes, forked for one test and gone after it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, run_in_rank
+from torch_fsdp_tests.common_utils import set_rng_seed
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, RankGroup
+
+__unittest = True
+
+
+class MultiProcessTestCase(RankTestCase):
+    """Every test runs in ``world_size`` rank processes, and passes when it passes in all of them.
+
+    A subclass calls ``self._spawn_processes()`` in its ``setUp``. Each rank gets a fresh instance with ``rank`` and
+    ``file_name`` (an empty file for a rendezvous, shared by the ranks of the test) and runs the test method; the
+    process group is the test's own affair.
+
+    Differs from upstream's: ranks are forked from a prepared server, not started as interpreters; the verdict hears
+    every rank, not the first; a test that starts no rank fails; ``special_return_code_checks`` and
+    ``skip_return_code_checks`` keep their meaning, for all ranks.
+    """
+
+    MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
+    TEST_ERROR_EXIT_CODE = 10  # upstream's name; a rank here reports its exception and leaves with 0
+
+    file_name: str = ""
+    _group: RankGroup | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; by default that of the device under test (4 on the CPU)."""
+        return accelerator.current().ranks
+
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        """Whether a process group that the test leaves open is destroyed without a word."""
+        return True
+
+    @property
+    def is_master(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def collective_timeout(self) -> float:
+        """Seconds after which a collective should give up, so that it speaks before the test's own limit does."""
+        return get_timeout(self.id()) * COLLECTIVE_SHARE
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.special_return_code_checks: dict[Callable, int] = {}
+        self.skip_return_code_checks: list[Callable] = []
+        self.processes: list = []
+        self.rank = self.MAIN_PROCESS_RANK
+
+    def _current_test_name(self) -> str:
+        return self._testMethodName
+
+    def _spawn_processes(self) -> None:
+        """Start the ranks of the current test. Raises ``unittest.SkipTest`` when a requirement is not met."""
+        world_size = int(self.world_size)
+        self._ask_requirements(world_size)
+        group = self._group = RankGroup(type(self), self._current_test_name(), world_size)
+        self.addCleanup(self._close, group)
+        self.processes, self.file_name = group.processes, group.file_name
+
+    _fork_processes = _spawn_processes  # upstream has both; how ranks are started is not the test's choice here
+
+    def _start_processes(self, proc: object) -> None:
+        self._spawn_processes()
+
+    def _join_ranks(self, fn: Callable) -> None:
+        self._join_processes(fn)
+
+    def _join_processes(self, fn: Callable) -> None:
+        """Wait for the ranks and raise what they amount to."""
+        if self._group is None:
+            raise HarnessError(
+                f"{self.id()} started no rank, so nothing was tested: call self._spawn_processes() in its setUp"
+            )
+        limit = get_timeout(self.id())
+        reports = self._group.wait(limit)
+        if fn not in self.skip_return_code_checks:
+            self._conclude(reports, limit, self.special_return_code_checks.get(fn, 0))
+        self._close(self._group)
+
+    @classmethod
+    def _serve_rank(cls, assignment: Assignment) -> None:
+        rank, file_name = assignment.index, assignment.file_name
+        fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
+        for test in assignment.orders():
+            run = functools.partial(cls._run, rank, test, file_name, None, **fake)
+            assignment.report(run_in_rank(rank, run))
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
+        """Run one test in the current process as ``rank``. Subclasses override it to build what every rank needs.
+
+        ``parent_pipe`` is there for upstream's signature and always None: what the test raises is reported from here.
+        """
+        self = cls(test_name)
+        self.rank = rank
+        self.file_name = file_name
+        self.run_test(test_name, parent_pipe)
+
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        """Seed, run the test method, and close the process group that it may have left open.
+
+        After a failure the group stays as it is: the other ranks may be in a collective that would never end.
+        """
+        set_rng_seed()
+        getattr(self, test_name)()
+        if dist.is_initialized() and self.destroy_pg_upon_exit:
+            dist.destroy_process_group()
+
+
+class DistributedTestBase(MultiProcessTestCase):
+    """Ranks that make their process group themselves with :meth:`create_pg`, for a device that the test is given."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        os.environ["WORLD_SIZE"] = str(self.world_size)
+        self._spawn_processes()
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        os.environ.pop("WORLD_SIZE", None)
+
+    def backend(self, device: str) -> str:
+        """The backend for a device type: the one under test for the device under test, else torch's default."""
+        kind = torch.device(device).type
+        current = accelerator.current()
+        return current.backend if kind == current.type else dist.get_default_backend_for_device(kind)
+
+    def create_pg(self, device: str, world_size: int | None = None) -> dist.ProcessGroup:
+        """Make the default group of all ranks (or of ``world_size``) and bind the rank to its device."""
+        world_size = self.world_size if world_size is None else world_size
+        store = dist.FileStore(self.file_name, world_size)
+        dist.init_process_group(self.backend(device), world_size=world_size, rank=self.rank, store=store)
+        if not accelerator.current().is_host and torch.device(device).type != "cpu":
+            torch.set_default_device(accelerator.current().bind(self.rank))
+        return dist.distributed_c10d._get_default_group()
+
+    def rank_to_device(self, device: str) -> dict[int, list[int]]:
+        """Device indices by rank; ranks share devices in turn when they outnumber them."""
+        count = max(torch.get_device_module(device).device_count(), 1)
+        return {rank: [rank % count] for rank in range(self.world_size)}

@@ -1,0 +1,184 @@
+"""Test cases whose ranks are threads of one process.
+
+That process is forked for the test like any rank, so a thread that hangs can be killed, a crash has a name, patches
+do not outlive the test, and neither autograd nor OpenMP ever runs in the process that forks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed.case import TIMEOUT_DEFAULT, RankTestCase, get_timeout, run_in_rank
+from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
+from torch_fsdp_tests.common_utils import set_rng_seed
+from torch_fsdp_tests.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+from torch_fsdp_tests.distributed.multi_threaded_pg.meeting import PeerFailed
+from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, Outcome, RankGroup
+from torch_fsdp_tests.ranks.outcome import format_error
+
+__unittest = True
+
+
+def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome]:
+    """Run ``body(rank)`` in as many threads as there are ranks, over a threaded process group.
+
+    A rank that ends badly wakes the others out of their collectives. The threads are waited for without a limit of its
+    own: every wait inside a collective has one, and the process they run in has another.
+    """
+    outcomes: dict[int, Outcome] = {}
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    store = dist.HashStore()
+
+    def live(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+        outcome = outcomes[rank] = body(rank)
+        if outcome.kind is not Kind.PASSED:
+            ProcessLocalGroup.exception_handle(RuntimeError(f"rank {rank} {outcome.kind.value}"), rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    try:
+        threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
+    """As ``run_in_rank``, where leaving is no way out: a thread that calls ``sys.exit`` ends no process."""
+    try:
+        return run_in_rank(rank, body)
+    except SystemExit as leaving:
+        if leaving.code in SKIP_CODES:
+            return Outcome(rank, Kind.SKIPPED, SKIP_CODES[leaving.code])
+        text = str(leaving) if isinstance(leaving, PeerFailed) else format_error(leaving)
+        return Outcome(rank, Kind.ERROR, text)
+
+
+class MultiThreadedTestCase(RankTestCase):
+    """Every test runs in ``world_size`` threads over an in-process group, and passes when it passes in all of them.
+
+    A subclass calls ``self._spawn_threads()`` in its ``setUp``, and puts what each rank needs before and after the test
+    into :meth:`perThreadSetUp` and :meth:`perThreadTearDown`. Global state, the random generator included, is shared
+    by all ranks of a test.
+    """
+
+    MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
+
+    _group: RankGroup | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; by default that of the device under test (4 on the CPU)."""
+        return accelerator.current().ranks
+
+    @property
+    def _current_test_name(self) -> str:
+        return self._testMethodName
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.rank = self.MAIN_THREAD_RANK
+        self.threads: list = []
+
+    def perThreadSetUp(self) -> None:
+        """Runs in each rank before the test, with the process group in place."""
+
+    def perThreadTearDown(self) -> None:
+        """Runs in each rank after the test, also after one that failed."""
+
+    def _spawn_threads(self) -> None:
+        """Start the ranks of the current test. Raises ``unittest.SkipTest`` when a requirement is not met."""
+        world_size = int(self.world_size)
+        self._ask_requirements(world_size)
+        group = self._group = RankGroup(type(self), self._current_test_name, world_size, threads=True)
+        self.addCleanup(self._close, group)
+        self.threads = group.processes
+
+    def _ask_requirements(self, world_size: int) -> None:
+        # The threads of all ranks share one device, so their number asks for none.
+        super()._ask_requirements(min(world_size, 1))
+
+    def _join_ranks(self, fn: Callable) -> None:
+        if self._group is None:
+            raise HarnessError(
+                f"{self.id()} started no rank, so nothing was tested: call self._spawn_threads() in its setUp"
+            )
+        limit = get_timeout(self.id())
+        self._conclude(self._group.wait(limit), limit)
+        self._close(self._group)
+
+    @classmethod
+    def _serve_rank(cls, assignment: Assignment) -> None:
+        set_rng_seed()
+        for test in assignment.orders():
+
+            def live(rank: int, test: str = test) -> Outcome:
+                outcome = _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
+                assignment.report(outcome)
+                return outcome
+
+            run_threads(assignment.world_size, live)
+
+    @classmethod
+    def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:
+        """Run one test in the current thread as ``rank``."""
+        self = cls(test_name)
+        self.rank = rank
+        self.run_test_with_threaded_pg(test_name, rank, world_size)
+
+    def run_test_with_threaded_pg(self, test_name: str, rank: int, world_size: int) -> None:
+        """The test method between its per-thread fixtures."""
+        self.perThreadSetUp()
+        try:
+            getattr(self, test_name)()
+        finally:
+            self.perThreadTearDown()
+
+    def assertEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
+        """As ``assertEqual``, but only where this is ``rank``: the ranks share one random generator."""
+        if self.rank == rank:
+            self.assertEqual(x, y, msg)
+
+    def assertNotEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
+        """As ``assertNotEqual``, but only where this is ``rank``."""
+        if self.rank == rank:
+            self.assertNotEqual(x, y, msg)
+
+
+def spawn_threads_and_init_comms(
+    func: Callable | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = 4
+) -> Callable:
+    """Decorate a test method of an ordinary test case to run in ``world_size`` threads with a threaded group.
+
+    Raises ``RuntimeError`` with the text of every rank that failed.
+    """
+    if func is None:
+        return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
+
+    @functools.wraps(func)
+    def in_threads(self: Any, *args: Any, **kwargs: Any) -> None:
+        outcomes = run_threads(world_size, lambda rank: _in_thread(rank, lambda: func(self, *args, **kwargs)))
+        bad = [outcome for outcome in outcomes if outcome.kind is not Kind.PASSED]
+        if bad:
+            raise RuntimeError("\n".join(f"rank {outcome.rank} of {world_size}:\n{outcome.text}" for outcome in bad))
+
+    return in_threads

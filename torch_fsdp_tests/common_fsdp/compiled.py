@@ -1,0 +1,88 @@
+"""Running one FSDP2 test eagerly and once more with the modules' computation compiled."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch._inductor.config
+import torch.distributed.fsdp
+from torch import nn
+from torch.utils._triton import has_triton
+
+from torch_fsdp_tests import accelerator
+
+from .modes import FullyShardMode
+from .patches import swapped
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+_PATCHED_NAME = "fully_shard"
+
+
+def fully_shard_with_compiled_compute(
+    module: nn.Module, *args: Any, compile_compute_on_module: type | None = None, **kwargs: Any
+) -> Any:
+    """``fully_shard(module, ...)`` and then ``module.compile()``, if it is of the given type or none is given."""
+    sharded = torch.distributed.fsdp.fully_shard(module, *args, **kwargs)
+    if compile_compute_on_module is None or isinstance(module, compile_compute_on_module):
+        module.compile()
+    return sharded
+
+
+def _why_not_compiled() -> str | None:
+    """Why Inductor cannot compile for the device under test, in words, or None."""
+    if accelerator.current().is_host:
+        compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
+        return None if any(map(shutil.which, filter(None, compilers))) else "Inductor needs a C++ compiler for the CPU"
+    return None if has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
+
+
+def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Test], Test]:
+    """Decorate an FSDP2 test to run in every :class:`FullyShardMode`, one after the other.
+
+    In the compiled mode the global name ``fully_shard`` of the test's module stands for
+    :func:`fully_shard_with_compiled_compute`, so the test must call it by that name. Where Inductor cannot compile for
+    the device under test that mode is left out with a warning. Differs from upstream's: the CPU counts as a device
+    to compile for, and what is patched is put back also when the test fails.
+    """
+    compiling = functools.partial(
+        fully_shard_with_compiled_compute, compile_compute_on_module=compile_compute_on_module
+    )
+
+    def decorator(func: Test) -> Test:
+        names = func.__globals__
+
+        def run_compiled(*args: Any, **kwargs: Any) -> None:
+            config = torch._inductor.config
+            # A pool of compile processes would outlive the rank that started it.
+            single = functools.partial(setattr, config, "compile_threads")
+            put = functools.partial(names.__setitem__, _PATCHED_NAME)
+            with swapped(single, config.compile_threads, 1), swapped(put, names[_PATCHED_NAME], compiling):
+                func(*args, **kwargs)
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            for mode in FullyShardMode:
+                if mode is FullyShardMode.EAGER:
+                    func(*args, **kwargs)
+                elif _PATCHED_NAME not in names:
+                    raise AssertionError(
+                        f"{func.__module__} has no global {_PATCHED_NAME!r}: this would run eagerly twice"
+                    )
+                elif (reason := _why_not_compiled()) is not None:
+                    warnings.warn(f"only the eager mode ran: {reason}")
+                else:
+                    run_compiled(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorator
+
+
+compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]  # its older name looks like a test to pytest
+test_compiled_fsdp = compiled_fsdp_test

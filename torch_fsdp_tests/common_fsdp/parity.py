@@ -1,0 +1,68 @@
+"""Is a model that FSDP2 sharded still the model that it was?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+def check_sharded_parity(
+    cls: Any, replicated_module: nn.Module, sharded_module: nn.Module, prefixes_to_ignore: tuple[str, ...] = ()
+) -> None:
+    """Fail the test ``cls`` unless both modules have the same parameters and gradients.
+
+    Names and order must agree after each of ``prefixes_to_ignore`` is cut out of the sharded module's names; every
+    sharded parameter must be a DTensor whose local shard is that of the replicated one, and so must its gradient,
+    unless neither module has one. Buffers are not compared. No communication.
+
+    Raises ``AssertionError`` that names the parameter and what differs. Differs from upstream's in that every rank
+    compares with its own replica, so that replicas which drifted apart are seen, that a missing gradient is named, and
+    that modules without parameters are an error. As upstream's it refuses placements (Shard(0), Shard(0)): FSDP
+    shards inside tensor parallelism's shards, ``distribute_tensor`` the other way round.
+    """
+    replicated = dict(replicated_module.named_parameters())
+    sharded = {_without(prefixes_to_ignore, name): param for name, param in sharded_module.named_parameters()}
+    _check_names(cls, list(replicated), list(sharded))
+    for name, reference in replicated.items():
+        param = sharded[name]
+        _check_local(cls, f"parameter {name!r}", reference, param, param)
+        if (reference.grad is None) != (param.grad is None):
+            without, with_one = ("replicated", "sharded") if reference.grad is None else ("sharded", "replicated")
+            cls.fail(f"gradient of {name!r}: the {with_one} module has one, the {without} module has none")
+        if reference.grad is not None:
+            _check_local(cls, f"gradient of {name!r}", reference.grad, param.grad, param)
+
+
+def _without(prefixes: tuple[str, ...], name: str) -> str:
+    for prefix in prefixes:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _check_names(cls: Any, replicated: list[str], sharded: list[str]) -> None:
+    if not replicated and not sharded:
+        cls.fail("neither module has a parameter, so nothing was compared")
+    missing = [name for name in replicated if name not in sharded]
+    extra = [name for name in sharded if name not in replicated]
+    if missing or extra:
+        cls.fail(f"parameters of the replicated module only: {missing}; of the sharded module only: {extra}")
+    if replicated != sharded:
+        cls.fail(f"the modules' parameters differ in order: {replicated} and {sharded}")
+
+
+def _check_local(cls: Any, what: str, reference: torch.Tensor, found: Any, param: Any) -> None:
+    """Compare the local shard ``found`` with that of ``reference``, laid out as the DTensor ``param`` is."""
+    if not isinstance(found, DTensor):
+        cls.fail(f"{what} is a {type(found).__name__} in the sharded module, not a DTensor")
+    mesh, placements = param.device_mesh, param.placements
+    if placements == (Shard(0), Shard(0)):
+        cls.fail(f"{what} has the placements {placements}, which distribute_tensor lays out in another order")
+    if found.placements != placements or found.device_mesh != mesh:
+        cls.fail(f"{what} has the placements {found.placements}, its parameter {placements}")
+    if found.shape != reference.shape:
+        cls.fail(f"{what} has the shape {tuple(found.shape)}, in the replicated module {tuple(reference.shape)}")
+    expected = distribute_tensor(reference.detach(), mesh, placements, src_data_rank=None).to_local()
+    cls.assertEqual(found.to_local().detach(), expected, msg=lambda text: f"{what}, local shard: {text}")

@@ -1,0 +1,112 @@
+"""Putting something else in the place of a collective, or of a step of FSDP2, for the length of a context.
+
+Ranks may be threads, which share what is patched. So every rank enters and leaves a patch together: a barrier stands
+between reading the original and replacing it, and another one before it is put back. Each ``patch_*`` is therefore a
+collective over the default group; without a group there is one rank, and nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
+
+from torch_fsdp_tests import torch_facts
+
+Replacement = Callable[..., Any]
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def swapped(write: Callable[[Any], None], original: Any, replacement: Any) -> Iterator[None]:
+    """Call ``write(replacement)``, and ``write(original)`` at the end of the context.
+
+    An exception in the context restores at once, without the barrier that upstream's patches keep: the other ranks may
+    never come to it, and then a timeout would hide the exception.
+    """
+    _meet()
+    write(replacement)
+    try:
+        yield
+        _meet()
+    finally:
+        write(original)
+
+
+def _patched(owner: Any, name: str, replacement: Replacement) -> AbstractContextManager[None]:
+    # Read from the owner's own dictionary: an attribute of a class would come back without its staticmethod.
+    return swapped(functools.partial(setattr, owner, name), vars(owner)[name], replacement)
+
+
+def patch_all_gather(new_all_gather_into_tensor: Replacement) -> AbstractContextManager[None]:
+    """Replace the all-gather that FSDP calls on ``torch.distributed``; see ``torch_facts.ALL_GATHER_NAME``."""
+    return _patched(dist, torch_facts.ALL_GATHER_NAME, new_all_gather_into_tensor)
+
+
+def patch_reduce_scatter(new_reduce_scatter_tensor: Replacement) -> AbstractContextManager[None]:
+    """Replace the reduce-scatter that FSDP calls on ``torch.distributed``; see ``torch_facts.REDUCE_SCATTER_NAME``."""
+    return _patched(dist, torch_facts.REDUCE_SCATTER_NAME, new_reduce_scatter_tensor)
+
+
+def patch_all_reduce(new_all_reduce: Replacement) -> AbstractContextManager[None]:
+    """Replace ``torch.distributed.all_reduce``."""
+    return _patched(dist, "all_reduce", new_all_reduce)
+
+
+def patch_foreach_all_gather(new_foreach_all_gather: Replacement) -> AbstractContextManager[None]:
+    """Replace the function by which an FSDP2 parameter group gathers all its parameters."""
+    return _patched(param_group, "foreach_all_gather", new_foreach_all_gather)
+
+
+def patch_foreach_reduce(new_foreach_reduce: Replacement) -> AbstractContextManager[None]:
+    """Replace the function by which an FSDP2 parameter group reduces all its gradients."""
+    return _patched(param_group, "foreach_reduce", new_foreach_reduce)
+
+
+def patch_unshard(new_unshard: Replacement) -> AbstractContextManager[None]:
+    """Replace ``FSDPParamGroup.unshard``."""
+    return _patched(param_group.FSDPParamGroup, "unshard", new_unshard)
+
+
+def patch_reshard(new_reshard: Replacement) -> AbstractContextManager[None]:
+    """Replace ``FSDPParamGroup.reshard``."""
+    return _patched(param_group.FSDPParamGroup, "reshard", new_reshard)
+
+
+def patch_post_backward(new_post_backward: Replacement) -> AbstractContextManager[None]:
+    """Replace ``FSDPParamGroup.post_backward``."""
+    return _patched(param_group.FSDPParamGroup, "post_backward", new_post_backward)
+
+
+def patch_register_post_backward_hook_backward(new_backward: Replacement) -> AbstractContextManager[None]:
+    """Replace the backward of the autograd function that calls an FSDP2 parameter group's ``post_backward``."""
+    return _patched(param_group.RegisterPostBackwardFunction, "backward", staticmethod(new_backward))
+
+
+def reduce_scatter_with_assert(
+    cls: Any,
+    orig_reduce_scatter: Replacement,
+    assert_fn: Callable[[torch.Tensor], object],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``assert_fn`` on the output of a reduce-scatter, which is not filled yet, then the reduce-scatter itself.
+
+    For use as a replacement, by ``functools.partial`` over the first three arguments; ``cls`` is the test and not used.
+    Raises ``AssertionError`` when the call has no output argument, since then nothing was checked.
+    """
+    output = args[0] if args else kwargs.get("output")
+    if output is None:
+        raise AssertionError(f"the reduce-scatter was called without an output: {args}, {kwargs}")
+    assert_fn(output)
+    return orig_reduce_scatter(*args, **kwargs)

@@ -1,0 +1,263 @@
+"""Training a model with FSDP1 for a few steps, and comparing it with data parallelism that is not FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import run_subtests
+
+from .device import get_devtype, rank_device
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .states import _zero_model
+
+if TYPE_CHECKING:
+    from torch_fsdp_tests.common_utils import TestCase as _Base
+else:
+    _Base = object
+
+_LEARNING_RATE = 1e-2
+_HOST = torch.device("cpu")
+
+
+def _offloads(cpu_offload: CPUOffload | None) -> bool:
+    return cpu_offload is not None and bool(cpu_offload.offload_params)
+
+
+def _data_parallel(model: nn.Module) -> nn.Module:
+    device = rank_device()
+    return DDP(model) if device.index is None else DDP(model, device_ids=[device.index])
+
+
+class FSDPTestMixin(_Base):
+    """What the FSDP test cases of ranks have in common, whether their ranks live for one test or for many."""
+
+    process_group: Any
+
+    def _check_cpu_offload(self, fsdp_model: FSDP, cpu_offload: CPUOffload) -> None:
+        self.assertEqual(cpu_offload, fsdp_model.cpu_offload)
+
+    def _check_backward_prefetch(self, fsdp_model: FSDP, backward_prefetch: BackwardPrefetch | None) -> None:
+        self.assertEqual(backward_prefetch, fsdp_model.backward_prefetch)
+
+    def _check_forward_prefetch(self, fsdp_model: FSDP, forward_prefetch: bool) -> None:
+        self.assertEqual(forward_prefetch, fsdp_model.forward_prefetch)
+
+    def run_subtests(self, *args: Any, **kwargs: Any) -> Any:
+        """See :func:`torch_fsdp_tests.common_distributed.run_subtests`."""
+        return run_subtests(self, *args, **kwargs)
+
+    def _assert_on_host(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.assertEqual(parameter.device, _HOST, msg=f"offloaded parameter {name}")
+
+    def _train_for_several_steps(
+        self,
+        model: nn.Module,
+        num_steps: int,
+        autocast: bool,
+        lr: float = 0.01,
+        fsdp_cpu_offload: CPUOffload | None = None,
+        save_model: bool = False,
+        mixed_precision: MixedPrecision | None = None,
+        enable_sharded_grad_scaler: bool = False,
+        use_pure_fp16: bool = False,
+        sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Train ``model`` with SGD and momentum, and return the detached, scaled loss of its last step.
+
+        The model has an :class:`FSDPTestModel` under ``module``, which gives inputs, loss and backward. SGD, since Adam
+        forgives a wrong scale of the gradients. On the way this asserts the dtype of the loss, that offloaded
+        parameters are in host memory whenever FSDP has resharded, and that FSDP is idle at the end. ``save_model``
+        saves, zeroes and reloads the model after each step.
+
+        Differs from upstream's: the loss from which backward starts is weighted by rank, by (rank + 1) / world size,
+        since some models have the same inputs on every rank, and with equal gradients a wrong average is not seen;
+        autocast uses the dtype of ``mixed_precision``; the gradient scaler works on the device under test, not only
+        on CUDA.
+        """
+        if num_steps < 1:
+            raise ValueError(f"cannot train for {num_steps} steps: nothing would be tested")
+        offloads = _offloads(fsdp_cpu_offload) and isinstance(model, FSDP)
+        reshards = isinstance(model, FSDP) and model.sharding_strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        device_type = accelerator.current().type
+        low_dtype = mixed_precision.param_dtype if mixed_precision is not None else None
+        halves_inputs = use_pure_fp16 or (mixed_precision is not None and not isinstance(model, FSDP))
+        module: Any = model.module
+        loss_device = next(model.parameters()).device
+        weight = (dist.get_rank() + 1) / dist.get_world_size()
+
+        scaler = ShardedGradScaler(
+            **{"device": device_type, "enabled": enable_sharded_grad_scaler, **(sharded_grad_scaler_kwargs or {})}
+        )
+        optim = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        for _ in range(num_steps):
+            optim.zero_grad()
+            with torch.amp.autocast(device_type, dtype=low_dtype, enabled=autocast):
+                inputs = module.get_input(get_devtype())  # on the device also where parameters are offloaded
+                if halves_inputs:
+                    inputs = tuple(each.half() for each in inputs)
+                output = model(*inputs)
+                if offloads and reshards:
+                    self._assert_on_host(model)
+                loss = module.get_loss(inputs, output).to(loss_device)
+            loss = scaler.scale(loss)
+            self._check_loss_dtype(loss, isinstance(model, FSDP), low_dtype, use_pure_fp16)
+            module.run_backward(loss * weight)
+            if offloads:
+                self._assert_on_host(model)
+            scaler.step(optim)
+            scaler.update()
+            if save_model:
+                saved = {name: value.clone() for name, value in model.state_dict().items()}
+                _zero_model(model)
+                model.load_state_dict(saved)
+
+        if isinstance(model, FSDP):
+            model._assert_state(TrainingState.IDLE)
+        return loss.detach()
+
+    def _check_loss_dtype(
+        self, loss: torch.Tensor, is_fsdp: bool, low_dtype: torch.dtype | None, use_pure_fp16: bool
+    ) -> None:
+        if use_pure_fp16:
+            expected = torch.float16
+        elif low_dtype is not None and (is_fsdp or accelerator.current().is_host):
+            # FSDP's loss is of its low precision; so is a reference's on the host, where autocast does not promote
+            # sums.
+            expected = low_dtype
+        else:
+            expected = torch.float32
+        self.assertEqual(loss.dtype, expected)
+
+    def _test_fsdp_parity(
+        self,
+        model_class: type[FSDPTestModel],
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        ref_init_fn: Callable[[nn.Module], nn.Module] | None = None,
+        num_iters: int = 2,
+        save_model: bool = True,
+        cpu_offload: CPUOffload = CPUOffload(),  # noqa: B008
+        backward_prefetch: BackwardPrefetch | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        forward_prefetch: bool = False,
+        use_orig_params: bool = False,
+        enable_sharded_grad_scaler: bool = False,
+        use_pure_fp16: bool = False,
+        init_kwargs: dict[str, Any] | None = None,
+        sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        """Fail unless FSDP1 trains a model as a data parallel reference does.
+
+        Both are built by ``model_class.init`` with ``deterministic=True`` and ``init_kwargs``; what that does not
+        wrap at the top is wrapped with FSDP here. The reference is DDP, or what ``ref_init_fn`` makes of the plain
+        model. They train for ``num_iters`` steps; compared are the last loss, without its dtype, and in full
+        precision all parameters, by name, with device. In low precision parameters are not compared: the two round at
+        different places.
+
+        With parameter offload a model that is moved to the device after FSDP must be refused, if the device
+        has a memory of its own. Raises ``ValueError`` for an init mode without FSDP.
+        """
+        if fsdp_init_mode is FSDPInitMode.NO_FSDP:
+            raise ValueError("the parity test needs an init mode that wraps with FSDP")
+        plain = model_class.init(
+            self.process_group,
+            FSDPInitMode.NO_FSDP,
+            DEVICEInitMode.DEVICE_BEFORE,
+            deterministic=True,
+            **(init_kwargs or {}),
+        )
+        reference = (ref_init_fn or _data_parallel)(plain)
+        sharded = self._init_sharded(
+            model_class,
+            fsdp_init_mode,
+            device_init_mode,
+            init_kwargs or {},
+            {
+                **fsdp_kwargs,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "sharding_strategy": sharding_strategy,
+                "mixed_precision": mixed_precision,
+                "forward_prefetch": forward_prefetch,
+                "use_orig_params": use_orig_params,
+            },
+        )
+        if use_pure_fp16:
+            reference, sharded = reference.half(), sharded.half()
+        if device_init_mode is DEVICEInitMode.DEVICE_AFTER:
+            sharded = sharded.to(get_devtype())
+
+        def train(model: nn.Module, **kwargs: Any) -> torch.Tensor:
+            return self._train_for_several_steps(
+                model,
+                num_iters,
+                lr=_LEARNING_RATE,
+                fsdp_cpu_offload=cpu_offload,
+                mixed_precision=mixed_precision,
+                enable_sharded_grad_scaler=enable_sharded_grad_scaler,
+                use_pure_fp16=use_pure_fp16,
+                sharded_grad_scaler_kwargs=sharded_grad_scaler_kwargs,
+                **kwargs,
+            )
+
+        offloads = _offloads(cpu_offload)
+        moved_away = offloads and device_init_mode is DEVICEInitMode.DEVICE_AFTER
+        if moved_away and accelerator.current().has("device_memory"):
+            with self.assertRaisesRegex(
+                RuntimeError,
+                "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+                f"{accelerator.current().type}",
+            ):
+                train(sharded, autocast=False, save_model=save_model)
+            return
+
+        reference_loss = train(reference, autocast=mixed_precision is not None)
+        if offloads:
+            self._assert_on_host(sharded)
+        sharded_loss = train(sharded, autocast=False, save_model=save_model)
+        if offloads:
+            self._assert_on_host(sharded)
+        torch.testing.assert_close(sharded_loss.to(reference_loss.device), reference_loss, check_dtype=False)
+        if mixed_precision is None and not use_pure_fp16:
+            self._assert_same_parameters(sharded, reference)
+
+    def _init_sharded(
+        self,
+        model_class: type[FSDPTestModel],
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        init_kwargs: dict[str, Any],
+        fsdp_kwargs: dict[str, Any],
+    ) -> nn.Module:
+        try:
+            model = model_class.init(
+                self.process_group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic=True, **init_kwargs
+            )
+        except Exception as error:
+            raise ValueError(f"{model_class.__name__} cannot be built with FSDP: {error}") from error
+        return model if isinstance(model, FSDP) else FSDP(model, self.process_group, **fsdp_kwargs)
+
+    def _assert_same_parameters(self, sharded: nn.Module, reference: nn.Module) -> None:
+        """Compare the unsharded parameters with those of the reference, whose wrapper calls the model ``module``."""
+        expected = {name.removeprefix("module."): value.detach() for name, value in reference.named_parameters()}
+        with FSDP.summon_full_params(sharded, writeback=False):
+            found = {name: value.detach().clone() for name, value in sharded.named_parameters()}
+        self.assertEqual(list(found), list(expected), msg="FSDP and its reference have different parameters")
+        self.assertEqual(
+            found, expected, exact_device=True, msg=lambda text: f"FSDP and its reference differ after training: {text}"
+        )

@@ -1,0 +1,233 @@
+"""The process of one test file: ``python -m torch_fsdp_tests.dispatch.child FILE ORDERS -- ARGUMENTS``.
+
+It runs FILE as ``python FILE ARGUMENTS`` would, and tells the dispatcher about its tests: a file that calls plain
+``unittest.main()`` is seen as well as one that calls our ``run_tests()``. ORDERS is a JSON file that says which tests to
+leave out and in what order to run the rest; it is the dispatcher's, and :class:`Orders` is its only description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import faulthandler
+import fnmatch
+import hashlib
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch_fsdp_tests import events, host
+from torch_fsdp_tests.dispatch.lists import Entry, Situation
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What the dispatcher wants of one process. Names of tests are ``Class`` or ``Class.test``."""
+
+    dispatcher: int  # its process id
+    file: str  # the file's name below the test directory
+    included: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None  # full names, for a rerun
+    patterns: tuple[str, ...] = ()
+    shard: int = 1
+    num_shards: int = 1
+    seed: int = 0
+    shuffle: bool = False
+    list_only: bool = False
+    show_locals: bool = False
+    entries: tuple[Entry, ...] = ()  # of the disabled, slow and known-failure lists
+    run_slow: bool = False
+    rerun_disabled: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Orders:
+        data = json.loads(text)
+        data["entries"] = tuple(Entry(**entry) for entry in data["entries"])
+        return cls(**data)
+
+
+def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str]]:
+    """Positions of the tests to run among all tests of the file, in order, and remarks on names that select nothing."""
+    chosen = set(range(len(names)))
+    remarks: list[str] = []
+    if orders.included:
+        found: set[int] = set()
+        for wanted in orders.included:
+            matches = _named(wanted, names)
+            found |= matches
+            if not matches:
+                near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
+                remarks.append(f"{wanted!r} is no test here{f'; nearest: {chr(44).join(near)}' if near else ''}")
+        chosen &= found
+    for unwanted in orders.excluded:
+        chosen -= _named(unwanted, names)
+    if orders.patterns:
+        chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in orders.patterns)}
+    if orders.num_shards > 1:
+        # By position among the selected tests, so that the parts together are the whole, whatever was left out before.
+        chosen = {i for place, i in enumerate(sorted(chosen)) if place % orders.num_shards == orders.shard - 1}
+    if orders.only is not None:
+        chosen = {index for index in chosen if names[index] in orders.only}
+    picked = sorted(chosen)
+    if orders.shuffle:
+        picked.sort(key=lambda index: _shuffled(names[index], orders.seed))
+    return picked, remarks
+
+
+def _named(wanted: str, names: Sequence[str]) -> set[int]:
+    """Positions of a class' tests, of one test, of what a glob fits, or of the tests generated from a name."""
+    exact = {i for i, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")}
+    exact = exact or {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted)}
+    return exact or {i for i, name in enumerate(names) if name.startswith(f"{wanted}_")}
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """unittest's rule for ``-k``: a substring of the full name, or a glob when there is a star in it."""
+    full = f"__main__.{name}"
+    return fnmatch.fnmatchcase(full, pattern) if "*" in pattern else pattern in full
+
+
+def _shuffled(name: str, seed: int) -> tuple[bytes, bytes]:
+    """A place that depends on the seed and the name alone, so it is stable for any subset; classes stay together."""
+    digests = (hashlib.sha256(f"{seed}:{part}".encode()).digest() for part in (name.rpartition(".")[0], name))
+    return next(digests), next(digests)
+
+
+class Run:
+    """What the orders make of each suite that the file hands to a runner."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.happened = False
+
+    def prepare(self, suite: Any) -> unittest.TestSuite:
+        """Announce the tests that will run and return a suite of them."""
+        self.happened = True
+        tests = list(events.tests_in([suite]))
+        names = [events.test_name(test) for test in tests]
+        picked, remarks = select_tests(names, self.orders)
+        verdicts = self._apply_lists(tests, names, picked)
+        if self.orders.rerun_disabled:
+            picked = [index for index in picked if names[index] in verdicts["disabled"]]
+        for index in picked:
+            reason = verdicts["skip"].get(names[index])
+            if reason is not None and not self.orders.rerun_disabled:
+                _skip(tests[index], reason)
+        announced = [names[index] for index in picked]
+        by_class: dict[str, list[str]] = {}
+        for index in picked:
+            by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
+        events.Reporting.announced = by_class
+        events.emit("announced", tests=announced, unknown=remarks, matched=verdicts["matched"], known=verdicts["known"])
+        return unittest.TestSuite(tests[index] for index in picked)
+
+    def _apply_lists(self, tests: list[unittest.TestCase], names: list[str], picked: list[int]) -> dict[str, Any]:
+        """What the lists say of the picked tests: reasons to skip, known failures, disabled ones, entries that matched."""
+        verdicts: dict[str, Any] = {"skip": {}, "known": {}, "disabled": [], "matched": []}
+        facts = events.file_facts()
+        for position, entry in enumerate(self.orders.entries):
+            for index in picked:
+                if not entry.names(self.orders.file, names[index]):
+                    continue
+                verdicts["matched"].append(position)
+                situation = Situation.of_process(facts, lambda test=tests[index]: getattr(test, "world_size", None))
+                if not entry.applies(situation):
+                    continue
+                if entry.action == "fail":
+                    verdicts["known"][names[index]] = position
+                elif entry.action == "disable":
+                    verdicts["disabled"].append(names[index])
+                    verdicts["skip"][names[index]] = f"disabled: {entry.words}"
+                elif not self.orders.run_slow:
+                    verdicts["skip"][names[index]] = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
+        verdicts["matched"] = sorted(set(verdicts["matched"]))
+        return verdicts
+
+
+def _skip(test: unittest.TestCase, reason: str) -> None:
+    """Have unittest skip one instance, before its fixtures, as its decorator would."""
+
+    @unittest.skip(reason)
+    def skipped() -> None: ...
+
+    setattr(test, test._testMethodName, skipped)
+
+
+def install(orders: Orders) -> Run:
+    """Have every runner of this process obey the orders and report. Files subclass whatever result class is there."""
+    run = Run(orders)
+    runner = unittest.TextTestRunner
+    runner.resultclass = events.EventResult
+    original = runner.run
+
+    def run_suite(self: Any, suite: Any) -> Any:
+        suite = run.prepare(suite)
+        if orders.list_only:
+            suite = unittest.TestSuite()
+        if not issubclass(self.resultclass, events.Reporting):
+            self.resultclass = type("EventResult", (events.Reporting, self.resultclass), {})
+        self.verbosity = 2  # the output is shown when something failed, and then names help
+        self.tb_locals = self.tb_locals or orders.show_locals
+        return original(self, suite)
+
+    runner.run = run_suite  # type: ignore[method-assign]
+    return run
+
+
+def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
+    """The part of a traceback from the first frame in the test file on; the whole when the file is not in it."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename != file:
+        inner = inner.tb_next
+    return inner or trace
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the file. Leaves with the status that the file leaves with."""
+    file, orders_path, *arguments = argv
+    orders = Orders.from_json(Path(orders_path).read_text())
+    host.die_with_parent(orders.dispatcher)
+    events.attach()
+    faulthandler.enable()
+    # For a file whose process takes no notice of the signal: the stacks, and then the end that the signal means.
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    run = install(orders)
+    sys.argv = [file, *arguments[arguments[:1] == ["--"] :]]
+    sys.path[0] = str(Path(file).parent)
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as left:
+        if not run.happened:
+            events.emit("left", status=left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
+        raise
+    except BaseException as error:
+        trace = _below(error.__traceback__, file)
+        if isinstance(error, SyntaxError) and trace is error.__traceback__:
+            trace = None  # only the machinery that read the file stands in it
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        events.emit("broken", text=text)
+        sys.stdout.flush()
+        print(text, end="", file=sys.stderr, flush=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        sys.exit(1)
+    if not run.happened:
+        words = "the file ended without running its tests: its last lines must call run_tests() or unittest.main()"
+        events.emit("broken", text=words)
+        sys.exit(f"{os.path.basename(file)}: {words}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,177 @@
+"""Lists of tests that are not to be judged like the others: disabled, slow, known to fail.
+
+Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}`` and its slow list ``{"test_x
+(__main__.Class)": seconds}``. Our own is ``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y", "action":
+"disable" | "slow" | "fail", "reason": ..., "link": ..., "device": ..., "torch": ">=2.10,<2.12", "world_size": 2}]}``:
+``test`` may hold globs, and an entry counts only where all conditions that it states hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch import devices
+
+ACTIONS = ("disable", "slow", "fail")
+_FIELDS = {"test", "action", "reason", "link", "device", "torch", "world_size"}
+_COMPARE = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt
+}  # fmt: skip
+_CONDITION = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\s*")
+
+
+class MalformedList(ValueError):
+    """A list that cannot be read; the message says which file, and what is wrong in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """Where a test is about to run; None for what is not known."""
+
+    device: str | None
+    torch: str | None
+    world_size: int | None
+
+    @classmethod
+    def of_process(cls, facts: Mapping[str, Any], world_size: Callable[[], Any]) -> Situation:
+        """The situation by the facts that a test file has recorded so far, and by what the environment asks for."""
+        try:
+            size = world_size()
+        except Exception:  # a property of the test, which may need what only a running test has
+            size = None
+        return cls(
+            facts.get("device") or os.environ.get(devices.DEVICE_VARIABLE),
+            facts.get("torch") or devices.torch_version(),
+            size if isinstance(size, int) else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One entry of a list: the tests that it names, what is to be done with them, why, and where."""
+
+    test: str  # file::Class::test with globs; file * in upstream's lists
+    action: str
+    reason: str = ""
+    link: str = ""
+    device: str | None = None
+    torch: str | None = None
+    world_size: int | None = None
+
+    @property
+    def words(self) -> str:
+        return " ".join(filter(None, (self.reason, f"({self.link})" if self.link else ""))) or "no reason given"
+
+    def names(self, file: str, test: str) -> bool:
+        """Whether it names this test (``Class.test``) of this file."""
+        pattern, _, inside = self.test.partition("::")
+        inside = inside.replace("::", ".") or "*"
+        inside = inside if "." in inside or inside == "*" else f"{inside}.*"
+        return fnmatch.fnmatchcase(file, pattern.removesuffix(".py")) and fnmatch.fnmatchcase(test, inside)
+
+    def applies(self, situation: Situation) -> bool:
+        """Whether every condition that it states holds; one about something unknown does not."""
+        return (
+            self.device in (None, situation.device)
+            and self.world_size in (None, situation.world_size)
+            and (self.torch is None or (situation.torch is not None and version_fits(situation.torch, self.torch)))
+        )
+
+
+def version_fits(version: str, conditions: str) -> bool:
+    """Whether ``2.13.0+cpu`` meets ``>=2.10,<2.14``. Raises ``ValueError`` for conditions that cannot be read."""
+    have = _numbers(re.match(r"[\d.]*", version)[0].strip("."))  # type: ignore[index]
+    for text in conditions.split(","):
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no version condition such as >=2.10")
+        wanted = _numbers(match[2])
+        if not _COMPARE[match[1]](have[: len(wanted)], wanted):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part)
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file. Raises :class:`MalformedList`, with the path, when it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MalformedList(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise MalformedList(f"{path} is not JSON: {error}") from error
+
+
+def read_disabled(path: Path) -> list[Entry]:
+    """Entries of upstream's list of disabled tests that hold on this platform."""
+    entries = []
+    for key, value in _table(path).items():
+        if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], list):
+            raise MalformedList(f"{path}: the entry {key!r} is not [issue, url, platforms]")
+        if not value[2] or any(_on_platform(str(platform)) for platform in value[2]):
+            entries.append(Entry(_upstream_name(path, key), "disable", f"issue {value[0]}", str(value[1])))
+    return entries
+
+
+def read_slow(path: Path) -> list[Entry]:
+    """Entries of upstream's list of slow tests."""
+    entries = []
+    for key, value in _table(path).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise MalformedList(f"{path}: the entry {key!r} is not a number of seconds")
+        entries.append(Entry(_upstream_name(path, key), "slow", f"took {value:g} s"))
+    return entries
+
+
+def read_own(path: Path) -> list[Entry]:
+    """Entries of a list in our own shape."""
+    data = _table(path)
+    if data.get("version") != 1 or not isinstance(data.get("entries"), list):
+        raise MalformedList(f'{path} has not the shape {{"version": 1, "entries": [...]}}')
+    entries = []
+    for number, fields in enumerate(data["entries"], 1):
+        if not isinstance(fields, dict) or not fields.keys() <= _FIELDS or not {"test", "action", "reason"} <= fields.keys():
+            raise MalformedList(f"{path}: entry {number} needs test, action and reason, and knows only {sorted(_FIELDS)}")
+        entry = Entry(**fields)
+        if entry.action not in ACTIONS:
+            raise MalformedList(f"{path}: entry {number} has the action {entry.action!r}; there are {', '.join(ACTIONS)}")
+        try:
+            version_fits("0", entry.torch or ">0")
+        except ValueError as error:
+            raise MalformedList(f"{path}: entry {number}: {error}") from error
+        entries.append(entry)
+    return entries
+
+
+def _table(path: Path) -> dict[str, Any]:
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise MalformedList(f"{path} holds no JSON object")
+    return data
+
+
+def _upstream_name(path: Path, key: str) -> str:
+    match = re.fullmatch(r"(\w+) \((?:__main__\.)?([\w.]+)\)", key)
+    if match is None:
+        raise MalformedList(f'{path}: the key {key!r} has not the shape "test_x (__main__.Class)"')
+    return f"*::{match[2]}::{match[1]}"
+
+
+def _on_platform(platform: str) -> bool:
+    """Whether a platform of upstream's lists is this one: an operating system, or a kind of build that CI names."""
+    systems = {"linux": "linux", "mac": "darwin", "macos": "darwin", "win": "win32", "windows": "win32"}
+    if platform in systems:
+        return sys.platform.startswith(systems[platform])
+    return os.environ.get(f"PYTORCH_TEST_WITH_{platform.upper()}") == "1"

@@ -1,0 +1,280 @@
+"""One process of a test file: started, listened to, ended and judged.
+
+Nothing here waits. The runner's loop tells it of bytes, of the process' end and of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests import events
+from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch.plan import Job
+from torch_fsdp_tests.dispatch.result import (
+    FILE_ITSELF,
+    Attempt,
+    Ending,
+    Exited,
+    Killed,
+    NotStarted,
+    Outcome,
+    Stopped,
+    TestResult,
+    TimedOut,
+)
+
+GRACE = 5.0  # seconds between the polite signal, on which stacks are written, and the kill
+OUTPUT_SHOWN = 1 << 20  # bytes of a file's output that a report holds; head and tail of what is longer
+NO_TESTS_STATUS = 5  # unittest's own since Python 3.12
+
+
+class TestProcess:
+    """A running process, and what it has said so far."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        job: Job,
+        path: Path,
+        orders: Orders,
+        arguments: tuple[str, ...],
+        environment: Mapping[str, str],
+        directory: Path,
+        cwd: Path,
+        lent: tuple[int, ...],
+        began: float,
+        limit: float,
+        coverage: bool = False,
+    ) -> None:
+        self.job, self.orders, self.lent, self.began, self.limit = job, orders, lent, began, limit
+        self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=directory))
+        self.output_path = self.directory / "output"
+        self.running: str | None = None
+        self.running_since = began
+        self.remarked_slow = False
+        self.results: list[TestResult] = []
+        self.facts: dict[str, Any] = {}
+        self._reader = events.Reader()
+        self._announced: list[str] = []
+        self._unknown: list[str] = []
+        self._matched: set[int] = set()
+        self._known: dict[str, int] = {}
+        self._notes: dict[str | None, list[str]] = {}
+        self._test_facts: dict[str | None, dict[str, Any]] = {}
+        self._broken: str | None = None
+        self._left: int | None = None
+        self._over = False
+        self._stop: Ending | None = None
+        self._kill_at: float | None = None
+        self._killed_by_us = False
+        self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, coverage)
+
+    def _start(
+        self, path: Path, arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, coverage: bool
+    ) -> tuple[int, int]:
+        scratch = self.directory / "tmp"
+        scratch.mkdir()
+        orders_path = self.directory / "orders.json"
+        orders_path.write_text(self.orders.to_json())
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        measure = ["-m", "coverage", "run", "--parallel-mode"] if coverage else []
+        command = [
+            sys.executable, *subprocess._args_from_interpreter_flags(), *measure,  # type: ignore[attr-defined]
+            "-m", "torch_fsdp_tests.dispatch.child", str(path), str(orders_path), "--", *arguments,
+        ]  # fmt: skip
+        try:
+            with open(self.output_path, "wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=cwd,
+                    env={**environment, events.DESCRIPTOR_VARIABLE: str(write), "TMPDIR": str(scratch)},
+                    pass_fds=(write,),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        process.returncode = 0  # the runner collects every child itself, in one place
+        return process.pid, read
+
+    def listen(self) -> None:
+        """Take in what the process has said."""
+        while True:
+            try:
+                data = os.read(self.events_descriptor, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            for event in self._reader.feed(data):
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "announced":
+                self._announced += event["tests"]
+                self._unknown += event["unknown"]
+                self._matched |= set(event["matched"])
+                self._known |= event["known"]
+                self._over = False
+            case "started":
+                self.running = event["test"]
+            case "ended":
+                self._take_end(event)
+            case "note":
+                self._notes.setdefault(event["test"], []).append(event["text"])
+            case "facts":
+                about = self.facts if event["test"] is None else self._test_facts.setdefault(event["test"], {})
+                about.update(event["facts"])
+            case "broken":
+                self._broken = event["text"]
+            case "left":
+                self._left = event["status"]
+            case "over":
+                self._over = True
+
+    def _take_end(self, event: dict[str, Any]) -> None:
+        name = event["test"]
+        outcome = Outcome(event["outcome"])
+        if outcome in (Outcome.FAILED, Outcome.ERROR) and name in self._known:
+            outcome = Outcome.KNOWN_FAILURE
+        self.results.append(
+            TestResult(
+                name,
+                outcome,
+                event["seconds"],
+                event.get("reason", ""),
+                event.get("text", ""),
+                event.get("subtests", 0),
+                tuple(self._notes.pop(name, ())),
+                self._test_facts.pop(name, {}),
+            )
+        )
+        self.running = None
+
+    def stop(self, why: Ending, now: float) -> None:
+        """Ask the process to show its stacks and leave; :meth:`next_deadline` brings the kill."""
+        if self._stop is not None:
+            return
+        self._stop, self._kill_at = why, now + GRACE
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the whole process group at once."""
+        self._killed_by_us = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def next_deadline(self) -> float:
+        """The second of the run at which :meth:`check` has something to do."""
+        return self._kill_at if self._kill_at is not None else self.began + self.limit
+
+    def check(self, now: float) -> None:
+        """Do what the time asks for."""
+        if now < self.next_deadline():
+            return
+        if self._stop is None:
+            self.stop(TimedOut(self.limit), now)
+        else:
+            self.kill()
+            self._kill_at = float("inf")
+
+    def conclude(self, wait_status: int, now: float, extra_notes: list[str]) -> Attempt:
+        """The process is gone: judge it by what it said and how it ended, and let go of everything of it."""
+        self.kill()  # what is left of its group
+        self.listen()
+        os.close(self.events_descriptor)
+        if os.WIFSIGNALED(wait_status):
+            own: Ending = Killed(os.WTERMSIG(wait_status))
+        else:
+            own = Exited(os.WEXITSTATUS(wait_status))
+        ending = self._stop or own
+        notes = [*(note for found in self._notes.values() for note in found), *extra_notes]
+        if self._reader.garbage:
+            notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
+        output = self._output()
+        tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
+        return Attempt(
+            self.job, ending, tuple(tests), self.began, now, self.lent, output, tuple(notes), self.facts,
+            len(self._announced), tuple(self._unknown), frozenset(self._matched), self._known,
+        )  # fmt: skip
+
+    def _blame(self, ending: Ending, output: str) -> list[TestResult]:
+        """A result for what went wrong outside of any test's own verdict; none when nothing did."""
+        if self._unknown and not self._announced:
+            return []  # the run says which names are wrong
+        if self.running is not None:
+            outcome = Outcome.NOT_RUN if isinstance(ending, Stopped) else Outcome.ERROR
+            text = f"{ending} ended the process while this test was running\n{_tail(output)}"
+            return [TestResult(self.running, outcome, reason=f"not run to its end: {ending}", text=text)]
+        if isinstance(ending, Stopped):
+            return []
+        if self._broken is not None:
+            return [TestResult(FILE_ITSELF, Outcome.ERROR, text=self._broken)]
+        if self._left == 0 and ending == Exited(0):
+            last = (output.strip().splitlines() or ["it says nothing"])[-1]
+            return [TestResult(FILE_ITSELF, Outcome.SKIPPED, reason=f"the file left before its tests: {last}")]
+        if not self._over:
+            when = "before its tests were known" if not self._announced else "between tests"
+            return [TestResult(FILE_ITSELF, Outcome.ERROR, text=f"{ending} ended the process {when}\n{_tail(output)}")]
+        failed = any(test.outcome.is_bad or test.outcome is Outcome.KNOWN_FAILURE for test in self.results)
+        fine = {0, 1} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
+        if isinstance(ending, Exited) and ending.code in fine:
+            return []
+        text = f"{ending} ended the process after its tests\n{_tail(output)}"
+        return [TestResult(FILE_ITSELF, Outcome.ERROR, text=text)]
+
+    def _not_reached(self, ending: Ending) -> list[TestResult]:
+        seen = {result.name for result in self.results} | {self.running}
+        fixtures = " ".join(result.name for result in self.results if "(" in result.name)
+        missing = [name for name in dict.fromkeys(self._announced) if name not in seen]
+        why = f"not run: {ending} came first" if not self._over else "not run: the process never came to it"
+        reasons = {
+            name: f"not run: the set-up of {name.rpartition('.')[0]} failed"
+            for name in missing
+            if re.search(rf"\W{re.escape(name.rpartition('.')[0])}\)", fixtures) or "setUpModule" in fixtures
+        }
+        return [TestResult(name, Outcome.NOT_RUN, reason=reasons.get(name, why)) for name in missing]
+
+    def _output(self) -> str:
+        try:
+            size = self.output_path.stat().st_size
+            with open(self.output_path, "rb") as file:
+                if size <= OUTPUT_SHOWN:
+                    data = file.read()
+                else:
+                    half = OUTPUT_SHOWN // 2
+                    head = file.read(half)
+                    file.seek(size - half)
+                    data = head + b"\n... %d bytes left out ...\n" % (size - 2 * half) + file.read()
+        except OSError as error:
+            return f"the output cannot be read: {error}"
+        return data.decode("utf-8", errors="backslashreplace")
+
+
+def _tail(output: str, lines: int = 60) -> str:
+    found = output.rstrip().splitlines()
+    return "\n".join([f"... {len(found) - lines} lines left out ..."] * (len(found) > lines) + found[-lines:])
+
+
+def not_started(job: Job, why: str, now: float) -> Attempt:
+    """The attempt of a job whose process could not be started."""
+    ending = NotStarted(why)
+    return Attempt(job, ending, (TestResult(FILE_ITSELF, Outcome.ERROR, text=str(ending)),), now, now)

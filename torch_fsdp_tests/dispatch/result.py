@@ -1,0 +1,204 @@
+"""The verdict on one process and on one file. The sum over files is in ``results``."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import signal
+from typing import Any
+
+from torch_fsdp_tests.dispatch.plan import Job
+
+
+class Outcome(enum.Enum):
+    """What became of one test."""
+
+    PASSED = "passed"
+    EXPECTED_FAILURE = "expected failure"
+    KNOWN_FAILURE = "known failure"  # failed, and is listed as failing
+    SKIPPED = "skipped"
+    UNEXPECTED_SUCCESS = "unexpected success"
+    FAILED = "failed"
+    ERROR = "error"
+    NOT_RUN = "not run"
+
+    @property
+    def is_bad(self) -> bool:
+        return self in (Outcome.FAILED, Outcome.ERROR, Outcome.UNEXPECTED_SUCCESS)
+
+    @property
+    def is_executed(self) -> bool:
+        return self not in (Outcome.SKIPPED, Outcome.NOT_RUN)
+
+
+@dataclasses.dataclass(frozen=True)
+class TestResult:
+    """One test in one process. ``name`` is ``Class.test``."""
+
+    __test__ = False
+
+    name: str
+    outcome: Outcome
+    seconds: float = 0.0
+    reason: str = ""  # of a skip, or why it was not run
+    text: str = ""  # tracebacks
+    subtests: int = 0
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def class_name(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def method(self) -> str:
+        return self.name.rpartition(".")[2] if "(" not in self.name else self.name
+
+    @property
+    def executed_subtests(self) -> int:
+        return max(self.subtests, int(self.facts.get("subtests") or 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited:
+    """The process left by itself."""
+
+    code: int
+
+    def __str__(self) -> str:
+        return f"exit status {self.code}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Killed:
+    """A signal ended the process."""
+
+    signal: int
+
+    def __str__(self) -> str:
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedOut:
+    """The file reached its limit, and was stopped."""
+
+    limit: float
+
+    def __str__(self) -> str:
+        return f"the file limit of {self.limit:g} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """The run was stopped by a person or by its caller, and this process with it."""
+
+    def __str__(self) -> str:
+        return "the end of the run"
+
+
+@dataclasses.dataclass(frozen=True)
+class NotStarted:
+    """The process could not be started at all: our fault, or the machine's."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"a failed start: {self.why}"
+
+
+Ending = Exited | Killed | TimedOut | Stopped | NotStarted
+
+FILE_ITSELF = "(the file itself)"  # stands for a test where no test is to blame
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One process of one job, from start to end. Seconds ``began`` and ``ended`` count from the start of the run."""
+
+    job: Job
+    ending: Ending
+    tests: tuple[TestResult, ...]
+    began: float
+    ended: float
+    lent: tuple[int, ...] = ()
+    output: str = ""
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    announced: int = 0
+    unknown: tuple[str, ...] = ()
+    matched: frozenset[int] = frozenset()  # entries of the lists that name a test of it
+    known: dict[str, int] = dataclasses.field(default_factory=dict)  # tests listed as failing, by entry
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def is_bad(self) -> bool:
+        return any(test.outcome.is_bad for test in self.tests)
+
+    @property
+    def was_stopped(self) -> bool:
+        return isinstance(self.ending, Stopped)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileResult:
+    """All attempts at one job. What a test amounts to follows from them; nothing of that is stored."""
+
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def job(self) -> Job:
+        return self.attempts[0].job
+
+    @property
+    def name(self) -> str:
+        part = self.job.part
+        return part.name if part.num_shards == 1 else f"{part.name} ({part.shard} of {part.num_shards})"
+
+    def history(self) -> dict[str, list[TestResult]]:
+        """The results of each test, first attempt first."""
+        found: dict[str, list[TestResult]] = {}
+        for attempt in self.attempts:
+            for test in attempt.tests:
+                found.setdefault(test.name, []).append(test)
+        # Only a later process can show that what befell the file was chance.
+        if len(self.attempts) > 1 and not self.attempts[-1].is_bad:
+            found.pop(FILE_ITSELF, None)
+        return found
+
+    def tests(self) -> list[TestResult]:
+        """What counts of each test: its last result."""
+        return [results[-1] for results in self.history().values()]
+
+    def flaky(self) -> list[str]:
+        """Tests that failed, or were cut off by a failure, and passed in a later process."""
+        return [
+            name
+            for name, results in self.history().items()
+            if any(result.outcome.is_bad for result in results[:-1]) and not results[-1].outcome.is_bad
+        ]
+
+    @property
+    def is_bad(self) -> bool:
+        return any(test.outcome.is_bad for test in self.tests())
+
+    @property
+    def is_flaky(self) -> bool:
+        return bool(self.flaky()) or (len(self.attempts) > 1 and not self.is_bad)
+
+    @property
+    def was_stopped(self) -> bool:
+        return self.attempts[-1].was_stopped
+
+    @property
+    def seconds(self) -> float:
+        return sum(attempt.seconds for attempt in self.attempts)
+
+    def count(self, *outcomes: Outcome) -> int:
+        return sum(test.outcome in outcomes for test in self.tests())

@@ -1,0 +1,106 @@
+"""The sum over all files, and the exit code that it makes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch_fsdp_tests.dispatch.lists import Entry
+from torch_fsdp_tests.dispatch.result import FileResult, Outcome
+from torch_fsdp_tests.dispatch.runtests import RunTests
+
+EXIT_CODES = {
+    0: "every test that ran passed, or this shard has no work",
+    1: "a test or a file failed (with --fail-on-flaky also: passed only when run again)",
+    2: "bad arguments, an unknown test, a malformed input, or a place that cannot be written to",
+    3: "the dispatcher itself could not go on: a report or the output could not be written",
+    5: "nothing ran: the selection is empty, or no test of it was executed",
+    130: "interrupted (SIGINT)",
+    143: "terminated (SIGTERM)",
+}
+
+
+@dataclasses.dataclass
+class Results:
+    """What a run amounts to so far."""
+
+    run: RunTests
+    entries: Sequence[Entry] = ()
+    files: list[FileResult] = dataclasses.field(default_factory=list)
+    not_started: list[str] = dataclasses.field(default_factory=list)  # files that the end of the run came before
+    seconds: float = 0.0
+    signal: int | None = None  # that ended the run
+    device_type: str = "cpu"
+    slots: Sequence[str] = ()
+
+    def count(self, *outcomes: Outcome) -> int:
+        return sum(file.count(*outcomes) for file in self.files)
+
+    @property
+    def passed(self) -> int:
+        return self.count(Outcome.PASSED, Outcome.EXPECTED_FAILURE, Outcome.KNOWN_FAILURE)
+
+    @property
+    def failed(self) -> int:
+        """Tests that failed; an error is a failure, and so is a file that went wrong outside of its tests."""
+        return self.count(Outcome.FAILED, Outcome.ERROR, Outcome.UNEXPECTED_SUCCESS)
+
+    @property
+    def skipped(self) -> int:
+        return self.count(Outcome.SKIPPED)
+
+    @property
+    def executed(self) -> int:
+        return sum(test.outcome.is_executed for file in self.files for test in file.tests())
+
+    def unknown(self) -> list[str]:
+        """Names inside files that turned out to stand for nothing."""
+        return [f"{file.job.part.name}: {words}" for file in self.files for words in file.attempts[-1].unknown]
+
+    def flaky(self) -> list[str]:
+        return [f"{file.name}::{name}" for file in self.files for name in file.flaky()]
+
+    def skips_by_reason(self) -> list[tuple[str, int]]:
+        """Reasons with the number of tests, the most frequent first."""
+        reasons = (t.reason for f in self.files for t in f.tests() if t.outcome is Outcome.SKIPPED)
+        return sorted(collections.Counter(reasons).items(), key=lambda item: (-item[1], item[0]))
+
+    def facts(self) -> dict[str, Any]:
+        """What the files have said about torch and the device; the first word on each counts."""
+        found: dict[str, Any] = {}
+        for file in self.files:
+            for attempt in file.attempts:
+                found = {**attempt.facts, **found}
+        return found
+
+    def list_remarks(self) -> list[str]:
+        """Entries of the lists that match nothing, or whose test passes by now."""
+        matched = {index for file in self.files for attempt in file.attempts for index in attempt.matched}
+        remarks = []
+        for file in self.files:
+            known = file.attempts[-1].known
+            for test in file.tests():
+                if test.name in known and test.outcome is Outcome.PASSED:
+                    remarks.append(f"{file.name}::{test.name} passes, and is listed: {self.entries[known[test.name]].words}")
+                elif self.run.rerun_disabled and test.outcome is Outcome.PASSED:
+                    remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
+        ran = [file.job.part.name for file in self.files]
+        for index, entry in enumerate(self.entries):
+            its_file = entry.test.partition("::")[0].removesuffix(".py")
+            could_match = its_file in ran and not self.run.patterns if "*" not in its_file else not self.run.is_selective
+            if index not in matched and could_match and not self.not_started:
+                remarks.append(f"the entry {entry.test} ({entry.words}) matches no test")
+        return remarks
+
+    def exit_code(self) -> int:
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.failed or (self.run.fail_on_flaky and self.flaky()):
+            return 1
+        if self.unknown():
+            return 2
+        if not self.executed:
+            return 5
+        return 1 if self.executed < self.run.minimum_executed else 0

@@ -1,0 +1,310 @@
+"""Runs the plan: one thread, one loop. It alone starts processes, hears them, keeps the time and lends slots."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from torch_fsdp_tests import host
+from torch_fsdp_tests.dispatch import plan, process
+from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch.console import Console
+from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.keeper import Keeper
+from torch_fsdp_tests.dispatch.lists import Entry
+from torch_fsdp_tests.dispatch.plan import Job
+from torch_fsdp_tests.dispatch.pool import DevicePool
+from torch_fsdp_tests.dispatch.process import TestProcess
+from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, Outcome, Stopped
+from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.runtests import RunTests
+
+UNKNOWN_LIMIT = 1800.0  # seconds of a file whose time is not known; upstream's
+LEAST_LIMIT = 600.0  # seconds; a machine under load is slower than the one that recorded the times
+LIMIT_FACTOR = 10.0  # of the known time
+NO_LIMIT = 86400.0  # seconds; a limit is always on
+SLOW_AT_LEAST = 60.0  # seconds after which a running file may be called slow
+REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
+assert SLOW_AT_LEAST < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
+
+
+def limit_of(run: RunTests, part: plan.ShardedTest, environment: Mapping[str, str]) -> float:
+    """Seconds that a job may take."""
+    if run.timeout is not None:
+        return run.timeout
+    if environment.get("NO_TEST_TIMEOUT"):
+        return NO_LIMIT
+    return UNKNOWN_LIMIT if part.time is None else max(LEAST_LIMIT, LIMIT_FACTOR * part.time)
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A job that has not ended well yet: what it has tried, and which tests the next process is to run."""
+
+    job: Job
+    attempts: tuple[Attempt, ...] = ()
+    only: tuple[str, ...] | None = None
+
+
+class Runner:
+    """Runs jobs on slots until all are done, one failed without ``--keep-going``, or somebody stops it."""
+
+    def __init__(
+        self,
+        run: RunTests,
+        jobs: Sequence[Job],
+        paths: Mapping[str, Path],
+        device_set: DeviceSet,
+        pool: DevicePool,
+        entries: Sequence[Entry],
+        console: Console,
+        checkout: Path,
+    ) -> None:
+        self._run, self._paths, self._devices, self._pool = run, paths, device_set, pool
+        self._entries, self._console = tuple(entries), console
+        self._default = plan.assumed(job.part for job in jobs)
+        self._queue = [_Waiting(job) for job in jobs]
+        self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
+        self._environment = self._make_environment(checkout)
+        self.results = Results(run, entries, device_type=device_set.type, slots=pool.names)
+        self._stopping = False
+        self._signals: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._epoch = time.monotonic()
+
+    def _make_environment(self, checkout: Path) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+        wishes = {
+            "PYTHONPATH": path,
+            "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
+            "TORCH_FSDP_TESTS_DEVICE": self._run.device,
+            "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
+            "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
+        }
+        return {**os.environ, **{name: value for name, value in wishes.items() if value is not None}}
+
+    def run(self) -> Results:
+        """Everything, from the first process to the last. What finished is in the results however it ended."""
+        self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
+        self._keeper = Keeper(self._directory)
+        host.adopt_orphans()
+        try:
+            with self._taking_signals():
+                try:
+                    while self._queue or self._running:
+                        self._start_what_fits()
+                        self._wait()
+                finally:
+                    self._end_all_now()
+        finally:
+            self._selector.close()
+            self._keeper.close()
+            self.results.not_started = [w.job.part.name for w in self._queue if not w.attempts]
+            self.results.seconds = self._now()
+        return self.results
+
+    def _now(self) -> float:
+        return time.monotonic() - self._epoch
+
+    @contextlib.contextmanager
+    def _taking_signals(self) -> Iterator[None]:
+        """Have signals wake the loop, also where the caller has this program ignore them."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+        wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in before:
+            signal.signal(number, self._note_signal)
+        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(read)
+            os.close(write)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _start_what_fits(self) -> None:
+        while self._queue and not self._stopping:
+            now = self._now()
+            releases = [
+                (max(0.0, p.began + p.job.part.get_time(self._default) - now), len(p.lent))
+                for p, _ in self._running.values()
+            ]
+            index = plan.next_job([w.job for w in self._queue], self._pool.free, releases, self._default)
+            if index is None:
+                return
+            self._start(self._queue.pop(index))
+
+    def _start(self, waiting: _Waiting) -> None:
+        job, run = waiting.job, self._run
+        part = job.part
+        lent = self._pool.lend(job.slots)
+        orders = Orders(
+            os.getpid(), part.name, tuple(sorted(part.test.included)), tuple(sorted(part.test.excluded)), waiting.only,
+            run.patterns, part.shard, part.num_shards, run.seed, run.shuffle, run.list_tests, run.show_locals,
+            self._entries, run.run_slow, run.rerun_disabled,
+        )  # fmt: skip
+        environment = {**self._environment, **self._devices.environment(lent)}
+        now = self._now()
+        limit = limit_of(run, part, os.environ)
+        try:
+            started = TestProcess(
+                job, self._paths[part.name], orders, run.arguments, environment, self._directory, run.test_directory,
+                lent, now, limit, run.coverage,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            self._pool.give_back(lent)
+            self._finish(waiting, process.not_started(job, str(error), now))
+            return
+        self._keeper.began(started.pid)
+        self._running[started.pid] = (started, waiting)
+        self._selector.register(started.events_descriptor, selectors.EVENT_READ, started.listen)
+
+    def _wait(self) -> None:
+        """Sleep until something happens or is due, and deal with it."""
+        if not self._running:
+            return
+        now = self._now()
+        due = min(min(p.next_deadline(), self._slow_at(p)) for p, _ in self._running.values())
+        timeout = max(0.0, due - now)
+        if self._console.is_terminal:
+            timeout = min(timeout, REFRESH)
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        self._heed_signals()
+        self._collect()
+        now = self._now()
+        for running, _ in self._running.values():
+            if running.facts.get("device"):
+                self._introduce(running.facts)
+            running.check(now)
+            if now >= self._slow_at(running):
+                running.remarked_slow = True
+                self._introduce(running.facts)
+                self._console.slow(running, now)
+        self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
+
+    def _introduce(self, facts: Mapping) -> None:
+        self._console.introduce(facts, self._devices.type, self._pool.size)
+
+    def _slow_at(self, running: TestProcess) -> float:
+        if running.remarked_slow:
+            return float("inf")
+        return running.began + max(SLOW_AT_LEAST, 2 * running.job.part.get_time(0.0))
+
+    def _time_left(self, now: float) -> float | None:
+        jobs = [w.job for w in self._queue]
+        if any(job.part.time is None for job in jobs) or self._stopping or not self._console.is_terminal:
+            return None
+        work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
+        rest = [max(0.0, p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
+        return max([work / self._pool.size, *rest])
+
+    def _heed_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            if self._stopping and self.results.signal is not None:
+                for running, _ in self._running.values():  # somebody asks a second time
+                    running.kill()
+            self.results.signal = self.results.signal or number
+            self._introduce({})
+            self._console.say(f"{signal.Signals(number).name}: stopping {len(self._running)} running files")
+            self._stop()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for running, _ in self._running.values():
+            running.stop(Stopped(), self._now())
+
+    def _collect(self) -> None:
+        """Take every child that has ended; one that is no job was left behind by one."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._running:
+                self._conclude(pid, status)
+
+    def _conclude(self, pid: int, status: int) -> None:
+        running, waiting = self._running.pop(pid)
+        self._selector.unregister(running.events_descriptor)
+        leaks = self._end_descendants(running)
+        attempt = running.conclude(status, self._now(), leaks)
+        self._keeper.ended(pid)
+        self._pool.give_back(running.lent)
+        self._introduce(attempt.facts)
+        self._finish(waiting, attempt)
+
+    def _end_descendants(self, running: TestProcess) -> list[str]:
+        """Kill what a job left running, also outside of its group, and name it."""
+        marker = f"TMPDIR={running.directory}".encode()
+        leaks = []
+        for pid in host.children():
+            if pid in self._running or pid == self._keeper.pid:
+                continue
+            with contextlib.suppress(OSError):
+                if marker in Path(f"/proc/{pid}/environ").read_bytes():
+                    leaks.append(f"the process {host.command_of(pid)} was left running and was ended")
+                    os.kill(pid, signal.SIGKILL)
+        return leaks
+
+    def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:
+        attempts = (*waiting.attempts, attempt)
+        if attempt.is_bad and len(attempts) <= self._run.reruns and not self._stopping:
+            self._queue.insert(0, _Waiting(waiting.job, attempts, _to_repeat(attempt)))
+            return
+        file = FileResult(attempts)
+        self.results.files.append(file)
+        self._console.file_done(file)
+        if file.is_bad and not self._run.keep_going:
+            self._stop_after_failure()
+
+    def _stop_after_failure(self) -> None:
+        """Start nothing more. What runs already goes on to its end: the run stops between files, never inside one."""
+        left = [w for w in self._queue]
+        self._stopping = True
+        self._queue = [w for w in left if w.attempts]
+        self.results.not_started = [w.job.part.name for w in left if not w.attempts]
+        for waiting in self._queue:
+            self._finish_early(waiting)
+        self._queue = []
+
+    def _finish_early(self, waiting: _Waiting) -> None:
+        self.results.files.append(FileResult(waiting.attempts))
+        self._console.file_done(self.results.files[-1])
+
+    def _end_all_now(self) -> None:
+        """Whatever happened, leave nothing running."""
+        for running, _ in list(self._running.values()):
+            running.kill()
+        for pid in list(self._running):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            self._running.pop(pid)
+
+
+def _to_repeat(attempt: Attempt) -> tuple[str, ...] | None:
+    """Tests for the next process: those that failed or were not reached; all where no single test is to blame."""
+    bad = [test.name for test in attempt.tests if test.outcome.is_bad]
+    if FILE_ITSELF in bad or any("(" in name for name in bad):
+        return None
+    return (*bad, *(test.name for test in attempt.tests if test.outcome is Outcome.NOT_RUN))

@@ -1,0 +1,67 @@
+"""What a run is: options, checked and frozen. A rerun says in one line how it differs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
+
+DEFAULT_SEED = 1234  # the harness' own, and upstream's
+
+
+@dataclasses.dataclass(frozen=True)
+class RunTests:
+    """One run of the dispatcher. Times are in seconds; paths are absolute."""
+
+    test_directory: Path
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()  # -k
+    arguments: tuple[str, ...] = ()  # for the test files
+    distributed_only: bool = False
+    failed_only: bool = False
+
+    list_files: bool = False
+    list_tests: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+
+    shard: int = 1  # from one
+    num_shards: int = 1
+    split_threshold: float = SPLIT_THRESHOLD
+    devices: tuple[str, ...] | None = None
+    jobs: int | None = None
+    device: str | None = None
+    backend: str | None = None
+    ranks: int | None = None
+
+    seed: int = DEFAULT_SEED
+    shuffle: bool = False
+    timeout: float | None = None
+    keep_going: bool = False
+    reruns: int = 0
+    fail_on_flaky: bool = False
+    minimum_executed: int = 0
+    show_locals: bool = False
+    verbose: bool = False
+    show_output: bool = False
+    pipe_logs: bool = False
+    coverage: bool = False
+
+    save_xml: Path | None = None
+    report: Path | None = None
+    compare: Path | None = None
+    test_times: tuple[Path, ...] = ()
+    save_times: Path | None = None
+    disabled: Path | None = None
+    slow: Path | None = None
+    known_failures: Path | None = None
+    run_slow: bool = False
+    rerun_disabled: bool = False
+
+    @property
+    def is_selective(self) -> bool:
+        """True when less than everything below the test directory was asked for."""
+        asked = (self.include, self.exclude, self.patterns, self.distributed_only, self.failed_only, self.rerun_disabled)
+        return any(asked) or self.num_shards > 1

@@ -1,0 +1,211 @@
+"""Tests of what torch logs, with the settings given as in ``TORCH_LOGS``.
+
+torch keeps its log settings in ``torch._logging._internal``, which has no public way to save and restore
+them; everything here goes through its functions ``_get_log_state``, ``_set_log_state`` and ``_init_logs``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._logging import _internal as torch_logs
+
+from torch_fsdp_tests.common_utils import TestCase
+
+Records = list[logging.LogRecord]
+
+_PREFIXES = {logging.DEBUG: "+", logging.INFO: "", logging.ERROR: "-"}
+
+
+@contextlib.contextmanager
+def preserve_log_state() -> Iterator[None]:
+    """Begin with torch's default log settings, and put back those that were in force."""
+    before = torch_logs._get_log_state()
+    torch_logs._set_log_state(torch_logs.LogState())
+    try:
+        yield
+    finally:
+        torch_logs._set_log_state(before)
+        torch_logs._init_logs()
+
+
+@contextlib.contextmanager
+def log_settings(settings: str) -> Iterator[None]:
+    """Log as ``TORCH_LOGS=<settings>`` would have it, in this process and those started from the block."""
+    with preserve_log_state(), unittest.mock.patch.dict(os.environ, {"TORCH_LOGS": settings}):
+        torch_logs._init_logs()
+        yield
+
+
+@contextlib.contextmanager
+def log_api(**settings: Any) -> Iterator[None]:
+    """Log as ``torch._logging.set_logs(**settings)`` has it."""
+    with preserve_log_state():
+        torch._logging.set_logs(**settings)
+        yield
+
+
+def kwargs_to_settings(**kwargs: Any) -> str:
+    """The ``TORCH_LOGS`` text that means the same as these arguments of ``torch._logging.set_logs``.
+
+    Raises ``ValueError`` for a level other than DEBUG, INFO and ERROR, which the text cannot say.
+    """
+    modules = kwargs.pop("modules", {})
+    words = []
+    for name, value in (kwargs | modules).items():
+        if isinstance(value, bool):
+            words.append(name)
+        elif value in _PREFIXES:
+            words.append(_PREFIXES[value] + name)
+        else:
+            raise ValueError(f"{name}={value!r} has no form in TORCH_LOGS: give True, DEBUG, INFO or ERROR")
+    return ",".join(words)
+
+
+def make_logging_test(**kwargs: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run ``test(self, records)`` twice, with the settings from the environment and from the API.
+
+    ``records`` is the list of what was logged since the test began.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(fn)
+        def test(self: LoggingTestCase) -> None:
+            from_environment = log_settings(kwargs_to_settings(**kwargs)) if kwargs else contextlib.nullcontext()
+            for setting in (from_environment, log_api(**kwargs)):
+                _run(self, fn, setting)
+
+        del test.__wrapped__  # pytest would take "records" for a fixture
+        return test
+
+    return decorate
+
+
+def make_settings_test(settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run ``test(self, records)`` with ``TORCH_LOGS=<settings>``."""
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(fn)
+        def test(self: LoggingTestCase) -> None:
+            _run(self, fn, log_settings(settings))
+
+        del test.__wrapped__
+        return test
+
+    return decorate
+
+
+def _run(case: LoggingTestCase, fn: Callable[..., None], setting: contextlib.AbstractContextManager[None]) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    records: Records = []
+    with setting, case._handler_watcher(records):
+        fn(case, records)
+
+
+class LoggingTestCase(TestCase):
+    """Tests that look at log records. Compiled code is forgotten before and after each test.
+
+    For a whole process's log use :meth:`run_process_no_exception` with ``TORCH_LOGS`` in its environment.
+    """
+
+    _exit_stack: contextlib.ExitStack
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        import torch._dynamo
+
+        super().setUpClass()
+        cls._exit_stack = contextlib.ExitStack()
+        # torch leaves times and process ids out of its log lines while this variable is set.
+        cls._exit_stack.enter_context(unittest.mock.patch.dict(os.environ, {"___LOG_TESTING": ""}))
+        # A test of the log of an error wants the error logged, not raised.
+        cls._exit_stack.enter_context(torch._dynamo.config.patch(suppress_errors=True, verbose=False))
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls._exit_stack.close()
+        super().tearDownClass()
+
+    def setUp(self) -> None:
+        import torch._dynamo
+
+        super().setUp()
+        torch._dynamo.reset()
+        self.addCleanup(torch._dynamo.reset)
+
+    def hasRecord(self, records: Records, m: str) -> bool:
+        """Whether a record's message holds this text."""
+        return any(m in record.getMessage() for record in records)
+
+    def getRecord(self, records: Records, m: str) -> logging.LogRecord:
+        """The one record whose message holds this text; fails when there is none or more than one."""
+        found = [record for record in records if m in record.getMessage()]
+        if len(found) != 1:
+            messages = [record.getMessage() for record in (found or records)]
+            self.fail(f"{len(found)} records hold {m!r}, expected one; among {messages}")
+        return found[0]
+
+    @contextlib.contextmanager
+    def _handler_watcher(self, record_list: Records) -> Iterator[None]:
+        """Collect what torch's loggers emit inside the block. What is logged is still printed."""
+
+        class Collector(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                record_list.append(record)
+
+        # Only the loggers that torch has registered have handlers; a handler's own filter decides which artifacts
+        # it lets through, so the collector stands behind each of them rather than beside.
+        collector = Collector()
+        with contextlib.ExitStack() as stack:
+            for name in torch_logs.log_registry.get_log_qnames():
+                for handler in logging.getLogger(name).handlers:
+                    stack.enter_context(
+                        unittest.mock.patch.object(handler, "emit", _then(handler.emit, collector.emit))
+                    )
+            yield
+
+
+def _then(
+    first: Callable[[logging.LogRecord], None], second: Callable[[logging.LogRecord], None]
+) -> Callable[[logging.LogRecord], None]:
+    def both(record: logging.LogRecord) -> None:
+        first(record)
+        second(record)
+
+    return both
+
+
+LogContext = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def logs_to_string(module: str, log_option: str) -> tuple[io.StringIO, LogContext]:
+    """A stream, and a function whose context switches the artifact on and writes what ``module`` logs of it there."""
+    (stream,), context = multiple_logs_to_string(module, log_option)
+    return stream, context
+
+
+def multiple_logs_to_string(module: str, *log_options: str) -> tuple[list[io.StringIO], LogContext]:
+    """:func:`logs_to_string` for several artifacts, with a stream for each."""
+    streams = [io.StringIO() for _ in log_options]
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with log_settings(",".join(log_options)), contextlib.ExitStack() as stack:
+            for stream, option in zip(streams, log_options, strict=True):
+                logger = torch._logging.getArtifactLogger(module, option)
+                handler = logging.StreamHandler(stream)
+                logger.addHandler(handler)
+                stack.callback(logger.removeHandler, handler)
+            yield
+
+    return streams, context
