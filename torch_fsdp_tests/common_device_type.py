@@ -75,7 +75,7 @@ def instantiate_device_type_tests(
     Differs from upstream's. One class is made and not several. In a rank ``device`` is the device of that rank;
     upstream gives the first one to all. Where ``except_for``, ``only_for`` or the environment variables
     ``PYTORCH_TESTING_DEVICE_*`` leave the device out, the tests are made and skip with that reason; upstream lets them
-    vanish. ``include_lazy``, ``allow_mps`` and ``allow_xpu`` are accepted and change nothing: the device is asked for by
+    vanish. ``include_lazy``, ``allow_mps`` and ``allow_xpu`` are accepted and change nothing: one asks for a device by
     name.
 
     Raises ``AssertionError`` for a device type both in ``except_for`` and ``only_for``.

@@ -55,6 +55,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def hear_of_parents_death(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that forked it ends, on Linux."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
 def adopt_orphans() -> bool:
     """Make this process the new parent of descendants whose own parent leaves; False where that does not exist."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -728,20 +728,25 @@ class TestFailures(ThreadsTestCase):
 
         self.mismatch(2, unmatched, "send from rank 0 to rank 1", "float32[3] from rank 0")
 
-    def test_a_mismatch_does_not_wait_for_the_third(self):
-        seen = threading.Barrier(2)
-        third = threading.Event()
+    def test_a_mismatch_neither_waits_for_the_third_nor_writes(self):
+        # The third agrees with the one or the other of the first two, whichever of them came first.
+        for third in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, third]
+            both_know, third_may = threading.Barrier(2), threading.Event()
 
-        def body(rank):
-            if rank == 2:
-                third.wait()  # comes only after the others know
-            with self.assertRaises(Mismatch):
-                dist.all_reduce(torch.ones(rank + 1))
-            if rank != 2:
-                seen.wait()
-                third.set()
+            def body(rank, ops=ops, both_know=both_know, third_may=third_may):
+                tensor = torch.tensor([rank + 1.0])
+                if rank == 2:
+                    third_may.wait()
+                with self.assertRaises(Mismatch):
+                    dist.all_reduce(tensor, ops[rank])
+                if rank != 2:
+                    both_know.wait()
+                    third_may.set()
+                dist.barrier()
+                return tensor.item()
 
-        self.assertEqual(results_of(3, body), [None] * 3)
+            self.assertEqual(results_of(3, body), [1.0, 2.0, 3.0])
 
     def test_wrong_sizes_are_refused_before_anybody_waits(self):
         def body(rank):

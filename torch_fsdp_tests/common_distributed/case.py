@@ -32,6 +32,7 @@ from torch_fsdp_tests.ranks import (
     judge,
     register,
 )
+from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
 from torch_fsdp_tests.ranks.outcome import RankReport
 
 __unittest = True
@@ -119,7 +120,7 @@ class RankTestCase(TestCase):
 
     def _conclude(self, reports: Sequence[RankReport], limit: float, expected_code: int = 0) -> None:
         """Raise what the ranks' reports amount to; return when the test passed in every rank."""
-        if os.environ.get("TORCH_FSDP_TESTS_SHOW_OUTPUT"):
+        if SHOW_VARIABLE in os.environ:
             for report in reports:
                 if report.output:
                     print(f"--- output of rank {report.rank} ---\n{report.output}")

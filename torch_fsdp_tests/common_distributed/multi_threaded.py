@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.distributed.multi_threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.ranks import Assignment, HarnessError, Kind, Outcome, RankGroup
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, Kind, Outcome, RankGroup
 from torch_fsdp_tests.ranks.outcome import format_error
 
 __unittest = True
@@ -41,11 +42,21 @@ def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome
     _install_threaded_pg()
     store = dist.HashStore()
 
+    timeout = timedelta(seconds=get_timeout("") * COLLECTIVE_SHARE)
+
+    def connected(rank: int) -> Outcome:
+        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
+        return body(rank)
+
     def live(rank: int) -> None:
-        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
-        outcome = outcomes[rank] = body(rank)
+        try:
+            outcome = connected(rank)
+        except BaseException as error:
+            outcome = Outcome(rank, Kind.ERROR, format_error(error))
+        outcomes[rank] = outcome
         if outcome.kind is not Kind.PASSED:
-            ProcessLocalGroup.exception_handle(RuntimeError(f"rank {rank} {outcome.kind.value}"), rank)
+            cause = RuntimeError((outcome.text or outcome.kind.value).rsplit("\n", 1)[-1])
+            ProcessLocalGroup.exception_handle(cause, rank)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ and its reason arrives as written. The wrapped function asks again when somebody
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import unittest
 from collections.abc import Callable, Iterable
@@ -29,10 +30,11 @@ _REQUIREMENTS = "__requirements__"
 class TestSkip(NamedTuple):
     """An exit code by which a rank says that it skips, and what the code means."""
 
-    __test__ = False  # not a test, whatever pytest makes of its name
-
     exit_code: int
     message: str
+
+
+TestSkip.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever pytest makes of its name
 
 
 TEST_SKIPS: dict[str, TestSkip] = {
@@ -169,8 +171,6 @@ def skip_if_odd_worldsize(function: Decorated) -> Decorated:
 
 
 def _world_size_variable() -> int:
-    import os
-
     return int(os.environ.get("WORLD_SIZE", accelerator.current().ranks))
 
 

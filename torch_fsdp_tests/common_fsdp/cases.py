@@ -129,5 +129,3 @@ class FSDPTestMultiThread(MultiThreadedTestCase):
 
     def perThreadTearDown(self) -> None:
         torch._dynamo.reset()
-
-

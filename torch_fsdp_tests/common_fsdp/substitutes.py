@@ -6,6 +6,11 @@ All of it is here, so that no test repeats it, and all of it goes by capability:
   non-CPU accelerator device", ``torch.distributed.fsdp._init_utils``). An explicit ``device_id`` answers that
   question, so a constructor called without one is given that of its rank. Proves as much as a ``device_id`` in each
   test would: sharding, communication and schedule are FSDP's own. What FSDP does without a ``device_id`` is not tested.
+- ``device_memory``, again: ``FlatParamHandle.prepare_gradient_for_backward`` tells an offloaded gradient of an
+  earlier step, which it drops, from one to accumulate with by their devices. Where those are the same it would
+  accumulate, also what ``zero_grad`` had let go of before (FULL_SHARD with the original parameters writes it back).
+  So the offloaded gradient is dropped before FSDP looks. Proves that the rest of the step is right, not that FSDP
+  tells the two apart.
 - ``pinned_memory``: offloaded parameters are pinned (``_flat_param``, ``_fsdp_param``), which needs an accelerator.
   ``Tensor.pin_memory`` returns the tensor itself. Proves where FSDP keeps parameters and gradients, and when it
   asks for copies; not that memory is pinned, nor that a copy is right, since host and device are the same memory. FSDP1
@@ -28,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from torch_fsdp_tests.accelerator import Accelerator
 
@@ -44,7 +50,7 @@ def install(device: Accelerator) -> None:
     with _lock:
         if _installed is None:
             _installed = contextlib.ExitStack()
-            for capability, substitute in _SUBSTITUTES.items():
+            for capability, substitute in _SUBSTITUTES:
                 if not device.has(capability):
                     substitute(device, _installed)
 
@@ -73,6 +79,29 @@ def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:
     undo.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", init_with_device_id))
 
 
+def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) -> None:
+    prepare = FlatParamHandle.prepare_gradient_for_backward
+
+    @functools.wraps(prepare)
+    def drop_and_prepare(handle: Any) -> None:
+        if handle._offload_params and _has_offloaded_gradient(handle):
+            handle.flat_param.grad = None
+        prepare(handle)
+
+    undo.enter_context(mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", drop_and_prepare))
+
+
+def _has_offloaded_gradient(handle: Any) -> bool:
+    """Whether ``.grad`` is what an earlier step left in host memory. Under ``no_sync`` it is the device's, and
+    unsharded."""
+    flat_param = handle.flat_param
+    if flat_param.grad is None:
+        return False
+    if handle.uses_sharded_strategy:
+        return flat_param.grad.size() == flat_param._local_shard.size()
+    return flat_param.grad.data_ptr() == flat_param._cpu_grad.data_ptr()
+
+
 def _pin_nothing(device: Accelerator, undo: contextlib.ExitStack) -> None:
     def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self
@@ -85,8 +114,9 @@ def _wait_for_nothing(device: Accelerator, undo: contextlib.ExitStack) -> None:
         undo.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True))
 
 
-_SUBSTITUTES: dict[str, Callable[[Accelerator, contextlib.ExitStack], None]] = {
-    "device_memory": _give_device_id,
-    "pinned_memory": _pin_nothing,
-    "streams": _wait_for_nothing,
-}
+_SUBSTITUTES: tuple[tuple[str, Callable[[Accelerator, contextlib.ExitStack], None]], ...] = (
+    ("device_memory", _give_device_id),
+    ("device_memory", _drop_offloaded_gradient),
+    ("pinned_memory", _pin_nothing),
+    ("streams", _wait_for_nothing),
+)

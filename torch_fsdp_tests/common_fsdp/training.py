@@ -181,6 +181,8 @@ class FSDPTestMixin(_Base):
             deterministic=True,
             **(init_kwargs or {}),
         )
+        if use_pure_fp16:
+            plain = plain.half()  # before DDP sees it: converted afterwards, DDP no longer averages anything
         reference = (ref_init_fn or _data_parallel)(plain)
         sharded = self._init_sharded(
             model_class,
@@ -198,7 +200,7 @@ class FSDPTestMixin(_Base):
             },
         )
         if use_pure_fp16:
-            reference, sharded = reference.half(), sharded.half()
+            sharded = sharded.half()  # after FSDP has made its flat parameters
         if device_init_mode is DEVICEInitMode.DEVICE_AFTER:
             sharded = sharded.to(get_devtype())
 
@@ -233,7 +235,7 @@ class FSDPTestMixin(_Base):
         if offloads:
             self._assert_on_host(sharded)
         torch.testing.assert_close(sharded_loss.to(reference_loss.device), reference_loss, check_dtype=False)
-        if mixed_precision is None and not use_pure_fp16:
+        if mixed_precision is None:
             self._assert_same_parameters(sharded, reference)
 
     def _init_sharded(

@@ -75,7 +75,7 @@ class _Program(unittest.TestProgram):
             print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
             sys.exit(0)
         ranks.prepare()
-        self.exit = False  # type: ignore[assignment]  # the exit status is decided below, alike for all versions of Python
+        self.exit = False  # the exit status is decided below, alike for all versions of Python
         tests = list(_flat(self.test)) if self._repeat > 1 else []  # a suite forgets the tests that it has run
         for _ in range(self._repeat):
             self.test = unittest.TestSuite(tests) if tests else self.test
@@ -122,7 +122,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     if options.seed is not None:
         os.environ[SEED_VARIABLE] = str(options.seed)
     if options.accept:
-        expecttest.ACCEPT = True
+        expecttest.ACCEPT = "1"  # what it makes of EXPECTTEST_ACCEPT=1
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # for the ranks
     if options.showlocals:
         rest.insert(0, "--locals")

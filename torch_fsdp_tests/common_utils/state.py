@@ -21,6 +21,9 @@ from torch_fsdp_tests import events
 
 from .seed import save_rng_state
 
+# torch sets these itself when its compiler is first used, and sets them again when they are gone.
+TORCHS_OWN_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
+
 STRICT_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 
 
@@ -153,7 +156,7 @@ class SavedState:
 
     def _restore_environment(self) -> Iterator[str]:
         before, after = self._environment, dict(os.environ)
-        for name in sorted(before.keys() | after.keys()):
+        for name in sorted((before.keys() | after.keys()) - TORCHS_OWN_VARIABLES):
             if before.get(name) == after.get(name):
                 continue
             if name in before:

@@ -19,6 +19,8 @@ from . import state
 from .equality import Closeness, describe, differences
 from .seed import set_rng_seed
 
+__unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
+
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -40,7 +40,9 @@ def repeat_command(run: RunTests, file: str, test: str | None = None) -> str:
     if directory != _DEFAULT_DIRECTORY:
         words += ["--test-directory", directory]
     inside = f"::{test.replace('.', '::')}" if test and "(" not in test else ""
-    words += ["-i", f"{file}{inside}", "--seed", str(run.seed)]
+    words += ["-i", f"{file}{inside}"]
+    if test or run.shuffle:  # for a whole file the option would also shuffle, which this run did not
+        words += ["--seed", str(run.seed)]
     for option, value in (("--device", run.device), ("--backend", run.backend), ("--ranks", run.ranks)):
         if value is not None:
             words += [option, str(value)]

@@ -29,12 +29,13 @@ class DeviceSet:
     variable: str | None = None  # restricts what a job sees
 
     @property
-    def on_host(self) -> bool:
-        return self.type == HOST or not self.names
+    def lendable(self) -> int | None:
+        """How many there are to lend; None on the CPU, where nothing is."""
+        return None if self.type == HOST else len(self.names)
 
     def environment(self, lent: tuple[int, ...]) -> dict[str, str]:
         """What makes a job see only the devices at these positions."""
-        if self.on_host or self.variable is None:
+        if not self.lendable or self.variable is None:
             return {}
         return {self.variable: ",".join(self.names[position] for position in lent)}
 

@@ -60,6 +60,8 @@ class TestRun:
             left = frozenset(name for name in self.included if name not in taken and name.split(".")[0] not in taken)
             if self.included and not left:
                 return None
+            if left:  # only a test of a class that stays still needs to be said
+                taken = frozenset(name for name in taken if name.split(".")[0] in left)
             return TestRun(self.file, left, self.excluded | taken)
         kept = other.excluded & self.included if self.included else other.excluded
         return TestRun(self.file, kept) if kept else None
@@ -185,12 +187,17 @@ def calculate_shards(
     return list(zip(loads, shards, strict=True))
 
 
-def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], pool: int, on_host: bool) -> list[Job]:
-    """A job for each part. On the host each takes one slot; elsewhere as many as its file needs and the pool has."""
+def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:
+    """A job for each part, which takes as many slots as its file needs and there are devices to lend.
+
+    ``lendable`` is None on the CPU, where a job takes one slot. It is 0 where devices are wanted and none is visible:
+    then jobs are planned with what they need, and take one slot each.
+    """
     jobs = []
     for part in parts:
-        devices = 0 if on_host else min(needs.get(part.name, 1), pool)
-        jobs.append(Job(part, devices, max(1, devices)))
+        need = needs.get(part.name, 1)
+        devices = 0 if lendable is None else min(need, lendable or need)
+        jobs.append(Job(part, devices, devices if lendable else 1))
     return jobs
 
 

@@ -113,15 +113,15 @@ class TestProcess:
         process.returncode = 0  # the runner collects every child itself, in one place
         return process.pid, read
 
-    def listen(self) -> None:
-        """Take in what the process has said."""
+    def listen(self) -> bool:
+        """Take in what the process has said; False once it will say no more."""
         while True:
             try:
                 data = os.read(self.events_descriptor, 1 << 16)
             except BlockingIOError:
-                return
+                return True
             if not data:
-                return
+                return False
             for event in self._reader.feed(data):
                 self._take(event)
 

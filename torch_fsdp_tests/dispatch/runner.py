@@ -100,7 +100,7 @@ class Runner:
         try:
             with self._taking_signals():
                 try:
-                    while self._queue or self._running:
+                    while self._running or (self._queue and not self._stopping):
                         self._start_what_fits()
                         self._wait()
                 finally:
@@ -108,6 +108,9 @@ class Runner:
         finally:
             self._selector.close()
             self._keeper.close()
+            for waiting in self._queue:  # the end of the run came between two attempts
+                if waiting.attempts:
+                    self._take_result(FileResult(waiting.attempts))
             self.results.not_started = [w.job.part.name for w in self._queue if not w.attempts]
             self.results.seconds = self._now()
         return self.results
@@ -174,7 +177,11 @@ class Runner:
             return
         self._keeper.began(started.pid)
         self._running[started.pid] = (started, waiting)
-        self._selector.register(started.events_descriptor, selectors.EVENT_READ, started.listen)
+        self._selector.register(started.events_descriptor, selectors.EVENT_READ, lambda: self._hear(started))
+
+    def _hear(self, running: TestProcess) -> None:
+        if not running.listen():
+            self._selector.unregister(running.events_descriptor)
 
     def _wait(self) -> None:
         """Sleep until something happens or is due, and deal with it."""
@@ -246,7 +253,8 @@ class Runner:
 
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
-        self._selector.unregister(running.events_descriptor)
+        if running.events_descriptor in self._selector.get_map():
+            self._selector.unregister(running.events_descriptor)
         leaks = self._end_descendants(running)
         attempt = running.conclude(status, self._now(), leaks)
         self._keeper.ended(pid)
@@ -273,24 +281,14 @@ class Runner:
             self._queue.insert(0, _Waiting(waiting.job, attempts, _to_repeat(attempt)))
             return
         file = FileResult(attempts)
+        self._take_result(file)
+        if file.is_bad and not self._run.keep_going:
+            # Nothing more is started. What runs already goes on to its end: never is a run stopped inside a file.
+            self._stopping = True
+
+    def _take_result(self, file: FileResult) -> None:
         self.results.files.append(file)
         self._console.file_done(file)
-        if file.is_bad and not self._run.keep_going:
-            self._stop_after_failure()
-
-    def _stop_after_failure(self) -> None:
-        """Start nothing more. What runs already goes on to its end: the run stops between files, never inside one."""
-        left = [w for w in self._queue]
-        self._stopping = True
-        self._queue = [w for w in left if w.attempts]
-        self.results.not_started = [w.job.part.name for w in left if not w.attempts]
-        for waiting in self._queue:
-            self._finish_early(waiting)
-        self._queue = []
-
-    def _finish_early(self, waiting: _Waiting) -> None:
-        self.results.files.append(FileResult(waiting.attempts))
-        self._console.file_done(self.results.files[-1])
 
     def _end_all_now(self) -> None:
         """Whatever happened, leave nothing running."""

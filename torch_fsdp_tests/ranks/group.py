@@ -36,12 +36,13 @@ __unittest = True
 
 GRACE = 3.0  # seconds for the other ranks to speak after one ended badly
 SKIP_GRACE = 10.0  # seconds for the other ranks to skip too after one skipped
+START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server may have to import everything first
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
 STACKS_QUIET = 0.05  # seconds without another line after which the stacks are taken to be complete
 COLLECTIVE_SHARE = 0.75  # of a test's limit, after which its collectives give up
 assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_SHARE < 1
 
-KEEP_VARIABLE = "TORCH_FSDP_TESTS_KEEP_OUTPUT"  # set: the output of ranks that passed is kept too
+SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"  # set: the output of ranks that passed is told too
 
 
 @dataclasses.dataclass
@@ -84,8 +85,10 @@ class RankGroup:
         self.leaks: list[str] = []
         self._stays = test is None
         self._over = False
-        self._started = time.monotonic()
+        self._started: float | None = None
+        self._asked = time.monotonic()
         self._bad_since: float | None = None
+        self._stacks_asked = False
         self._selector = selectors.DefaultSelector()
         self.processes: list[_Process] = []
         try:
@@ -134,6 +137,8 @@ class RankGroup:
 
     def run(self, test: str, limit: float) -> list[RankReport]:
         """Have ranks that stay run one more test, and report as :meth:`wait` does. The limit counts from here."""
+        while self._started is None and (left := self._asked + START_LIMIT - time.monotonic()) > 0:
+            self._hear(left)
         self._started = time.monotonic()
         self._bad_since = None
         for process in self.processes:
@@ -155,9 +160,11 @@ class RankGroup:
             if left <= 0:
                 break
             self._hear(left)
+        if self._started is None:
+            raise HarnessError(f"the rank server started no rank within {START_LIMIT:g} s")
         if not done():
             self._ask_for_stacks()
-        elapsed = time.monotonic() - self._started
+        elapsed = self._elapsed()
         if not self._stays or not done() or self._bad_since is not None:
             self._end()
         return list(self._reports(elapsed))
@@ -165,8 +172,11 @@ class RankGroup:
     def stacks(self) -> str:
         """The Python stacks of all ranks that still run, for a report on a test that is being given up."""
         self._ask_for_stacks()
-        running = [process for process in self.processes if process.ending is None]
-        return "\n".join(f"rank process {each.index}:\n{shorten_stacks(each.words.decode(errors='replace'))}" for each in running)
+        return "\n".join(
+            f"rank process {process.index}:\n{shorten_stacks(process.words.decode(errors='replace'))}"
+            for process in self.processes
+            if process.ending is None
+        )
 
     def close(self) -> None:
         """End what is left of the ranks and remove the directory. May be called again."""
@@ -188,7 +198,13 @@ class RankGroup:
         while not self._all_ended() and (left := give_up - time.monotonic()) > 0:
             self._hear(left)
 
+    def _elapsed(self) -> float:
+        """Seconds since the ranks were started, or were sent their next test."""
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
     def _deadline(self, limit: float) -> float:
+        if self._started is None:
+            return self._asked + START_LIMIT
         deadline = self._started + limit
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
@@ -218,11 +234,12 @@ class RankGroup:
             if message.get("refused") == self._id:
                 raise HarnessError(message["why"])
             if message.get("started") == self._id:
+                self._started = time.monotonic()
                 for process, pid in zip(self.processes, message["pids"]):
                     process.pid = pid
             elif message.get("over") == self._id:
                 self._over = True
-                self.leaks += [f"the process {command} was left running" for command in message["leaks"]]
+                self.leaks += [f"left the process {command} running" for command in message["leaks"]]
             elif "ended" in message or "stopped" in message:
                 self._hear_end(message)
         if self._server.gone and not self._over:
@@ -235,7 +252,10 @@ class RankGroup:
                 process.stopped = True
             if process.pid == message.get("ended"):
                 self._hear_process(process, process.channel)  # what it said last, before it is judged by its end
-                process.ending = Ending.from_wait_status(message["status"])
+                ending = Ending.from_wait_status(message["status"])
+                # Asked before it had its handler in place, a rank dies of the question.
+                of_us = self._stacks_asked and ending.signal == rank_side.STACKS_SIGNAL
+                process.ending = dataclasses.replace(ending, ours=of_us)
                 if not process.reported or process.ending.code != 0:
                     self._note_bad(process)
 
@@ -252,14 +272,14 @@ class RankGroup:
                 continue
             outcome = Outcome.from_json(message["outcome"])
             process.outcomes[outcome.rank] = outcome
-            process.at = process.heard[outcome.rank] = time.monotonic() - self._started
+            process.at = process.heard[outcome.rank] = self._elapsed()
             if outcome.kind in (Kind.FAILED, Kind.ERROR):
                 self._note_bad(process)
         if process.channel.closed and process.channel in {key.fileobj for key in self._selector.get_map().values()}:
             self._selector.unregister(process.channel)
 
     def _note_bad(self, process: _Process) -> None:
-        process.at = time.monotonic() - self._started
+        process.at = self._elapsed()
         if self._bad_since is None:
             self._bad_since = time.monotonic()
 
@@ -267,6 +287,7 @@ class RankGroup:
         asked = [process for process in self.processes if process.ending is None and not process.stopped]
         if not asked:
             return
+        self._stacks_asked = True
         self._server.signal(self._id, rank_side.STACKS_SIGNAL)
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:
@@ -296,7 +317,7 @@ class RankGroup:
                 process.ending = Ending(signal=9, stopped=process.stopped, ours=True)
 
     def _reports(self, elapsed: float) -> Iterable[RankReport]:
-        keep = KEEP_VARIABLE in os.environ
+        keep = SHOW_VARIABLE in os.environ
         for process in self.processes:
             while (data := _read(process.last_words)) not in (None, b""):
                 process.words += data or b""

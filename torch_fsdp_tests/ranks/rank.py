@@ -107,7 +107,7 @@ def main(request: Mapping, index: int, channel: Channel, last_words: int, server
         code = 0
         for thread in threading.enumerate():
             if thread not in before and not thread.daemon:
-                channel.send({"leak": f"rank {index} left the thread {thread.name!r} running"})
+                channel.send({"leak": f"left the thread {thread.name!r} running in rank {index}"})
         atexit._run_exitfuncs()
     except SystemExit as leaving:
         code = _exit_code(leaving)

@@ -50,9 +50,14 @@ class Server:
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         os.set_blocking(self._wakeup, False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # for the wake-up alone
+        # Most deaths of the test process are seen at the control connection. This is for the one whose end of it lives
+        # on in some process that the test forked. It comes when the forking thread ends, so only the process counts.
+        self._test_process = os.getppid()
+        host.hear_of_parents_death(signal.SIGHUP)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         self._own_descriptors = (self._wakeup, wakeup)
 
@@ -65,14 +70,19 @@ class Server:
             if self._wakeup in ready:
                 os.read(self._wakeup, 1 << 12)
                 self._reap()
+                if os.getppid() != self._test_process:
+                    break
             if self._control.fileno() in ready:
                 message, descriptors = self._control.receive_with_descriptors(MOST_DESCRIPTORS)
                 if message is None:
                     break
                 getattr(self, f"_{message['op']}")(message, descriptors)
+        # The test process is gone, so what it would have ended and removed falls to the server.
+        directories = list(self._directories.values())
         for start in list(self._starts):
             self._end({"id": start}, [])
-            shutil.rmtree(self._directories.pop(start), ignore_errors=True)
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _start(self, request: dict, descriptors: list[int]) -> None:
         ends = [(descriptors[i], descriptors[i + 1]) for i in range(0, len(descriptors), 2)]
@@ -155,8 +165,7 @@ class Server:
             if not lost:
                 select.select([self._wakeup], [], [], give_up - time.monotonic())
         del self._starts[request["id"]]
-        if not request.get("keep_directory"):
-            self._directories.pop(request["id"], None)
+        del self._directories[request["id"]]
         self._tell({"over": request["id"], "leaks": leaks})
 
     def _reap(self) -> None:
@@ -242,16 +251,11 @@ class ServerHandle:
     def _fork(ours: socket.socket, theirs: socket.socket) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        parent = os.getpid()
-        main_thread = threading.current_thread() is threading.main_thread()
         pid = os.fork()
         if pid:
             return pid
         try:
             ours.close()
-            if main_thread:
-                # The kernel watches the forking thread, not the process, which may outlive that thread by far.
-                host.die_with_parent(parent)
             _run(theirs)
         finally:
             os._exit(1)

@@ -188,12 +188,11 @@ def perform(work: Callable[[], None], tensors: Sequence[Tensor], before: Sequenc
     """Run `work`, which moves data between ranks, and return (its error or None, the fence behind it).
 
     Dispatch modes of the thread that happens to arrive last are set aside: a test that counts operations must not see
-    another rank's, nor depend on the order of arrival. Inference mode is set aside too, since the other ranks need not
-    be in it; `collectives.write` goes through `.data`, which inference tensors allow outside of it.
+    another rank's, nor depend on the order of arrival. Inference mode need not be: `collectives.write` goes through
+    `.data`, which serves tensors made in it or not, from a thread that is in it or not.
     """
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             if torch._C._len_torch_dispatch_stack():
                 stack.enter_context(_disable_current_modes())

@@ -1,0 +1,30 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+setup(
+    name="torch_fsdp_tests",
+    version="0.1.0",
+    description="A standalone test suite for the FSDP inside the installed PyTorch",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    python_requires=">=3.10",
+    # "test" stays out, since the standard library has a package of that name; the source distribution carries it.
+    packages=find_packages(include=["torch_fsdp_tests", "torch_fsdp_tests.*"]),
+    package_data={"torch_fsdp_tests": ["dispatch/data/*", "py.typed"]},
+    install_requires=["torch>=2.9", "expecttest", "numpy"],
+    extras_require={
+        "dev": ["ruff==0.17.5", "mypy==2.4.1", "hypothesis", "pytest"],
+        "ci": ["junitparser"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: BSD License",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
+        "Programming Language :: Python :: 3",
+        "Topic :: Software Development :: Testing",
+    ],
+)

@@ -1,0 +1,476 @@
+"""common_utils: equality, what tests leave changed, run_tests, and the small things."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import os
+import random
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import unittest
+import unittest.mock
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torch_fsdp_tests import accelerator, common_utils, host
+from torch_fsdp_tests.common_utils import (
+    SavedState,
+    TestCase,
+    check_leaked_tensors,
+    device_sleep,
+    find_free_port,
+    freeze_rng_state,
+    get_cycles_per_ms,
+    retry_on_connect_failures,
+    run_tests,
+    saved_state,
+    set_rng_seed,
+    skip_but_pass_in_sandcastle_if,
+    skipIfTorchDynamo,
+    wrapSwapTensorsTest,
+)
+from torch_fsdp_tests.common_utils.seed import SEED_VARIABLE
+from torch_fsdp_tests.common_utils.state import STRICT_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class EqualityTest(TestCase):
+    def failure(self, x, y, *args, **kwargs):
+        with self.assertRaises(AssertionError) as caught:
+            self.assertEqual(x, y, *args, **kwargs)
+        return str(caught.exception)
+
+    def test_equal_values_of_every_kind(self):
+        linear = torch.nn.Linear(1, 1)
+        for x, y in [
+            (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")])),
+            (torch.tensor([1, 2]), [1, 2]),
+            (torch.tensor(3), 3),
+            (1.0, 1.0 + 1e-6),
+            (2**70, 2**70),
+            (np.array([1.0]), torch.tensor([1.0], dtype=torch.float64)),
+            (np.array(["a"]), ["a"]),
+            ({"a": [torch.ones(2), None]}, collections.OrderedDict(a=(torch.ones(2), None))),
+            (Point(1, 2), [1, 2]),
+            (torch.Size([2, 3]), (2, 3)),
+            ({1, 2}, {2, 1}),
+            (torch.float32, torch.float32),
+            (torch.nn.Sequential(linear), [linear]),
+            (torch.tensor(True), True),
+            (torch.ones(2).to_sparse(), torch.ones(2).to_sparse().coalesce()),
+        ]:
+            with self.subTest(x=x, y=y):
+                self.assertEqual(x, y)
+                with self.assertRaises(AssertionError):
+                    self.assertNotEqual(x, y)
+
+    def test_unequal_values_of_every_kind(self):
+        for x, y in [
+            (torch.ones(2), torch.ones(3)),
+            (torch.ones(1), torch.ones(1, dtype=torch.float64)),
+            (torch.ones(1), None),
+            (torch.ones(1), "1"),
+            (1.0, 1.0 + 1e-4),
+            (2**70, 2**70 + 1),
+            ("a", b"a"),
+            ([1], [1, 1]),
+            ({"a": 1}, {"b": 1}),
+            ({1}, {2}),
+            (True, False),
+            (torch.float32, torch.float64),
+            (torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Sequential(torch.nn.ReLU())),
+        ]:
+            with self.subTest(x=x, y=y):
+                self.failure(x, y)
+                self.assertNotEqual(x, y)
+
+    def test_failure_tells_place_and_distance(self):
+        expected = {"layer": [torch.zeros(3), torch.zeros(2, 3)], "step": 1, "tail": torch.zeros(1)}
+        actual = {"layer": [torch.zeros(3), torch.zeros(2, 3)], "step": 2, "tail": torch.zeros(1)}
+        actual["layer"][1][1, 2] = 0.5
+        text = self.failure(actual, expected, "of rank 3")
+        self.assertRegex(text, r"^at \['layer'\]\[1\]: Tensor-likes are not close!")
+        self.assertRegex(text, r"Greatest absolute difference: 0\.5 at index \(1, 2\)")
+        self.assertRegex(text, r"1 more differ: \['step'\]\nof rank 3$")
+
+    def test_failure_counts_the_places_it_does_not_name(self):
+        self.assertRegex(
+            self.failure(list(range(9)), list(range(1, 10))), r"8 more differ: (\[\d\](, )?){5} and 3 others$"
+        )
+
+    def test_tolerances(self):
+        self.failure(torch.tensor(1.0), torch.tensor(1.1))
+        self.assertEqual(torch.tensor(1.0), torch.tensor(1.1), atol=0.2, rtol=0)
+        self.assertEqual(torch.tensor(1.01, dtype=torch.bfloat16), torch.tensor(1.0, dtype=torch.bfloat16))
+        with self.assertRaisesRegex(ValueError, "both atol and rtol"):
+            self.assertEqual(torch.tensor(1.0), torch.tensor(1.0), atol=0.2)
+        self.precision = 0.2
+        self.assertEqual(torch.tensor(1.0), torch.tensor(1.1))
+        self.assertEqual(1.0, 1.1, atol=0, rtol=0)
+        self.assertEqual(TestCase().precision, 0)
+
+    def test_switches(self):
+        self.assertEqual(torch.ones(1), torch.ones(1, dtype=torch.float64), exact_dtype=False)
+        self.assertEqualIgnoreType(torch.ones(1), torch.ones(1, dtype=torch.int64))
+        self.failure(torch.tensor(float("nan")), torch.tensor(float("nan")), equal_nan=False)
+        column = torch.ones(2, 2).t()[:, :1]
+        self.assertEqual(column, torch.ones(2, 1))
+        self.failure(torch.ones(4, 2).t(), torch.ones(2, 4), exact_stride=True)
+        coalesced = torch.ones(2).to_sparse().coalesce()
+        scattered = torch.sparse_coo_tensor([[0, 1]], torch.ones(2), (2,), check_invariants=True)
+        self.assertEqual(coalesced, scattered)
+        self.failure(coalesced, scattered, exact_is_coalesced=True)
+
+    def test_callable_message_and_questions_without_answer(self):
+        self.assertEqual(self.failure(1, 2, msg=lambda text: f"<{text.splitlines()[0]}>"), "<Scalars are not equal!>")
+        with self.assertRaises(ValueError):
+            self.assertEqual(torch.ones(2), 1)
+
+    def test_other_assertions(self):
+        ours = [1]
+        self.assertObjectIn(ours, [[1], ours])
+        with self.assertRaises(AssertionError):
+            self.assertObjectIn(ours, [[1]])
+        self.assertEqualBroadcasting(torch.ones(2, 2), 1)
+        self.assertGreaterAlmostEqual(1.0, 1.0 + 1e-9)
+        with self.assertRaises(AssertionError):
+            self.assertGreaterAlmostEqual(1.0, 1.1)
+        self.assertNotWarn(lambda: None)
+        with self.assertRaises(AssertionError):
+            self.assertNotWarn(lambda: __import__("warnings").warn("loud"))
+        with self.assertWarnsOnceRegex(UserWarning, "lou"):
+            __import__("warnings").warn("loud")
+        with self.assertRaises(AssertionError), self.assertWarnsOnceRegex(UserWarning, "quiet"):
+            __import__("warnings").warn("loud")
+        self.assertExpectedInline(torch.Size([2]), """torch.Size([2])""")
+        self.assertExpectedInline("# gone\n\nx", """x""", ignore_comments=True, ignore_empty_lines=True)
+
+
+class StateTest(TestCase):
+    def test_everything_watched_is_put_back_and_named(self):
+        def change():
+            os.environ["TORCH_FSDP_TESTS_SCRATCH"] = "1"
+            torch.set_default_dtype(torch.float64)
+            torch.set_default_device("meta")
+            torch.set_num_threads(torch.get_num_threads() + 1)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.set_grad_enabled(False)
+            torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+            torch.overrides.BaseTorchFunctionMode().__enter__()
+            os.chdir(tempfile.gettempdir())
+            random.random()
+
+        drawn = random.Random()
+        drawn.setstate(random.getstate())
+        before = SavedState()
+        with saved_state() as leaks:
+            change()
+            self.assertEqual(leaks, [])
+        self.assertEqual(before.restore(), [])
+        self.assertEqual(random.random(), drawn.random())
+        text = "\n".join(leaks)
+        for word in [
+            "environment variable TORCH_FSDP_TESTS_SCRATCH set",
+            "default dtype",
+            "default device",
+            "function modes",
+            "number of threads",
+            "deterministic-algorithms",
+            "grad mode",
+            "cudnn.benchmark",
+            "working directory",
+        ]:
+            self.assertIn(word, text)
+        self.assertEqual(len(leaks), 9, text)
+
+    def test_nothing_changed_is_nothing_said(self):
+        with saved_state() as leaks, torch.no_grad(), torch.device("meta"):
+            torch.rand(1)
+            np.random.rand()
+        self.assertEqual(leaks, [])
+
+    def test_a_removed_variable_comes_back(self):
+        with unittest.mock.patch.dict(os.environ, {"TORCH_FSDP_TESTS_SCRATCH": "kept"}):
+            with saved_state() as leaks:
+                del os.environ["TORCH_FSDP_TESTS_SCRATCH"]
+            self.assertEqual(os.environ["TORCH_FSDP_TESTS_SCRATCH"], "kept")
+        self.assertEqual(leaks, ["removed the environment variable TORCH_FSDP_TESTS_SCRATCH"])
+
+    def test_seed(self):
+        def draws():
+            return random.random(), np.random.rand(), torch.rand(2)
+
+        set_rng_seed(7)
+        first = draws()
+        set_rng_seed(7)
+        with freeze_rng_state():
+            draws()
+        self.assertEqual(draws(), first)
+        with unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "7"}):
+            self.assertEqual(common_utils.SEED, 7)
+            set_rng_seed()
+        self.assertEqual(draws(), first)
+        with (
+            unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "many"}),
+            self.assertRaisesRegex(ValueError, "integer"),
+        ):
+            set_rng_seed()
+
+
+# The same classes are run by run_tests and by unittest.main, so that only the base class and the last line differ.
+SUITE = """
+import os, sys, unittest
+{imports}
+
+class Alpha({base}):
+    def test_passes(self):
+        '''A docstring that does not replace the name.'''
+    test_passes.__doc__ = None
+    def test_fails(self):
+        number = 41
+        self.assertTrue(number == 42)
+    def test_errs(self):
+        raise RuntimeError("on purpose")
+    @unittest.skip("not today")
+    def test_skips(self): pass
+    @unittest.expectedFailure
+    def test_expected(self): self.fail()
+    @unittest.expectedFailure
+    def test_unexpected(self): pass
+    def test_subtests(self):
+        for i in range(2):
+            with self.subTest(i=i): self.assertTrue(i == 0)
+
+class Beta({base}):
+    def test_leaks(self): os.environ["TORCH_FSDP_TESTS_SCRATCH"] = "1"
+    def test_sees_nothing_of_it(self): self.assertNotIn("TORCH_FSDP_TESTS_SCRATCH", os.environ)
+
+class Empty({base}): pass
+
+if __name__ == "__main__":
+    {run}
+"""
+
+
+SEEDED = """
+import os, torch
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+class Seeded(TestCase):
+    def test_it(self):
+        self.assertEqual(os.environ["{variable}"], "77")
+        drawn = torch.rand(1)
+        torch.manual_seed(77)
+        self.assertEqual(drawn, torch.rand(1))
+
+run_tests()
+"""
+
+
+class RunTestsTest(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        ours = {"imports": "from torch_fsdp_tests.common_utils import TestCase, run_tests", "base": "TestCase"}
+        plain = {"imports": "", "base": "unittest.TestCase", "run": "unittest.main()"}
+        cls.ours, cls.plain = Path(folder.name, "ours.py"), Path(folder.name, "plain.py")
+        cls.ours.write_text(SUITE.format(**ours, run="run_tests()"))
+        cls.plain.write_text(SUITE.format(**plain))
+
+    def start(self, *command, **environment):
+        """The real command, in an interpreter of its own."""
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.ours.parent,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        )
+
+    def finish(self, process):
+        text, _ = process.communicate(timeout=60)
+        return process.returncode, text
+
+    def call(self, file, *arguments, **environment):
+        """The same as the real command, in a fork of this process where that can be: it need not import torch again."""
+        if not host.can_fork():
+            return self.finish(self.start(file, *arguments, **environment))
+        output = self.ours.with_suffix(".out")
+        child = os.fork()
+        if child == 0:
+            status = 70
+            try:
+                descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+                sys.argv = [str(file), *arguments]
+                os.environ.update(environment)
+                runpy.run_path(str(file), run_name="__main__")
+                status = 0
+            except SystemExit as exit:
+                status = exit.code or 0
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(int(status))
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), output.read_text()
+
+    def normal(self, text):
+        text = re.sub(r"in [\d.]+s", "in Ns", text).replace("plain.py", "ours.py")
+        return re.sub(r"line \d+", "line N", text)
+
+    def test_prints_what_unittest_prints(self):
+        commands = [[file, "-v", "Alpha"] for file in (self.ours, self.plain)]
+        (our_status, our_text), (status, text) = map(self.finish, [self.start(*command) for command in commands])
+        self.assertEqual(our_status, status)
+        self.assertEqual(self.normal(our_text), self.normal(text))
+        self.assertIn("test_passes (__main__.Alpha.test_passes) ... ok\n", our_text)
+
+    def test_local_variables_and_stopping_are_unittests(self):
+        arguments = ["--locals", "-f", "Alpha.test_fails", "Alpha.test_errs"]
+        our_status, our_text = self.call(self.ours, *arguments)
+        status, text = self.finish(self.start(self.plain, *arguments))
+        self.assertEqual(our_status, status)
+        self.assertEqual(self.normal(our_text), self.normal(text))
+        self.assertIn("number = 41", our_text)
+
+    def test_leaks_are_undone_and_named_after_the_outcomes(self):
+        status, text = self.call(self.ours, "-v", "Beta")
+        self.assertEqual(status, 0, text)
+        self.assertIn("test_leaks (__main__.Beta.test_leaks) ... ok\n", text)
+        left = "left the environment variable TORCH_FSDP_TESTS_SCRATCH set"
+        self.assertIn(f"... ok\n\nleak: __main__.Beta.test_leaks {left}\n-----", text)
+        status, text = self.call(self.ours, "Beta", **{STRICT_VARIABLE: "1"})
+        self.assertEqual(status, 1)
+        self.assertIn(f"AssertionError: the test {left}", text)
+        self.assertIn("FAILED (failures=1)", text)
+
+    def test_statuses_and_options(self):
+        for arguments, wanted, pattern in [
+            (["-k", "passes"], 0, r"Ran 1 test in [\d.]+s\n\nOK\n$"),
+            (["Alpha.test_fails"], 1, r"FAILED \(failures=1\)\n$"),
+            (["Empty"], 5, r"Ran 0 tests"),
+            (["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
+            (["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
+            (["--repeat", "0"], 2, "not 1 or more"),
+            (["--save-xml=x"], 2, r"^--save-xml is no option of a single test file: run_test.py.*\n$"),
+            (["--seed", "many"], 2, "invalid int value"),
+            (["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
+            (["-h"], 0, r"(?s)--failfast.*--seed N"),
+        ]:
+            with self.subTest(arguments=arguments):
+                status, text = self.call(self.ours, *arguments)
+                self.assertEqual(status, wanted, text)
+                self.assertRegex(text, pattern)
+
+    def test_other_runners(self):
+        module = self.start("-m", "unittest", "-v", "ours.Beta")
+        status, text = self.finish(module)
+        self.assertEqual(status, 0, text)
+        self.assertRegex(text, r"OK\n+leak: ours\.Beta\.test_leaks left the environment variable")
+
+    @unittest.skipIf(importlib.util.find_spec("pytest") is None, "pytest is not installed")
+    def test_pytest_collects_the_tests_and_nothing_else(self):
+        driver = self.ours.with_name("driver.py")
+        driver.write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
+        status, text = self.call(driver, "-q", "--co", "-p", "no:cacheprovider", str(self.ours))
+        self.assertEqual(status, 0, text)
+        self.assertEqual(len(re.findall(r"ours\.py::\w+::test_", text)), 9, text)
+        self.assertNotIn("::run_tests", text)
+
+    def test_the_seed_reaches_tests_and_environment(self):
+        file = self.ours.with_name("seeded.py")
+        file.write_text(SEEDED.format(variable=SEED_VARIABLE))
+        status, text = self.call(file, "--seed", "77")
+        self.assertEqual(status, 0, text)
+
+
+class SmallThingsTest(TestCase):
+    def test_flags_follow_the_device_under_test(self):
+        other = accelerator.Accelerator("cuda", "nccl", 2, 2)
+        with unittest.mock.patch.object(accelerator, "current", lambda: other):
+            self.assertTrue(common_utils.TEST_CUDA)
+            self.assertTrue(common_utils.TEST_MULTIACCELERATOR)
+            self.assertFalse(common_utils.TEST_XPU)
+            self.assertEqual(common_utils.ACCELERATOR_TYPE, "cuda")
+        with self.assertRaises(AttributeError):
+            _ = common_utils.TEST_NOTHING
+
+    def test_an_absent_device_is_no_error_at_import(self):
+        with unittest.mock.patch.dict(os.environ, {accelerator.DEVICE_VARIABLE: "nonsense"}):
+            self.assertFalse(common_utils.TEST_CUDA)
+
+    def test_host_sleep(self):
+        under_test = accelerator.current()
+        self.assertGreater(get_cycles_per_ms(), 0)
+        with unittest.mock.patch("time.sleep") as slept:
+            device_sleep("cpu", int(3 * get_cycles_per_ms("cpu")))  # the CPU is the subject
+        slept.assert_called_once_with(0.003)
+        if not under_test.is_host:
+            device_sleep(under_test.type, 1)
+
+    def test_connect_failures_are_retried(self):
+        calls = []
+
+        @retry_on_connect_failures
+        def connect(text, good_from):
+            calls.append(text)
+            if len(calls) < good_from:
+                raise RuntimeError(text)
+            return find_free_port()
+
+        self.assertGreater(connect("Address already in use", 3), 1023)
+        self.assertEqual(len(calls), 3)
+        with self.assertRaisesRegex(RuntimeError, "^other"):
+            connect("other", 9)
+        self.assertEqual(len(calls), 4)
+
+    def test_skip_decorators(self):
+        self.assertEqual(skip_but_pass_in_sandcastle_if(False, "why")(len), len)
+        for skipping in (
+            skip_but_pass_in_sandcastle_if(True, "why"),
+            unittest.mock.patch("torch_fsdp_tests.common_utils.flags.TEST_WITH_TORCHDYNAMO", True)(
+                skipIfTorchDynamo("why")
+            ),
+        ):
+
+            class Skipped(unittest.TestCase):
+                test = skipping(lambda self: None)
+
+            with unittest.mock.patch("torch_fsdp_tests.common_utils.flags.TEST_WITH_TORCHDYNAMO", True):
+                result = Skipped("test").run()
+            self.assertEqual([reason for _, reason in result.skipped], ["why"])
+
+    def test_swap_tensors_flag_is_put_back(self):
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        inside = wrapSwapTensorsTest(not before)(torch.__future__.get_swap_module_params_on_conversion)()
+        self.assertEqual(inside, not before)
+        self.assertEqual(torch.__future__.get_swap_module_params_on_conversion(), before)
+
+    def test_leaked_tensors_are_found(self):
+        with self.assertWarnsRegex(UserWarning, "1 tensors"), check_leaked_tensors() as garbage:
+            cycle = [torch.ones(1)]
+            cycle.append(cycle)
+            del cycle
+        self.assertEqual(garbage, [torch.ones(1)])
+        with check_leaked_tensors() as garbage:
+            torch.ones(1)
+        self.assertEqual(garbage, [])
+
+
+if __name__ == "__main__":
+    run_tests()

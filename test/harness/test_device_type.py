@@ -1,0 +1,184 @@
+"""instantiate_device_type_tests: the class for the device under test, its names, its device and its skips."""
+
+from __future__ import annotations
+
+import os
+import unittest
+import unittest.mock
+
+import torch
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_cuda import get_compute_capability
+from torch_fsdp_tests.common_device_type import (
+    dtypes,
+    instantiate_device_type_tests,
+    onlyAccelerator,
+    onlyOn,
+    skipIf,
+)
+from torch_fsdp_tests.common_utils import TestCase, decorateIf, parametrize, run_tests, subtest
+
+FOO = accelerator.Accelerator("foo", "gloo", 2, 2, frozenset({"device_index"}))
+
+
+class Recording(unittest.TestCase):
+    """Base of the classes under test; like a test case with ranks it stands for one of them."""
+
+    rank = -1
+    calls: list
+
+
+def made_for(under_test, body, **options):
+    """Instantiate a class ``TestX`` with this body for a device; returns the scope that it was in."""
+    scope = {"TestX": type("TestX", (Recording,), {**body, "__module__": __name__, "calls": []})}
+    with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
+        instantiate_device_type_tests(scope["TestX"], scope, **options)
+    return scope
+
+
+def run(cls, under_test):
+    result = unittest.TestResult()
+    with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
+        unittest.TestLoader().loadTestsFromTestCase(cls).run(result)
+    return result
+
+
+class DeviceTypeTest(TestCase):
+    def names(self, cls):
+        return unittest.TestLoader().getTestCaseNames(cls)
+
+    def test_names_and_device_of_each_rank(self):
+        def test_y(self, device, a):
+            self.calls.append((a, device))
+
+        def test_bare(self):
+            self.calls.append("bare")
+
+        body = {"test_y": parametrize("a", [1, subtest(2, name="two")])(test_y), "test_bare": test_bare, "helper": 5}
+        scope = made_for(FOO, body)
+        self.assertEqual(list(scope), ["TestXFOO"])
+        cls = scope["TestXFOO"]
+        self.assertEqual(self.names(cls), ["test_bare_foo", "test_y_a_1_foo", "test_y_two_foo"])
+        self.assertEqual((cls.__module__, cls.__qualname__, cls.device_type), (__name__, "TestXFOO", "foo"))
+        self.assertEqual(cls.helper, 5)
+        for rank, device in [(-1, "foo:0"), (0, "foo:0"), (1, "foo:1")]:
+            cls.rank = rank
+            cls.calls.clear()
+            with unittest.mock.patch.object(torch, "device", lambda kind, index=None: f"{kind}:{index}"):
+                self.assertEqual(run(cls, FOO).errors, [])
+            self.assertEqual(cls.calls, ["bare", (1, device), (2, device)])
+
+    def test_the_device_under_test(self):
+        under_test = accelerator.current()
+
+        def test_y(self, device):
+            self.calls.append(torch.empty(1, device=device).device.type)
+
+        (name, cls), *others = made_for(under_test, {"test_y": test_y}).items()
+        self.assertEqual((name, others), (f"TestX{under_test.type.upper()}", []))
+        self.assertEqual(self.names(cls), [f"test_y_{under_test.type}"])
+        self.assertTrue(run(cls, under_test).wasSuccessful())
+        self.assertEqual(cls.calls, [under_test.type])
+
+    def test_classes_with_a_constructor_that_replaces_the_method(self):
+        class Replacing(Recording):
+            def __init__(self, method_name="runTest", methodName="runTest"):
+                super().__init__(methodName if methodName != "runTest" else method_name)
+                test = getattr(self, self._testMethodName)
+
+                def replacement():
+                    self.calls.append("before")
+                    test()
+
+                setattr(self, self._testMethodName, replacement)
+
+            calls = []
+
+            def test_y(self, device):
+                self.calls.append(device)
+
+        scope = {"Replacing": Replacing}
+        instantiate_device_type_tests(Replacing, scope)
+        (cls,) = scope.values()
+        self.assertTrue(run(cls, accelerator.current()).wasSuccessful())
+        self.assertEqual(cls.calls, ["before", str(accelerator.current().device(0))])
+
+    def test_devices_left_out_skip_and_say_why(self):
+        body = {"test_y": lambda self, device: None}
+        for options, reason in [
+            ({"only_for": ("bar", "baz")}, "written for bar, baz only, and the device under test is foo"),
+            ({"except_for": "foo"}, "written for all devices except foo, and the device under test is foo"),
+        ]:
+            cls = made_for(FOO, body, **options)["TestXFOO"]
+            self.assertEqual([why for _, why in run(cls, FOO).skipped], [reason])
+            with unittest.mock.patch.dict(os.environ, {"PYTORCH_TESTING_DEVICE_FOR_CUSTOM": "foo"}):
+                cls = made_for(FOO, {"test_y": lambda self: None}, **options)["TestXFOO"]
+            self.assertEqual(run(cls, FOO).skipped, [])
+        with unittest.mock.patch.dict(os.environ, {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "bar"}):
+            self.assertEqual(len(run(made_for(FOO, body)["TestXFOO"], FOO).skipped), 1)
+        with self.assertRaises(AssertionError):
+            made_for(FOO, body, only_for="foo", except_for="foo")
+
+    def test_an_absent_device_still_names_its_tests(self):
+        scope = {"TestX": type("TestX", (unittest.TestCase,), {"test_y": lambda self, device: None})}
+        with unittest.mock.patch.dict(os.environ, {accelerator.DEVICE_VARIABLE: "absent"}):
+            instantiate_device_type_tests(scope["TestX"], scope)
+            result = unittest.TestResult()
+            unittest.TestLoader().loadTestsFromTestCase(scope["TestXABSENT"]).run(result)
+        self.assertIn("unknown device 'absent'", result.errors[0][1])
+
+    def test_dtypes_come_after_the_device(self):
+        def test_y(self, dtype, a):
+            self.calls.append((dtype, a))
+
+        body = {"test_y": dtypes(torch.int8, torch.half)(parametrize("a", [1])(test_y))}
+        cls = made_for(FOO, body)["TestXFOO"]
+        self.assertEqual(self.names(cls), ["test_y_a_1_foo_float16", "test_y_a_1_foo_int8"])
+        self.assertTrue(run(cls, FOO).wasSuccessful())
+        self.assertEqual(cls.calls, [(torch.half, 1), (torch.int8, 1)])
+        with self.assertRaises(AssertionError):
+            dtypes(torch.half, (torch.half,))
+
+    def test_decorators(self):
+        def test(self):
+            self.calls.append("ran")
+
+        def by_device(arguments):
+            return arguments["device"] == "foo"
+
+        cls = made_for(
+            FOO,
+            {
+                "test_only": onlyOn(["bar"])(test),
+                "test_accelerator": onlyAccelerator(test),
+                "test_attribute": skipIf("broken", "attribute")(test),
+                "test_other": skipIf(True, "never", device_type="bar")(test),
+                "test_if": decorateIf(unittest.skip("by device"), by_device)(lambda self, device: None),
+                "broken": True,
+            },
+        )["TestXFOO"]
+        reasons = {case._testMethodName: why for case, why in run(cls, FOO).skipped}
+        wanted = {"test_only_foo": "only for bar", "test_attribute_foo": "attribute", "test_if_foo": "by device"}
+        self.assertEqual(reasons, wanted)
+        self.assertEqual(cls.calls, ["ran", "ran"])
+
+    def test_cuda_names_are_about_the_device_under_test(self):
+        from torch_fsdp_tests import common_cuda
+
+        with unittest.mock.patch.object(accelerator, "current", lambda: FOO):
+            self.assertFalse(common_cuda.TEST_CUDA or common_cuda.TEST_MULTIGPU or common_cuda.SM90OrLater)
+            self.assertEqual(get_compute_capability(), (0, 0))
+        cuda = accelerator.Accelerator("cuda", "nccl", 1, 2)
+        with (
+            unittest.mock.patch.object(accelerator, "current", lambda: cuda),
+            unittest.mock.patch("torch.cuda.get_device_capability", lambda: (9, 0)),
+        ):
+            self.assertTrue(common_cuda.TEST_CUDA and common_cuda.SM90OrLater and common_cuda.IS_SM90)
+            self.assertFalse(common_cuda.TEST_MULTIGPU or common_cuda.SM100OrLater)
+        with self.assertRaises(AttributeError):
+            _ = common_cuda.SM90
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,114 @@
+"""logging_utils and inductor_utils."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import unittest.mock
+
+import torch
+
+from torch_fsdp_tests import inductor_utils
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.logging_utils import (
+    LoggingTestCase,
+    kwargs_to_settings,
+    log_settings,
+    logs_to_string,
+    make_logging_test,
+    make_settings_test,
+)
+
+FSDP = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+
+class SettingsTest(LoggingTestCase):
+    times = 0
+
+    @make_settings_test("+fsdp")
+    def test_settings_reach_the_records(self, records):
+        FSDP.debug("FSDP::one %s", 1)
+        self.assertEqual(self.getRecord(records, "FSDP::one").getMessage(), "FSDP::one 1")
+        self.assertFalse(self.hasRecord(records, "FSDP::two"))
+        FSDP.debug("FSDP::one again")
+        for text in ("FSDP::one", "FSDP::two"):
+            with self.assertRaisesRegex(AssertionError, "records hold"):
+                self.getRecord(records, text)
+
+    @make_logging_test(fsdp=logging.DEBUG)
+    def test_environment_and_api_agree(self, records):
+        type(self).times += 1
+        self.assertEqual(records, [])
+        FSDP.debug("FSDP::%d", self.times)
+        self.assertEqual([record.getMessage() for record in records], [f"FSDP::{self.times}"])
+        if self.times == 2:
+            self.assertNotIn("TORCH_LOGS", os.environ)
+
+    def test_settings_end_with_their_block(self):
+        before = FSDP.getEffectiveLevel()
+        with log_settings("+fsdp"):
+            self.assertEqual(FSDP.getEffectiveLevel(), logging.DEBUG)
+            self.assertEqual(os.environ["TORCH_LOGS"], "+fsdp")
+        self.assertEqual(FSDP.getEffectiveLevel(), before)
+        self.assertEqual([h for h in FSDP.handlers if h.level == logging.DEBUG], [])
+
+    def test_text_of_settings(self):
+        text = kwargs_to_settings(dynamo=logging.DEBUG, aot=logging.INFO, fsdp=logging.ERROR, graph=True)
+        self.assertEqual(text, "+dynamo,aot,-fsdp,graph")
+        self.assertEqual(kwargs_to_settings(modules={"some.module": logging.DEBUG}), "+some.module")
+        with self.assertRaises(ValueError):
+            kwargs_to_settings(dynamo=3)
+
+    def test_artifacts_as_text(self):
+        stream, context = logs_to_string("torch._dynamo.output_graph", "graph_code")
+        logger = torch._logging.getArtifactLogger("torch._dynamo.output_graph", "graph_code")
+        with contextlib.redirect_stderr(io.StringIO()), context():
+            logger.debug("inside")
+        logger.debug("outside")
+        self.assertEqual(stream.getvalue(), "inside\n")
+
+    def test_a_whole_process(self):
+        code = "import logging, torch; logging.getLogger('torch.distributed.fsdp.fully_shard').debug('FSDP::line')"
+        _, stderr = self.run_process_no_exception(code, env=os.environ | {"TORCH_LOGS": "+fsdp"})
+        self.assertIn("FSDP::line", stderr.decode())
+
+    def test_every_handler_is_watched(self):
+        records = []
+        with log_settings("+fsdp,+dynamo"), self._handler_watcher(records):
+            for name in ("torch._dynamo", FSDP.name):
+                logging.getLogger(name).error("from %s", name)
+        self.assertEqual(len(records), 2)
+
+
+class InductorTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        for probe in (inductor_utils.why_no_host_compiler, inductor_utils.why_no_device_compiler):
+            probe.cache_clear()
+            self.addCleanup(probe.cache_clear)
+
+    def test_a_compiler_is_asked_to_compile(self):
+        for compiler, reason in (("no-such-compiler", "does not run"), ("false", "builds no extension")):
+            inductor_utils.why_no_host_compiler.cache_clear()
+            with self.subTest(compiler=compiler), unittest.mock.patch.dict(os.environ, {"CXX": compiler}):
+                self.assertRegex(inductor_utils.why_no_host_compiler(), reason)
+                self.assertFalse(inductor_utils.HAS_CPU)
+
+    def test_the_probe_runs_once(self):
+        with unittest.mock.patch("subprocess.run", wraps=__import__("subprocess").run) as started:
+            answers = {inductor_utils.HAS_CPU for _ in range(3)}
+        self.assertEqual((len(answers), started.call_count), (1, 1))
+
+    def test_names_agree(self):
+        self.assertEqual(inductor_utils.HAS_GPU, inductor_utils.why_no_device_compiler() is None)
+        if not inductor_utils.HAS_GPU:
+            self.assertFalse(inductor_utils.HAS_CUDA or inductor_utils.HAS_XPU)
+            skipped = inductor_utils.requires_gpu()(lambda: None)
+            with self.assertRaisesRegex(unittest.SkipTest, "inductor"):
+                skipped()
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,150 @@
+"""Parametrization: which tests come out of a class, under which names, and what they are called with."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import unittest
+
+import torch
+
+from torch_fsdp_tests.common_utils import (
+    TestCase,
+    decorateIf,
+    instantiate_parametrized_tests,
+    parametrize,
+    reparametrize,
+    run_tests,
+    subtest,
+)
+
+try:
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+except ImportError:
+    given = None
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def tests_of(cls):
+    return unittest.TestLoader().getTestCaseNames(cls)
+
+
+def run(cls):
+    result = unittest.TestResult()
+    unittest.TestLoader().loadTestsFromTestCase(cls).run(result)
+    return result
+
+
+def class_with(*decorators, base=unittest.TestCase):
+    """A class whose only method ``test_x`` is under these decorators, and the list of what it is called with."""
+    calls = []
+
+    def test_x(self, **arguments):
+        calls.append(arguments)
+
+    for decorate in reversed(decorators):
+        test_x = decorate(test_x)
+    return type("T", (base,), {"test_x": test_x}), calls
+
+
+class NamesTest(TestCase):
+    def test_names_of_values(self):
+        for value, suffix in [
+            (1, "a_1"),
+            (-1, "a_-1"),
+            (True, "a_True"),
+            (0.25, "a_0_25"),
+            ("x.y", "a_x_y"),
+            (torch.bfloat16, "bfloat16"),
+            (torch.device("meta"), "meta"),
+            (None, "a0"),
+            (Color.RED, "a0"),
+            (torch.nn.Linear, "a0"),
+            (len, "a0"),
+            ([1, 2], "a0"),
+        ]:
+            with self.subTest(value=value):
+                made, calls = class_with(parametrize("a", [value]))
+                instantiate_parametrized_tests(made)
+                self.assertEqual(tests_of(made), [f"test_x_{suffix}"])
+                run(made)
+                self.assertIs(calls[0]["a"], value)
+
+    def test_stacked_decorators_name_from_top_to_bottom(self):
+        made, calls = class_with(parametrize("a", [1, 2]), parametrize("b, c", [(True, None), (False, "z")]))
+        instantiate_parametrized_tests(made)
+        self.assertEqual(tests_of(made), [f"test_x_a_{a}_b_{b}" for a in (1, 2) for b in ("False_c_z", "True_c0")])
+        self.assertTrue(run(made).wasSuccessful())
+        wanted = [{"a": a, **rest} for a in (1, 2) for rest in ({"b": False, "c": "z"}, {"b": True, "c": None})]
+        self.assertEqual(calls, wanted)
+
+    def test_subtest_names_and_decorators_touch_one_variant(self):
+        skipped = subtest(2, name="two", decorators=[unittest.skip("why")])
+        made, calls = class_with(parametrize("a", [1, skipped, subtest(3, decorators=[unittest.expectedFailure])]))
+        instantiate_parametrized_tests(made)
+        self.assertEqual(tests_of(made), ["test_x_a_1", "test_x_a_3", "test_x_two"])
+        result = run(made)
+        self.assertEqual([reason for _, reason in result.skipped], ["why"])
+        self.assertEqual(len(result.unexpectedSuccesses), 1)
+        self.assertEqual(calls, [{"a": 1}, {"a": 3}])
+
+    def test_name_function_and_adapters(self):
+        def odd_only(name, arguments):
+            return [(f"{name}_odd", arguments)] if arguments["a"] % 2 else None
+
+        made, calls = class_with(
+            decorateIf(unittest.skip("five"), lambda arguments: arguments["a"] == 5),
+            reparametrize(parametrize("a", range(6)), odd_only),
+            parametrize("b", [1], name_fn=lambda b: f"is{b}"),
+        )
+        instantiate_parametrized_tests(made)
+        self.assertEqual(tests_of(made), [f"test_x_a_{a}_odd_is1" for a in (1, 3, 5)])
+        self.assertEqual(len(run(made).skipped), 1)
+        self.assertEqual([call["a"] for call in calls], [1, 3])
+
+    def test_mistakes(self):
+        for decorators, error in [
+            ([parametrize("a", [])], ValueError),
+            ([parametrize("a,b", [(1, 2, 3)])], RuntimeError),
+            ([parametrize("a", [1]), parametrize("a", [2])], RuntimeError),
+            ([parametrize("a", ["x.y", "x_y"])], AssertionError),
+        ]:
+            with self.subTest(error=error), self.assertRaises(error):
+                instantiate_parametrized_tests(class_with(*decorators)[0])
+
+    def test_inherited_methods(self):
+        generic, calls = class_with(parametrize("a", [1]))
+        made = instantiate_parametrized_tests(type("Child", (generic,), {}))
+        self.assertEqual(tests_of(made), ["test_x_a_1"])
+        again = instantiate_parametrized_tests(type("Grandchild", (made,), {}))
+        self.assertEqual(tests_of(again), ["test_x_a_1"])
+        self.assertTrue(run(again).wasSuccessful())
+        self.assertEqual(calls, [{"a": 1}])
+
+
+@unittest.skipIf(given is None, "hypothesis is not installed")
+class PropertyTest(TestCase):
+    def test_product_of_lists(self):
+        values = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
+
+        @settings(max_examples=30, deadline=None, database=None)
+        @given(st.lists(values, min_size=1, max_size=3))
+        def holds(lists):
+            names = "abc"[: len(lists)]
+            made, calls = class_with(*(parametrize(*pair) for pair in zip(names, lists)))
+            instantiate_parametrized_tests(made)
+            combinations = list(itertools.product(*lists))
+            wanted = ["_".join(f"{n}_{v}" for n, v in zip(names, each)) for each in combinations]
+            self.assertEqual(set(tests_of(made)), {f"test_x_{suffix}" for suffix in wanted})
+            run(made)
+            self.assertEqual(sorted(tuple(call[n] for n in names) for call in calls), sorted(combinations))
+
+        holds()
+
+
+if __name__ == "__main__":
+    run_tests()

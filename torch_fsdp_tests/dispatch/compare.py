@@ -1,0 +1,41 @@
+"""What differs between two reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_fsdp_tests.dispatch.lists import MalformedList
+
+SLOWER_BY = 1.5  # times the earlier seconds
+SLOWER_AT_LEAST = 1.0  # seconds more; below that machines differ more than tests
+_BAD = ("failed", "error", "unexpected success")
+
+
+def tests_of(report: Any) -> dict[str, dict[str, Any]]:
+    """The tests of a report by ``file::Class.test``. Raises :class:`MalformedList` for what is no report."""
+    try:
+        return {f"{file['file']}::{test['test']}": test for file in report["files"] for test in file["tests"]}
+    except (KeyError, TypeError) as error:
+        raise MalformedList("--compare: that file is no report.json of run_test.py") from error
+
+
+def lines(old: Any, new: Any) -> list[str]:
+    """A line for each test that is gone, new, newly skipped, newly failing or slower."""
+    before, after = tests_of(old), tests_of(new)
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(before.keys() | after.keys()):
+        if name not in after:
+            kinds.setdefault("gone", []).append(name)
+            continue
+        if name not in before:
+            kinds.setdefault("new", []).append(name)
+            continue
+        was, now = before[name], after[name]
+        if now["outcome"] in ("skipped", "not run") and was["outcome"] not in ("skipped", "not run"):
+            kinds.setdefault(f"newly {now['outcome']}", []).append(f"{name}: {now['reason']}")
+        elif now["outcome"] in _BAD and was["outcome"] not in _BAD:
+            kinds.setdefault("newly failing", []).append(name)
+        elif now["seconds"] > max(was["seconds"] * SLOWER_BY, was["seconds"] + SLOWER_AT_LEAST):
+            kinds.setdefault("slower", []).append(f"{name}: {was['seconds']:.1f}s, now {now['seconds']:.1f}s")
+    found = [f"{kind}: {name}" for kind, names in sorted(kinds.items()) for name in names]
+    return ["compared with the earlier report:", *found] if found else ["nothing differs from the earlier report"]

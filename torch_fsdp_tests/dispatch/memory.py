@@ -1,0 +1,58 @@
+"""What failed last time, for ``--failed``: one file in the test directory, replaced at one stroke."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch_fsdp_tests.dispatch.files import write_text
+from torch_fsdp_tests.dispatch.lists import MalformedList, read_json
+from torch_fsdp_tests.dispatch.plan import TestRun
+from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Outcome
+from torch_fsdp_tests.dispatch.results import Results
+
+FILE = ".run_test_failed.json"
+
+Failed = dict[str, list[str]]  # by file: names of tests, none when the file as a whole is to be run
+
+
+def load(directory: Path) -> Failed:
+    """What failed last time; nothing where there was no last time. Raises :class:`MalformedList`."""
+    path = directory / FILE
+    if not path.exists():
+        return {}
+    data = read_json(path)
+    if not isinstance(data, dict) or not all(isinstance(names, list) for names in data.values()):
+        raise MalformedList(f"{path} has not the shape {{file: [tests]}}: delete it and run everything")
+    return data
+
+
+def save(directory: Path, results: Results, remarks: list[str]) -> None:
+    """Remember the failures of a run, and those of earlier runs whose files it did not touch."""
+    try:
+        failed = load(directory)
+    except MalformedList:
+        failed = {}
+    for file in results.files:
+        name = file.job.part.name
+        tests = file.tests()
+        if not file.is_bad:
+            # A run of some of its tests says nothing about the others.
+            left = [test for test in failed.get(name, []) if test not in {result.name for result in tests}]
+            failed.pop(name, None)
+            if left:
+                failed[name] = left
+            continue
+        bad = [test.name for test in tests if test.outcome.is_bad or test.outcome is Outcome.NOT_RUN]
+        failed[name] = [] if any(test == FILE_ITSELF or "(" in test for test in bad) else bad
+    try:
+        write_text(directory / FILE, json.dumps(failed, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        remarks.append(f"--failed will not know of this run: {error}")
+
+
+def narrow(test: TestRun, names: list[str]) -> TestRun:
+    """The part of a selected file that failed last time."""
+    if not names or test.included:
+        return test
+    return TestRun(test.file, frozenset(names), test.excluded)

@@ -1,0 +1,117 @@
+"""``report.json``, the data of a run; ``data/report.schema.json`` describes it. The page to look at is in ``page``."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch import devices, page
+from torch_fsdp_tests.dispatch.files import write_text
+from torch_fsdp_tests.dispatch.result import Attempt, FileResult, Outcome, TestResult
+from torch_fsdp_tests.dispatch.results import Results
+
+VERSION = 1
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """The whole run as plain data."""
+    facts, run = results.facts(), results.run
+    return {
+        "version": VERSION,
+        "torch": facts.get("torch") or devices.torch_version(),
+        "python": platform.python_version(),
+        "device": facts.get("device") or results.device_type,
+        "backend": facts.get("backend") or run.backend,
+        "ranks": facts.get("ranks") or run.ranks,
+        "shared": bool(facts.get("shared", False)),
+        "cores": devices.cores(),
+        "seed": run.seed,
+        "shard": run.shard,
+        "num_shards": run.num_shards,
+        "seconds": round(results.seconds, 3),
+        "slots": list(results.slots),
+        "exit_code": results.exit_code(),
+        "passed": results.passed,
+        "failed": results.failed,
+        "skipped": results.skipped,
+        "not_started": results.not_started,
+        "requirements_not_met": [{"reason": reason, "tests": count} for reason, count in results.skips_by_reason()],
+        "files": [_file(file) for file in sorted(results.files, key=lambda file: file.job.key)],
+    }
+
+
+def _file(file: FileResult) -> dict[str, Any]:
+    flaky = set(file.flaky())
+    return {
+        "file": file.job.part.name,
+        "shard_id": file.job.part.shard,
+        "num_shards": file.job.part.num_shards,
+        "estimate": file.job.part.time,
+        "failed": file.is_bad,
+        "attempts": [_attempt(attempt, file.is_bad or file.is_flaky) for attempt in file.attempts],
+        "tests": [_test(test, test.name in flaky) for test in file.tests()],
+    }
+
+
+def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
+    return {
+        "ending": str(attempt.ending),
+        "began": round(attempt.began, 3),
+        "ended": round(attempt.ended, 3),
+        "slots": list(attempt.lent),
+        "failed": attempt.is_bad,
+        "notes": list(attempt.notes),
+        "facts": attempt.facts,
+        "output": attempt.output if with_output else "",
+    }
+
+
+def _test(test: TestResult, flaky: bool) -> dict[str, Any]:
+    return {
+        "test": test.name,
+        "outcome": test.outcome.value,
+        "flaky": flaky,
+        "seconds": test.seconds,
+        "subtests": test.executed_subtests,
+        "world_size": test.facts.get("world_size"),
+        "reason": test.reason,
+        "text": test.text,
+        "notes": list(test.notes),
+    }
+
+
+def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Seconds by file and by class, of files that ran whole and to their end in one process."""
+    files: dict[str, float] = {}
+    classes: dict[str, dict[str, float]] = {}
+    for file in results.files:
+        part = file.job.part
+        complete = part.test.is_whole and part.num_shards == 1 and not results.run.patterns and not file.is_bad
+        if not complete or file.was_stopped:
+            continue
+        files[part.name] = round(file.attempts[0].seconds, 3)
+        by_class = classes.setdefault(part.name, {})
+        for test in file.tests():
+            if test.outcome is not Outcome.NOT_RUN and test.class_name:
+                by_class[test.class_name] = round(by_class.get(test.class_name, 0.0) + test.seconds, 3)
+    return files, classes
+
+
+def write(folder: Path, results: Results) -> None:
+    """Write both reports into the folder. Raises ``OSError``."""
+    data = as_json(results)
+    write_text(folder / "report.json", json.dumps(data, indent=1, default=str) + "\n")
+    write_text(folder / "report.html", page.render(data))
+
+
+def write_logs(results: Results) -> Path:
+    """Write the output of every process below the test directory, and return the folder."""
+    folder = results.run.test_directory.parent / "test-reports" / "logs"
+    for file in results.files:
+        for number, attempt in enumerate(file.attempts, 1):
+            part = file.job.part
+            name = f"{part.name.replace('/', '.')}_{part.shard}.{part.num_shards}_{number}.log"
+            write_text(folder / name, attempt.output)
+    return folder
