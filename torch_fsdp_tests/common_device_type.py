@@ -29,6 +29,8 @@ from torch_fsdp_tests.common_utils.parametrization import (
     no_decorators,
 )
 
+__unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
+
 ONLY_FOR_VARIABLE = "PYTORCH_TESTING_DEVICE_ONLY_FOR"
 EXCEPT_FOR_VARIABLE = "PYTORCH_TESTING_DEVICE_EXCEPT_FOR"
 ALSO_FOR_VARIABLE = "PYTORCH_TESTING_DEVICE_FOR_CUSTOM"

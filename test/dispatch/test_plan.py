@@ -6,8 +6,8 @@ import unittest
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch import plan
-from torch_fsdp_tests.dispatch.discover import TestFile, needs_of
 from torch_fsdp_tests.dispatch.devices import find, parse_names
+from torch_fsdp_tests.dispatch.discover import TestFile, needs_of
 from torch_fsdp_tests.dispatch.lists import Entry, Situation, version_fits
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
@@ -154,6 +154,9 @@ class TestDevices(unittest.TestCase):
             found = find(device, None, {variable: "4,6,7"})
             self.assertEqual((found.names, found.environment((0, 2))), (("4", "6", "7"), {variable: "4,7"}))
 
+    def test_a_negative_index_ends_the_list(self):
+        self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
+
     def test_by_hand(self):
         found = find("npu", ("0", "1"), {})
         self.assertEqual(found.environment((1,)), {"ASCEND_RT_VISIBLE_DEVICES": "1"})
@@ -168,17 +171,26 @@ class TestNeeds(unittest.TestCase):
 
     def test_largest_literal(self):
         self.assertEqual(self.ranks("@skip_if_lt_x_gpu(2)\n@skip_if_lt_x_gpu(6)\n# skip_if_lt_x_gpu(9)"), 6)
-        self.assertEqual(self.ranks("class T(FSDPTest):\n    @property\n    def world_size(self) -> int:\n        return 2\n"), 2)
+        self.assertEqual(
+            self.ranks("class T(FSDPTest):\n    @property\n    def world_size(self) -> int:\n        return 2\n"), 2
+        )
         self.assertEqual(self.ranks("@requires_world_size(3)"), 3)
 
     def test_default(self):
         self.assertEqual(self.ranks("class T(FSDPTest):\n    def test_x(self): pass"), 4)
-        self.assertEqual(self.ranks("    def world_size(self) -> int:\n        return torch.accelerator.device_count()"), 4)
+        self.assertEqual(
+            self.ranks("    def world_size(self) -> int:\n        return torch.accelerator.device_count()"), 4
+        )
         self.assertEqual(self.ranks("class T(TestCase):\n    def test_x(self): pass"), 1)
 
 
 class TestSelect(unittest.TestCase):
-    names = ("distributed/fsdp/test_core", "distributed/fsdp/test_comm", "distributed/_composable/fsdp/test_x", "test_top")
+    names = (
+        "distributed/fsdp/test_core",
+        "distributed/fsdp/test_comm",
+        "distributed/_composable/fsdp/test_x",
+        "test_top",
+    )
 
     def chosen(self, include, exclude=()):
         files = [TestFile(name, Path(f"{name}.py")) for name in sorted(self.names)]
@@ -186,8 +198,13 @@ class TestSelect(unittest.TestCase):
         return select(files, include, exclude, Path("/somewhere/test"), lambda name: source)
 
     def test_ways_to_name(self):
-        for word in ("distributed/fsdp/test_core", "test/distributed/fsdp/test_core.py", "./distributed/fsdp/test_core",
-                     "/somewhere/test/distributed/fsdp/test_core.py", "distributed/fsdp/*core"):
+        for word in (
+            "distributed/fsdp/test_core",
+            "test/distributed/fsdp/test_core.py",
+            "./distributed/fsdp/test_core",
+            "/somewhere/test/distributed/fsdp/test_core.py",
+            "distributed/fsdp/*core",
+        ):
             with self.subTest(word=word):
                 self.assertEqual(self.chosen([word]), [TestRun("distributed/fsdp/test_core")])
         self.assertEqual(len(self.chosen(["distributed/fsdp/"])), 2)
@@ -206,8 +223,12 @@ class TestSelect(unittest.TestCase):
         self.assertEqual(self.chosen(["test_top"], ["test_top::TestB"])[0].excluded, {"TestB"})
 
     def test_unknown_names_its_neighbours(self):
-        for word, near in (("distributed/fsdp/test_cor", "test_core"), ("test_comn", "test_comm"),
-                           ("test_top::TestC", "TestA"), ("distributed/fdsp", "distributed/fsdp")):
+        for word, near in (
+            ("distributed/fsdp/test_cor", "test_core"),
+            ("test_comn", "test_comm"),
+            ("test_top::TestC", "TestA"),
+            ("distributed/fdsp", "distributed/fsdp"),
+        ):
             with self.subTest(word=word), self.assertRaisesRegex(UnknownTest, f"nearest: .*{near}"):
                 self.chosen([word])
         with self.assertRaises(UnknownTest):

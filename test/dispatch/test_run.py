@@ -80,18 +80,60 @@ class TreeCase(unittest.TestCase):
         return out
 
 
+def schema(name):
+    return json.loads((CHECKOUT / f"torch_fsdp_tests/dispatch/data/{name}.schema.json").read_text())
+
+
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
+
+
+def fits(test, value, shape, where="$"):
+    """Fail the test unless a value has a shape, for the words of JSON Schema that ours use."""
+    if "const" in shape:
+        test.assertEqual(value, shape["const"], where)
+    if "enum" in shape:
+        test.assertIn(value, shape["enum"], where)
+    kinds = [shape["type"]] if isinstance(shape.get("type"), str) else shape.get("type", [])
+    if value is None and "null" in kinds:
+        return
+    if kinds:
+        test.assertTrue(any(isinstance(value, TYPES[kind]) for kind in kinds if kind != "null"), f"{where}: {value!r}")
+    for name, part in shape.get("properties", {}).items():
+        if name in value or name in shape["required"]:
+            test.assertIn(name, value, where)
+            fits(test, value[name], part, f"{where}.{name}")
+    if shape.get("additionalProperties") is False:
+        test.assertLessEqual(value.keys(), shape["properties"].keys(), where)
+    for number, item in enumerate(value if "items" in shape else ()):
+        fits(test, item, shape["items"], f"{where}[{number}]")
+
+
 class TestVerdicts(TreeCase):
     def test_pass_and_fail_and_error_and_skip(self):
         skip = "@unittest.skip('lacks a thing')\nclass TestS(unittest.TestCase):\n    def test_s(self): pass\n"
         error = body("raise ValueError('odd \\x1b[0m byte')", name="TestE")
         files = {"test_p": PASS, "a/test_f": FAIL, "a/b/test_s": skip, "test_e": error}
-        says = ["1  lacks a thing", "AssertionError: 1 != 2", r"-i a/test_f::TestF::test_f --seed 1234", "ok +test_p  1 test"]
+        says = [
+            "1  lacks a thing",
+            "AssertionError: 1 != 2",
+            r"-i a/test_f::TestF::test_f --seed 1234",
+            "ok +test_p  1 test",
+        ]
         self.check(files, ["--keep-going"], passed=1, failed=2, skipped=1, says=says)
+
+    def test_xml_holds_only_valid_characters(self):
+        text = body("raise ValueError('escape \\x1b nul \\0 surrogate \\ud800 amper &< ]]>')")
+        self.check({"test_x": text}, ["--save-xml", self.root], failed=1)
+        case = next(ET.parse(next(self.root.glob("test_x/*.xml"))).iter("testcase"))
+        self.assertEqual((case.get("name"), case.get("classname"), case.get("file")), ("test_1", "TestX", "test_x.py"))
+        self.assertIn(r"escape \x1b nul \x00 surrogate \ud800 amper &< ]]>", case.find("error").get("message"))
 
     def test_order_of_a_file_alone_and_repeat_command_works(self):
         out = self.check({"test_f": FAIL + PASS}, failed=1, passed=1)
         command = re.search(r"^ +python (\S+ .* -i test_f::TestF::test_f .*)$", out, re.MULTILINE)[1].split()
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT)
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT
+        )
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
 
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
@@ -171,7 +213,11 @@ class TestBadEnds(TreeCase):
             "test_forgot": "#bare\n" + PASS,
             "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
         }
-        says = ["error: TestX.test_1: exit status 3", "must call run_tests", "exit status 7 ended the process after its tests"]
+        says = [
+            "error: TestX.test_1: not run to its end: exit status 3",
+            "must call run_tests",
+            "exit status 7 ended the process after its tests",
+        ]
         self.check(files, ["--keep-going"], passed=1, failed=5, says=says)
 
     def test_left_before_its_tests_on_purpose(self):
@@ -181,7 +227,7 @@ class TestBadEnds(TreeCase):
     def test_hang_shows_stacks_and_is_limited(self):
         began = time.monotonic()
         text = body("pass", "here_it_hangs()", "pass") + "def here_it_hangs():\n    time.sleep(60)\n"
-        says = ["file limit of 1 s", r'in here_it_hangs', "tests not reached: TestX.test_3"]
+        says = ["file limit of 1 s", r"in here_it_hangs", "tests not reached: TestX.test_3"]
         self.check({"test_x": text}, ["--timeout", "1"], passed=1, failed=1, says=says)
         self.assertLess(time.monotonic() - began, 5)
 
@@ -208,7 +254,8 @@ class TestBadEnds(TreeCase):
 
     def test_the_stream_does_not_leak_into_children(self):
         code = "import os; print(sorted(os.listdir('/proc/self/fd'))); print([n for n in os.environ if 'EVENTS' in n])"
-        probe = f"print('seen', subprocess.check_output([sys.executable, '-c', {code!r}], text=True).split(chr(10)))"
+        run = f"subprocess.check_output([sys.executable, '-c', {code!r}], text=True, close_fds=False)"
+        probe = f"print('seen', {run}.split(chr(10)))"
         out = self.check({"test_x": body(probe)}, passed=1, env={"VERBOSE_TEST_LOGS": "1"})
         self.assertIn("""seen ["['0', '1', '2', '3']", '[]', '']""", out)
 
@@ -223,14 +270,24 @@ def alive(pid):
 
 class TestSelecting(TreeCase):
     def test_parts_filters_and_arguments(self):
-        text = body("pass", "pass") + body("pass", name="TestY") + "print('got', sys.argv[1:])\nunittest.main(argv=sys.argv[:1])\n"
+        text = (
+            body("pass", "pass")
+            + body("pass", name="TestY")
+            + "print('got', sys.argv[1:])\nunittest.main(argv=sys.argv[:1])\n"
+        )
         files = {"a/test_x": text, "test_p": PASS}
         self.check(files, ["-i", "a"], passed=3)
         self.check({}, ["-i", "test/a/test_x.py::TestX"], passed=2)
         self.check({}, ["-i", "a/test_x::TestX::test_2"], passed=1)
         self.check({}, ["-x", "a/test_x::TestX"], passed=2)
         self.check({}, ["-k", "TestY", "-k", "*test_2"], passed=2)
-        self.check({}, ["-i", "a", "--", "--flag", "v"], passed=3, says=[r"got \['--flag', 'v'\]"], env={"VERBOSE_TEST_LOGS": "1"})
+        self.check(
+            {},
+            ["-i", "a", "--", "--flag", "v"],
+            passed=3,
+            says=[r"got \['--flag', 'v'\]"],
+            env={"VERBOSE_TEST_LOGS": "1"},
+        )
         self.check({}, ["-k", "nothing_fits"], says=["NO TEST"])
         self.check({}, ["--distributed-tests"], code=5)
 
@@ -243,11 +300,17 @@ class TestSelecting(TreeCase):
                 self.assertRegex(self.err + self.out, f"unknown test.*{near}")
 
     def test_list_and_plan(self):
-        self.write({"distributed/test_x": body("pass") + "# skip\n@unittest.skip('')\ndef skip_if_lt_x_gpu(n): pass\n", "test_p": PASS})
+        self.write(
+            {
+                "distributed/test_x": body("pass") + "# skip\n@unittest.skip('')\ndef skip_if_lt_x_gpu(n): pass\n",
+                "test_p": PASS,
+            }
+        )
         self.assertEqual(len(self.run_command("--list").splitlines()), 2)
         listed = self.run_command("--list", "--tests").splitlines()
         self.assertEqual(listed, ["distributed/test_x::TestX::test_1", "test_p::TestP::test_p"])
         plan = json.loads(self.run_command("--dry-run", "--json", "-i", "test_p"))
+        fits(self, plan, schema("plan"))
         job = {"file": "test_p", "shard_id": 1, "num_shards": 1, "devices": 0, "estimate": None, "tests": None}
         self.assertEqual((plan["shard"], plan["num_shards"], plan["jobs"]), (1, 1, [job]))
 
@@ -272,15 +335,17 @@ class TestSelecting(TreeCase):
         first = order("--seed", 5)
         self.assertEqual(first, order("--seed", 5))
         self.assertNotEqual(first, sorted(first))
-        self.assertEqual(order("--seed", 5, "-x", "test_x::TestX::test_4"), [name for name in first if name != "test_4"])
+        self.assertEqual(
+            order("--seed", 5, "-x", "test_x::TestX::test_4"), [name for name in first if name != "test_4"]
+        )
 
 
 class TestDevices(TreeCase):
     def test_nothing_is_lent_twice_and_wide_jobs_get_all(self):
         log = self.root / "log"
         report = f"""
-        def log(what): 
-            with open({str(log)!r}, "a") as f: f.write(f"{{time.monotonic()}} {{what}} {{os.environ['CUDA_VISIBLE_DEVICES']}}\\n")
+        def log(what):
+            with open({str(log)!r}, "a") as f: print(time.monotonic(), what, os.environ["CUDA_VISIBLE_DEVICES"], file=f)
         class TestX(unittest.TestCase):
             def test_x(self): log("+"); time.sleep(0.05); log("-")
         """
@@ -307,16 +372,26 @@ class TestLists(TreeCase):
     def test_disabled_slow_and_known_failures(self):
         self.write({"test_x": body("self.fail()", "pass", "self.fail()", "pass")})
         disabled, slow, known = (self.root / name for name in ("disabled.json", "slow.json", "known.json"))
-        disabled.write_text('{"test_1 (__main__.TestX)": ["12", "https://example.org/12", []], "test_9 (__main__.TestX)": ["1", "", []]}')
+        disabled.write_text(
+            '{"test_1 (__main__.TestX)": ["12", "https://x.org/12", []], "test_9 (__main__.TestX)": ["1", "", []]}'
+        )
         slow.write_text('{"test_2 (__main__.TestX)": 99.5}')
         fail = {"action": "fail", "reason": "a known thing"}
-        entries = [{"test": "test_x::TestX::test_3", **fail}, {"test": "test_x::TestX::test_4", **fail},
-                   {"test": "test_x::TestX::test_2", "action": "disable", "reason": "old", "torch": "<1.0"}]
+        entries = [
+            {"test": "test_x::TestX::test_3", **fail},
+            {"test": "test_x::TestX::test_4", **fail},
+            {"test": "test_x::TestX::test_2", "action": "disable", "reason": "old", "torch": "<1.0"},
+        ]
         known.write_text(json.dumps({"version": 1, "entries": entries}))
         lists = ["--disabled-tests", disabled, "--slow-tests", slow, "--known-failures", known]
-        says = ["disabled: issue 12", "slow: took 99.5 s", r"entry \*::TestX::test_9 .* matches no test",
-                "test_x::TestX.test_4 passes, and is listed: a known thing"]
-        self.check({}, lists, passed=2, skipped=2, says=says)
+        says = [
+            "disabled: issue 12",
+            "slow: took 99.5 s",
+            r"entry \*::TestX::test_9 .* matches no test",
+            "test_x::TestX.test_4 passes, and is listed: a known thing",
+        ]
+        out = self.check({}, lists, passed=2, skipped=2, says=says)
+        self.assertEqual(out.count("matches no test"), 1, out)
         self.check({}, [*lists, "--rerun-disabled-tests"], failed=1)
         self.check({}, lists, passed=3, skipped=1, env={"PYTORCH_TEST_WITH_SLOW": "1"})
 
@@ -335,9 +410,19 @@ class TestLists(TreeCase):
 class TestReruns(TreeCase):
     def test_flaky(self):
         marker = self.root / "marker"
-        text = body("pass", f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)")
-        self.check({"test_x": text}, ["--reruns", "2", "--save-xml", self.root / "xml"], passed=2, says=["flaky.*TestX.test_2", "2 attempts"])
-        case = next(c for c in ET.parse(next((self.root / "xml").glob("*/*.xml"))).iter("testcase") if c.get("name") == "test_2")
+        text = body(
+            "pass",
+            f"exists = os.path.exists({str(marker)!r}); open({str(marker)!r}, 'w').close(); self.assertTrue(exists)",
+        )
+        self.check(
+            {"test_x": text},
+            ["--reruns", "2", "--save-xml", self.root / "xml"],
+            passed=2,
+            says=["flaky.*TestX.test_2", "2 attempts"],
+        )
+        case = next(
+            c for c in ET.parse(next((self.root / "xml").glob("*/*.xml"))).iter("testcase") if c.get("name") == "test_2"
+        )
         self.assertEqual([child.tag for child in case], ["flakyFailure"])
         marker.unlink()
         self.check({}, ["--reruns", "2", "--fail-on-flaky"], passed=2, code=1)
@@ -352,9 +437,20 @@ class TestReports(TreeCase):
         first, second = self.root / "first", self.root / "second"
         self.check({"test_x": body("pass", "pass"), "test_p": PASS}, ["--report", first], passed=3)
         changed = body("self.fail()", "self.skipTest('lately')") + body("pass", name="TestNew")
-        says = ["newly failing: test_x::TestX.test_1", "newly skipped: test_x::TestX.test_2: lately", "new: test_x::TestNew.test_1"]
-        self.check({"test_x": changed}, ["--report", second, "--compare", first / "report.json", "--keep-going"],
-                   passed=2, failed=1, skipped=1, says=says)
+        says = [
+            "newly failing: test_x::TestX.test_1",
+            "newly skipped: test_x::TestX.test_2: lately",
+            "new: test_x::TestNew.test_1",
+        ]
+        self.check(
+            {"test_x": changed},
+            ["--report", second, "--compare", first / "report.json", "--keep-going"],
+            passed=2,
+            failed=1,
+            skipped=1,
+            says=says,
+        )
+        fits(self, json.loads((second / "report.json").read_text()), schema("report"))
         page = (second / "report.html").read_text()
         self.assertNotRegex(page, r"<script|<link|src=|@import|url\(")
         for words in ("AssertionError: None", "lately", "<svg", "Slowest tests"):
@@ -379,10 +475,17 @@ class TestReports(TreeCase):
 
     def test_times_are_saved_and_used(self):
         folder = self.root / "times"
-        self.check({"test_x": body("time.sleep(0.2)"), "test_f": FAIL}, ["--save-times", folder, "--keep-going"], passed=1, failed=1)
+        self.check(
+            {"test_x": body("time.sleep(0.2)"), "test_f": FAIL},
+            ["--save-times", folder, "--keep-going"],
+            passed=1,
+            failed=1,
+        )
         files = json.loads((folder / "test-times.json").read_text())["default"]["default"]
         self.assertEqual(list(files), ["test_x"])
-        plan = json.loads(self.run_command("--dry-run", "--json", "--test-times", folder / "test-times.json", "-i", "test_x"))
+        plan = json.loads(
+            self.run_command("--dry-run", "--json", "--test-times", folder / "test-times.json", "-i", "test_x")
+        )
         self.assertEqual(plan["jobs"][0]["estimate"], files["test_x"])
 
 
@@ -416,12 +519,30 @@ class TestStopping(TreeCase):
     def test_interrupt_and_terminate(self):
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
             with self.subTest(number.name):
-                pid, status, out, err = self.stop(number, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+                pid, status, out, err = self.stop(
+                    number, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+                )
                 self.assertEqual(status, code, out + err)
                 self.assertEqual(CLOSING.findall(out), [("1", "0", "0")], out)
                 self.assertIn("1 file not started: test_y", out)
                 self.assertFalse(alive(pid))
                 (self.root / "pid").unlink()
+
+    def test_killed_dispatcher_leaves_no_grandchild(self):
+        child = self.root / "child"
+        start = "process = subprocess.Popen(['sleep', '60'])"
+        line = f"{start}; open({str(child)!r}, 'w').write(f'{{process.pid}}.'); process.wait()"
+        self.write({"test_x": body(line)})
+        process = self.start()
+        while not child.exists() or not child.read_text().endswith("."):
+            self.assertIsNone(process.poll())
+            time.sleep(0.02)
+        process.kill()
+        process.communicate()
+        grandchild, give_up = int(child.read_text()[:-1]), time.monotonic() + 5
+        while alive(grandchild) and time.monotonic() < give_up:
+            time.sleep(0.02)
+        self.assertFalse(alive(grandchild))
 
     def test_killed_dispatcher_leaves_nothing(self):
         with tempfile.TemporaryDirectory() as scratch:

@@ -232,12 +232,10 @@ import os, sys, unittest
 {imports}
 
 class Alpha({base}):
-    def test_passes(self):
-        '''A docstring that does not replace the name.'''
-    test_passes.__doc__ = None
+    def test_passes(self): pass
     def test_fails(self):
         number = 41
-        self.assertTrue(number == 42)
+        self.assertEqual("is " + str(number), "is 42")
     def test_errs(self):
         raise RuntimeError("on purpose")
     @unittest.skip("not today")
@@ -251,7 +249,9 @@ class Alpha({base}):
             with self.subTest(i=i): self.assertTrue(i == 0)
 
 class Beta({base}):
-    def test_leaks(self): os.environ["TORCH_FSDP_TESTS_SCRATCH"] = "1"
+    def test_leaks(self):
+        '''A docstring that does not replace the name.'''
+        os.environ["TORCH_FSDP_TESTS_SCRATCH"] = "1"
     def test_sees_nothing_of_it(self): self.assertNotIn("TORCH_FSDP_TESTS_SCRATCH", os.environ)
 
 class Empty({base}): pass

@@ -44,6 +44,15 @@ def run(cls, under_test):
     return result
 
 
+def named_test_y():
+    """A new function each time, since decorators write on it."""
+
+    def test_y(self, dtype, a):
+        pass
+
+    return test_y
+
+
 class DeviceTypeTest(TestCase):
     def names(self, cls):
         return unittest.TestLoader().getTestCaseNames(cls)
@@ -137,6 +146,10 @@ class DeviceTypeTest(TestCase):
         self.assertEqual(self.names(cls), ["test_y_a_1_foo_float16", "test_y_a_1_foo_int8"])
         self.assertTrue(run(cls, FOO).wasSuccessful())
         self.assertEqual(cls.calls, [(torch.half, 1), (torch.int8, 1)])
+        for device_type, name in (("foo", "test_y_a_1_foo_bool"), ("bar", "test_y_a_1_foo_int8")):
+            test = parametrize("a", [1])(named_test_y())
+            listed = dtypes(torch.bool, device_type=device_type)(dtypes(torch.int8)(test))
+            self.assertEqual(self.names(made_for(FOO, {"test_y": listed})["TestXFOO"]), [name])
         with self.assertRaises(AssertionError):
             dtypes(torch.half, (torch.half,))
 

@@ -25,8 +25,6 @@ FSDP = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class SettingsTest(LoggingTestCase):
-    times = 0
-
     @make_settings_test("+fsdp")
     def test_settings_reach_the_records(self, records):
         FSDP.debug("FSDP::one %s", 1)
@@ -37,22 +35,24 @@ class SettingsTest(LoggingTestCase):
             with self.assertRaisesRegex(AssertionError, "records hold"):
                 self.getRecord(records, text)
 
-    @make_logging_test(fsdp=logging.DEBUG)
-    def test_environment_and_api_agree(self, records):
-        type(self).times += 1
-        self.assertEqual(records, [])
-        FSDP.debug("FSDP::%d", self.times)
-        self.assertEqual([record.getMessage() for record in records], [f"FSDP::{self.times}"])
-        if self.times == 2:
-            self.assertNotIn("TORCH_LOGS", os.environ)
+    def test_environment_and_api_agree(self):
+        settings = []
+
+        @make_logging_test(fsdp=logging.DEBUG)
+        def test(case, records):
+            settings.append(os.environ.get("TORCH_LOGS"))
+            case.assertEqual(records, [])
+            FSDP.debug("FSDP::%d", len(settings))
+            case.assertEqual([record.getMessage() for record in records], [f"FSDP::{len(settings)}"])
+
+        test(self)
+        self.assertEqual(settings, ["+fsdp", os.environ.get("TORCH_LOGS")])
 
     def test_settings_end_with_their_block(self):
-        before = FSDP.getEffectiveLevel()
         with log_settings("+fsdp"):
-            self.assertEqual(FSDP.getEffectiveLevel(), logging.DEBUG)
+            self.assertTrue(FSDP.isEnabledFor(logging.DEBUG))
             self.assertEqual(os.environ["TORCH_LOGS"], "+fsdp")
-        self.assertEqual(FSDP.getEffectiveLevel(), before)
-        self.assertEqual([h for h in FSDP.handlers if h.level == logging.DEBUG], [])
+        self.assertFalse(FSDP.isEnabledFor(logging.DEBUG))
 
     def test_text_of_settings(self):
         text = kwargs_to_settings(dynamo=logging.DEBUG, aot=logging.INFO, fsdp=logging.ERROR, graph=True)
@@ -66,8 +66,8 @@ class SettingsTest(LoggingTestCase):
         logger = torch._logging.getArtifactLogger("torch._dynamo.output_graph", "graph_code")
         with contextlib.redirect_stderr(io.StringIO()), context():
             logger.debug("inside")
-        logger.debug("outside")
         self.assertEqual(stream.getvalue(), "inside\n")
+        self.assertEqual([each for each in logger.handlers if getattr(each, "stream", None) is stream], [])
 
     def test_a_whole_process(self):
         code = "import logging, torch; logging.getLogger('torch.distributed.fsdp.fully_shard').debug('FSDP::line')"

@@ -37,10 +37,12 @@ class TwoTensorTest(TestCase):
         self.assertParts(two, self.parts[0] * 2, self.parts[1] * 2)
         two[1:].view(-1).zero_()
         self.assertEqual([a[1:].sum(), b[1:].sum()], [0.0, 0.0])
-        self.assertEqual(two.detach()._version, two._version)
+        for view in (two[1:], two.view(-1), two.detach()):
+            self.assertTrue(torch._C._is_alias_of(view, two))
 
     def test_gradients(self):
         a, b = (part.requires_grad_() for part in self.parts)
+        self.assertTrue(TwoTensor(a, b).requires_grad)
         two = TwoTensor(a.detach(), b.detach()).requires_grad_()
         weight = torch.rand(5, 3)
         F.linear(two, weight).square().sum().backward()

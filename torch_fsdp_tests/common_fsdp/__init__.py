@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import device
+from .cases import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from .compiled import compiled_fsdp_test, fully_shard_with_compiled_compute, test_compiled_fsdp
 from .device import get_devtype
 from .group import DummyProcessGroup
@@ -61,8 +62,11 @@ __all__ = [
     "DummyDDP",
     "DummyProcessGroup",
     "FSDPInitMode",
+    "FSDPTest",
+    "FSDPTestContinuous",
     "FSDPTestMixin",
     "FSDPTestModel",
+    "FSDPTestMultiThread",
     "FullyShardMode",
     "MLPStack",
     "MixtureOfExperts",

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+__unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
+
 Test = Callable[..., Any]
 Decorator = Callable[[Any], Any]
 Parameters = dict[str, Any]

@@ -1,8 +1,8 @@
 """The process of one test file: ``python -m torch_fsdp_tests.dispatch.child FILE ORDERS -- ARGUMENTS``.
 
 It runs FILE as ``python FILE ARGUMENTS`` would, and tells the dispatcher about its tests: a file that calls plain
-``unittest.main()`` is seen as well as one that calls our ``run_tests()``. ORDERS is a JSON file that says which tests to
-leave out and in what order to run the rest; it is the dispatcher's, and :class:`Orders` is its only description.
+``unittest.main()`` is seen as well as one that calls our ``run_tests()``. ORDERS is a JSON file of the
+dispatcher that says which tests to leave out and in what order to run the rest; :class:`Orders` describes it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Run:
         return unittest.TestSuite(tests[index] for index in picked)
 
     def _apply_lists(self, tests: list[unittest.TestCase], names: list[str], picked: list[int]) -> dict[str, Any]:
-        """What the lists say of the picked tests: reasons to skip, known failures, disabled ones, entries that matched."""
+        """What the lists say of the picked tests: why to skip, known failures, disabled ones, entries that matched."""
         verdicts: dict[str, Any] = {"skip": {}, "known": {}, "disabled": [], "matched": []}
         facts = events.file_facts()
         for position, entry in enumerate(self.orders.entries):
@@ -142,7 +142,7 @@ class Run:
                 if not entry.names(self.orders.file, names[index]):
                     continue
                 verdicts["matched"].append(position)
-                situation = Situation.of_process(facts, lambda test=tests[index]: getattr(test, "world_size", None))
+                situation = Situation.of_process(facts, tests[index])
                 if not entry.applies(situation):
                     continue
                 if entry.action == "fail":
@@ -168,7 +168,7 @@ def _skip(test: unittest.TestCase, reason: str) -> None:
 def install(orders: Orders) -> Run:
     """Have every runner of this process obey the orders and report. Files subclass whatever result class is there."""
     run = Run(orders)
-    runner = unittest.TextTestRunner
+    runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
     original = runner.run
 
@@ -182,7 +182,7 @@ def install(orders: Orders) -> Run:
         self.tb_locals = self.tb_locals or orders.show_locals
         return original(self, suite)
 
-    runner.run = run_suite  # type: ignore[method-assign]
+    runner.run = run_suite
     return run
 
 

@@ -129,8 +129,10 @@ class Console:
         self.say(f"{THIN_RULE}\noutput of {file.name}\n{THIN_RULE}\n{last.output.rstrip()}\n{THIN_RULE}")
         for test in file.tests():
             if test.outcome.is_bad:
-                first = next(iter(test.text.strip().splitlines()), "") if test.name not in last.output else ""
-                self.say(f"{test.outcome.value}: {test.name}{f': {first}' if first else ''}")
+                # unittest has printed what a test raised, but not what became of one that never came back.
+                raised = "" if test.name in last.output else next(iter(test.text.strip().splitlines()), "")
+                why = test.reason or raised
+                self.say(f"{test.outcome.value}: {test.name}{f': {why}' if why else ''}")
         left = [test for test in file.tests() if test.outcome is Outcome.NOT_RUN]
         if left:
             self.say(f"tests not reached: {', '.join(test.name for test in left)}")
@@ -149,7 +151,8 @@ class Console:
             return
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
         parts = [f"[{self._done}/{self._total}] {self._failures} failed"]
-        parts += [f"about {seconds(left)} left"] * (left is not None)
+        if left is not None:
+            parts.append(f"about {seconds(left)} left")
         status = f"{', '.join(parts)}: {ages}"[: shutil.get_terminal_size().columns - 1]
         self._clear()
         self._status = status
@@ -192,7 +195,9 @@ class Console:
         if results.files and not results.executed and results.signal is None:
             self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
         elif results.executed < results.run.minimum_executed:
-            self.say(f"too few: {results.executed} tests were executed, --minimum-executed {results.run.minimum_executed}")
+            self.say(
+                f"too few: {results.executed} tests were executed, --minimum-executed {results.run.minimum_executed}"
+            )
         plan = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
         self.say(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped")
@@ -208,7 +213,7 @@ def plan_text(jobs: Iterable[tuple[ShardedTest, int]], total: float | None) -> s
     lines = []
     for part, needed in jobs:
         which = f" ({part.shard} of {part.num_shards})" if part.num_shards > 1 else ""
-        about = f"{seconds(part.time)}" if part.time is not None else "unknown"
+        about = "unknown" if part.time is None else seconds(part.time)
         inside = f" [{', '.join(sorted(part.test.included))}]" if part.test.included else ""
         lines.append(f"{part.name}{which}{inside}  devices {needed}  estimate {about}")
     if total is not None:

@@ -20,8 +20,8 @@ _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 
 # Base classes that give their tests ranks; a class that states no world size gets the default number of them.
 RANK_BASES = frozenset(
-    "FSDPTest FSDPTestContinuous FSDPTestMultiThread MultiProcessTestCase MultiThreadedTestCase MultiProcContinuousTest "
-    "DistributedTestBase DTensorTestBase DTensorContinuousTestBase DTensorOpTestBase".split()
+    "FSDPTest FSDPTestContinuous FSDPTestMultiThread MultiProcessTestCase MultiThreadedTestCase "
+    "MultiProcContinuousTest DistributedTestBase DTensorTestBase DTensorContinuousTestBase DTensorOpTestBase".split()
 )
 
 
@@ -66,7 +66,8 @@ def needs_of(source: str) -> Needs:
     bases = {base.split(".")[-1].strip() for _, names in _CLASS.findall(source) for base in names.split(",")}
     # A class with ranks and no world size of its own: counted by classes, since one property may serve one class only.
     with_ranks = sum(
-        any(base.split(".")[-1].strip() in RANK_BASES for base in names.split(",")) for _, names in _CLASS.findall(source)
+        any(base.split(".")[-1].strip() in RANK_BASES for base in names.split(","))
+        for _, names in _CLASS.findall(source)
     )
     default |= bool(bases & RANK_BASES) and with_ranks > len(properties)
     return Needs(max(stated, default=0), default)

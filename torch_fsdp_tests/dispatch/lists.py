@@ -1,9 +1,9 @@
 """Lists of tests that are not to be judged like the others: disabled, slow, known to fail.
 
 Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}`` and its slow list ``{"test_x
-(__main__.Class)": seconds}``. Our own is ``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y", "action":
-"disable" | "slow" | "fail", "reason": ..., "link": ..., "device": ..., "torch": ">=2.10,<2.12", "world_size": 2}]}``:
-``test`` may hold globs, and an entry counts only where all conditions that it states hold.
+(__main__.Class)": seconds}``. Our own is ``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y",
+"action": "disable" | "slow" | "fail", "reason": ..., "link": ..., "device": ..., "torch": ">=2.10,<2.12",
+"world_size": 2}]}``: ``test`` may hold globs, and an entry counts only where all conditions that it states hold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,10 @@ class Situation:
     world_size: int | None
 
     @classmethod
-    def of_process(cls, facts: Mapping[str, Any], world_size: Callable[[], Any]) -> Situation:
-        """The situation by the facts that a test file has recorded so far, and by what the environment asks for."""
+    def of_process(cls, facts: Mapping[str, Any], test: object) -> Situation:
+        """The situation of a test by the facts that its file has recorded, and by what the environment asks for."""
         try:
-            size = world_size()
+            size = getattr(test, "world_size", None)
         except Exception:  # a property of the test, which may need what only a running test has
             size = None
         return cls(
@@ -142,11 +142,19 @@ def read_own(path: Path) -> list[Entry]:
         raise MalformedList(f'{path} has not the shape {{"version": 1, "entries": [...]}}')
     entries = []
     for number, fields in enumerate(data["entries"], 1):
-        if not isinstance(fields, dict) or not fields.keys() <= _FIELDS or not {"test", "action", "reason"} <= fields.keys():
-            raise MalformedList(f"{path}: entry {number} needs test, action and reason, and knows only {sorted(_FIELDS)}")
+        if (
+            not isinstance(fields, dict)
+            or not fields.keys() <= _FIELDS
+            or not {"test", "action", "reason"} <= fields.keys()
+        ):
+            raise MalformedList(
+                f"{path}: entry {number} needs test, action and reason, and knows only {sorted(_FIELDS)}"
+            )
         entry = Entry(**fields)
         if entry.action not in ACTIONS:
-            raise MalformedList(f"{path}: entry {number} has the action {entry.action!r}; there are {', '.join(ACTIONS)}")
+            raise MalformedList(
+                f"{path}: entry {number} has the action {entry.action!r}; there are {', '.join(ACTIONS)}"
+            )
         try:
             version_fits("0", entry.torch or ">0")
         except ValueError as error:

@@ -64,7 +64,11 @@ def _main(run: RunTests, checkout: Path) -> int:
         print(plan_text([(job.part, job.devices) for job in sorted(jobs, key=lambda job: job.key)], None))
         return 0
     if run.dry_run:
-        print(json.dumps(plan_json(run, jobs, total)) if run.as_json else plan_text([(j.part, j.devices) for j in jobs], total))
+        print(
+            json.dumps(plan_json(run, jobs, total))
+            if run.as_json
+            else plan_text([(j.part, j.devices) for j in jobs], total)
+        )
         return 0
     if not jobs:
         print(f"shard {run.shard} of {run.num_shards} has no work: there are fewer jobs than shards")
@@ -73,7 +77,9 @@ def _main(run: RunTests, checkout: Path) -> int:
     console = Console(run, sys.stdout, len(jobs))
     paths = {name: file.path for name, file in files.items()}
     if run.list_tests:
-        return _list_tests(Runner(run, jobs, paths, device_set, pool, entries, Console(run, sys.stderr, len(jobs)), checkout))
+        return _list_tests(
+            Runner(run, jobs, paths, device_set, pool, entries, Console(run, sys.stderr, len(jobs)), checkout)
+        )
     results = Runner(run, jobs, paths, device_set, pool, entries, console, checkout).run()
     remarks = results.list_remarks() + [f"unknown test: {words}" for words in results.unknown()]
     remarks += _record(run, results)
@@ -87,7 +93,7 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
         below = set(matching("distributed", [file.name for file in files]))
         selection = [test for test in selection if test.file in below]
     if run.failed_only:
-        failed = memory.load(run.test_directory)
+        failed = memory.load(run.reports)
         selection = [memory.narrow(test, failed[test.file]) for test in selection if test.file in failed]
     return selection
 
@@ -154,7 +160,7 @@ def _record(run: RunTests, results: Results) -> list[str]:
     from torch_fsdp_tests.dispatch import compare, junit, report
 
     remarks: list[str] = []
-    memory.save(run.test_directory, results, remarks)
+    memory.save(run.reports, results, remarks)
     if run.pipe_logs:
         remarks.append(f"logs: {os.path.relpath(report.write_logs(results))}")
     if run.save_xml is not None:

@@ -1,4 +1,4 @@
-"""What failed last time, for ``--failed``: one file in the test directory, replaced at one stroke."""
+"""What failed last time, for ``--failed``: one file in the folder of reports, replaced at one stroke."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Outcome
 from torch_fsdp_tests.dispatch.results import Results
 
-FILE = ".run_test_failed.json"
+FILE = "failed.json"
 
 Failed = dict[str, list[str]]  # by file: names of tests, none when the file as a whole is to be run
 

@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _whole(least: int) -> "type[int]":
+def _whole(least: int) -> type[int]:
     def whole(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
@@ -67,11 +67,24 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("which tests").add_argument
-    add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST",
-        help="files, folders, globs, file::Class or file::Class::test; with or without test/ and .py")
+    add(
+        "-i",
+        "--include",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TEST",
+        help="files, folders, globs, file::Class or file::Class::test; with or without test/ and .py",
+    )
     add("-x", "--exclude", nargs="+", action="extend", default=[], metavar="TEST", help="the same, left out")
-    add("-k", action="append", default=[], dest="patterns", metavar="PATTERN",
-        help="only tests whose name has this substring, or fits this glob; may be repeated")
+    add(
+        "-k",
+        action="append",
+        default=[],
+        dest="patterns",
+        metavar="PATTERN",
+        help="only tests whose name has this substring, or fits this glob; may be repeated",
+    )
     add("--distributed-tests", action="store_true", help="only files below distributed/")
     add("--failed", action="store_true", help="only what failed in the last run")
     add("--test-directory", type=Path, metavar="DIR", help=f"where the tests are (default: {DEFAULT_DIRECTORY})")
@@ -82,27 +95,55 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("where and how many at a time").add_argument
     add("--shard", nargs=2, type=_whole(1), default=[1, 1], metavar=("N", "M"), help="the Nth of M parts, from 1")
-    add("--split-threshold", type=_positive, default=SPLIT_THRESHOLD, metavar="S",
-        help="split files by tests that take longer than S seconds (default: %(default)g)")
+    add(
+        "--split-threshold",
+        type=_positive,
+        default=SPLIT_THRESHOLD,
+        metavar="S",
+        help="split files by tests that take longer than S seconds (default: %(default)g)",
+    )
     add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
     add("-j", "--jobs", type=_whole(1), metavar="N", help="on the CPU: files at a time (default: by cores and ranks)")
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     add("--ranks", type=_whole(1), metavar="N", help="ranks of a test that states no number")
-    add("--test-times", type=Path, action="append", default=[], metavar="FILE",
-        help="recorded times in upstream's shapes; may be repeated")
+    add(
+        "--test-times",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="recorded times in upstream's shapes; may be repeated",
+    )
     add("--save-times", type=Path, metavar="DIR", help="write the times of this run into this folder")
 
     add = parser.add_argument_group("how they run").add_argument
     add("--keep-going", "--continue-through-error", action="store_true", help="go on after a file has failed")
     add("--timeout", type=_positive, metavar="S", help="limit of a file in seconds (default: from its recorded time)")
-    add("--reruns", type=_whole(0), default=0, metavar="N", help="run what failed again, up to N times, in new processes")
+    add(
+        "--reruns",
+        type=_whole(0),
+        default=0,
+        metavar="N",
+        help="run what failed again, up to N times, in new processes",
+    )
     add("--fail-on-flaky", action="store_true", help="a test that passed only when run again fails the run")
     add("--minimum-executed", type=_whole(0), default=0, metavar="N", help="fail when fewer tests were executed")
-    add("--seed", type=_seed, metavar="N", help=f"seed of order and RNG, or 'random' (default: source order, {DEFAULT_SEED})")
+    add(
+        "--seed",
+        type=_seed,
+        metavar="N",
+        help=f"seed of order and RNG, or 'random' (default: source order, {DEFAULT_SEED})",
+    )
     add("--showlocals", action="store_true", help="local variables in tracebacks")
     add("--coverage", action="store_true", help="measure the test processes with coverage.py")
-    add("--disabled-tests", "--import-disabled-tests", type=Path, metavar="FILE", help="upstream's list of disabled tests")
+    add(
+        "--disabled-tests",
+        "--import-disabled-tests",
+        type=Path,
+        metavar="FILE",
+        help="upstream's list of disabled tests",
+    )
     add("--slow-tests", "--import-slow-tests", type=Path, metavar="FILE", help="upstream's list of slow tests")
     add("--known-failures", type=Path, metavar="FILE", help="our own list; its shape is in dispatch/data")
     add("--rerun-disabled-tests", action="store_true", help="run only what the lists disable, and say what passes")
@@ -141,12 +182,18 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         parser.error("--tests belongs to --list")
     if asked.coverage and importlib.util.find_spec("coverage") is None:
         parser.error("--coverage needs coverage.py: pip install coverage")
-    if asked.rerun_disabled_tests and not (asked.disabled_tests or asked.known_failures or environment.get("DISABLED_TESTS_FILE")):
+    if asked.rerun_disabled_tests and not (
+        asked.disabled_tests or asked.known_failures or environment.get("DISABLED_TESTS_FILE")
+    ):
         parser.error("--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE")
     if asked.compare is not None and not asked.compare.is_file():
         parser.error(f"--compare: {asked.compare} is no file")
     runs = not (asked.list or asked.dry_run)
-    for option, folder in (("--save-xml", asked.save_xml), ("--report", asked.report), ("--save-times", asked.save_times)):
+    for option, folder in (
+        ("--save-xml", asked.save_xml),
+        ("--report", asked.report),
+        ("--save-times", asked.save_times),
+    ):
         if folder is not None and runs:
             try:
                 try_folder(folder)

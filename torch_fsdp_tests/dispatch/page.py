@@ -6,17 +6,24 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.dispatch.junit import clean
+
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--dim:#667085;--line:#d9dee7;--paper:#fff;--panel:#f5f7fa;--ok:#2e8b57;
 --bad:#c8323c;--skip:#8b95a5;--flaky:#c98a1b}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--dim:#98a2b3;--line:#343c4a;--paper:#14181f;--panel:#1c222c}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1180px;padding:28px 24px 60px;background:var(--paper);
-color:var(--ink);font:15px/1.5 system-ui,sans-serif}h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:34px 0 10px}
-.dim{color:var(--dim)}.sums{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}.sums div{background:var(--panel);border-radius:8px;
-padding:10px 18px;min-width:110px}.sums b{display:block;font-size:24px;line-height:1.2}.ok{color:var(--ok)}.bad{color:var(--bad)}
-.skip{color:var(--skip)}.flaky{color:var(--flaky)}table{border-collapse:collapse;width:100%}td,th{text-align:left;
-padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}th{color:var(--dim);font-weight:500}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}code,pre{font:13px/1.45 ui-monospace,monospace}
+color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:34px 0 10px}
+.dim{color:var(--dim)}.sums{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}
+.sums div{background:var(--panel);border-radius:8px;padding:10px 18px;min-width:110px}
+.sums b{display:block;font-size:24px;line-height:1.2}
+.ok{color:var(--ok)}.bad{color:var(--bad)}
+.skip{color:var(--skip)}.flaky{color:var(--flaky)}table{border-collapse:collapse;width:100%}
+td,th{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
+th{color:var(--dim);font-weight:500}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+code,pre{font:13px/1.45 ui-monospace,monospace}
 pre{background:var(--panel);border-radius:8px;padding:12px;overflow:auto;max-height:420px;white-space:pre-wrap}
 details{margin:6px 0;border:1px solid var(--line);border-radius:8px;padding:8px 12px}summary{cursor:pointer}
 svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:#fff}
@@ -73,8 +80,8 @@ def _timeline(data: Mapping[str, Any]) -> str:
             for slot in attempt["slots"]:
                 y = slot * _ROW + 2
                 parts.append(
-                    f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" rx="3" '
-                    f'fill="{colour}"/>'
+                    f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" '
+                    f'rx="3" fill="{colour}"/>'
                 )
                 room = int((width - 8) / 6.2)
                 if room > 2:
@@ -94,13 +101,14 @@ def _failures(data: Mapping[str, Any]) -> str:
         parts.append(f'<h3 class="wrap">{escape(file["file"])}</h3>')
         for test in bad:
             head = f'<b class="bad">{escape(test["outcome"])}</b> <code class="wrap">{escape(test["test"])}</code>'
-            parts.append(f"<details open><summary>{head}</summary><pre>{escape(test['text'] or 'no traceback')}</pre></details>")
+            text = escape(clean(test["text"]) or "no traceback")
+            parts.append(f"<details open><summary>{head}</summary><pre>{text}</pre></details>")
         left = [test["test"] for test in file["tests"] if test["outcome"] == "not run"]
         if left:
             parts.append(f"<p>Not reached: <code class='wrap'>{escape(', '.join(left))}</code></p>")
         output = file["attempts"][-1]["output"]
         ending = escape(file["attempts"][-1]["ending"])
-        parts.append(f"<details><summary>whole output ({ending})</summary><pre>{escape(output)}</pre></details>")
+        parts.append(f"<details><summary>whole output ({ending})</summary><pre>{escape(clean(output))}</pre></details>")
     return "".join(parts)
 
 
@@ -118,16 +126,18 @@ def render(data: Mapping[str, Any]) -> str:
     sums += [(len(flaky), "flaky", "flaky")] * bool(flaky)
     boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)
     boxes += f"<div><b>{_seconds(data['seconds'])}</b>wall time</div><div><b>{len(data['files'])}</b>files</div>"
-    body = [f"<h1>FSDP test run</h1><div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{boxes}</div>"]
+    body = [
+        f"<h1>FSDP test run</h1><div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{boxes}</div>"
+    ]
     if data["not_started"]:
         body.append(f"<p>Not started: <code class=wrap>{escape(', '.join(data['not_started']))}</code></p>")
+    body.append(f"<h2>Timeline</h2>{_timeline(data)}")
     failures = _failures(data)
     if failures:
         body.append(f"<h2>Failures</h2>{failures}")
     if flaky:
         rows = [[f"<code class=wrap>{escape(file + '::' + test['test'])}</code>"] for file, test in flaky]
         body.append("<h2>Flaky: failed, then passed in a new process</h2>" + _rows([("test", "")], rows))
-    body.append(f"<h2>Timeline</h2>{_timeline(data)}")
     rows = [
         [
             f"<code class=wrap>{escape(test['test'])}</code><br><span class=dim>{escape(file)}</span>",
@@ -138,17 +148,22 @@ def render(data: Mapping[str, Any]) -> str:
     ]
     body.append("<h2>Slowest tests</h2>" + _rows([("test", ""), ("time", "n"), ("", "")], rows))
     if data["requirements_not_met"]:
-        rows = [[str(item["tests"]), f"<span class=wrap>{escape(item['reason'])}</span>"] for item in data["requirements_not_met"]]
+        rows = [
+            [str(item["tests"]), f"<span class=wrap>{escape(item['reason'])}</span>"]
+            for item in data["requirements_not_met"]
+        ]
         body.append("<h2>Skipped, by reason</h2>" + _rows([("tests", "n"), ("reason", "")], rows))
     rows = [
         [
             f'<span class="{_verdict(file)}">●</span> <code class=wrap>{escape(file["file"])}</code>',
             str(len(file["tests"])),
             _seconds(sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])),
-            _seconds(file["estimate"]) if file["estimate"] else "–",
+            _seconds(file["estimate"]) if file["estimate"] else "unknown",
         ]
         for file in data["files"]
     ]
     body.append("<h2>Files</h2>" + _rows([("file", ""), ("tests", "n"), ("time", "n"), ("estimate", "n")], rows))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>FSDP test run</title>'
-    return f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    return (
+        f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )

@@ -107,8 +107,8 @@ def write(folder: Path, results: Results) -> None:
 
 
 def write_logs(results: Results) -> Path:
-    """Write the output of every process below the test directory, and return the folder."""
-    folder = results.run.test_directory.parent / "test-reports" / "logs"
+    """Write the output of every process into the folder of reports, and return where."""
+    folder = results.run.reports / "logs"
     for file in results.files:
         for number, attempt in enumerate(file.attempts, 1):
             part = file.job.part

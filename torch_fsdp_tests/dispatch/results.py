@@ -83,13 +83,15 @@ class Results:
             known = file.attempts[-1].known
             for test in file.tests():
                 if test.name in known and test.outcome is Outcome.PASSED:
-                    remarks.append(f"{file.name}::{test.name} passes, and is listed: {self.entries[known[test.name]].words}")
+                    words = self.entries[known[test.name]].words
+                    remarks.append(f"{file.name}::{test.name} passes, and is listed: {words}")
                 elif self.run.rerun_disabled and test.outcome is Outcome.PASSED:
                     remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
         ran = [file.job.part.name for file in self.files]
         for index, entry in enumerate(self.entries):
             its_file = entry.test.partition("::")[0].removesuffix(".py")
-            could_match = its_file in ran and not self.run.patterns if "*" not in its_file else not self.run.is_selective
+            # Only a run that came to all tests that an entry may mean can call it stale.
+            could_match = not self.run.is_selective if "*" in its_file else its_file in ran and not self.run.patterns
             if index not in matched and could_match and not self.not_started:
                 remarks.append(f"the entry {entry.test} ({entry.words}) matches no test")
         return remarks

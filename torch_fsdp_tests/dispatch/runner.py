@@ -80,6 +80,7 @@ class Runner:
         self._signals: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._epoch = time.monotonic()
+        self._drawn = 0.0
 
     def _make_environment(self, checkout: Path) -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
@@ -205,7 +206,9 @@ class Runner:
                 running.remarked_slow = True
                 self._introduce(running.facts)
                 self._console.slow(running, now)
-        self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
+        if self._running and now >= self._drawn + REFRESH:
+            self._drawn = now
+            self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
 
     def _introduce(self, facts: Mapping) -> None:
         self._console.introduce(facts, self._devices.type, self._pool.size)
@@ -217,7 +220,8 @@ class Runner:
 
     def _time_left(self, now: float) -> float | None:
         jobs = [w.job for w in self._queue]
-        if any(job.part.time is None for job in jobs) or self._stopping or not self._console.is_terminal:
+        unknown = any(job.part.time is None for job in [*jobs, *(p.job for p, _ in self._running.values())])
+        if unknown or self._stopping or not self._console.is_terminal:
             return None
         work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
         rest = [max(0.0, p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]

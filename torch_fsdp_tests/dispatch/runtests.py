@@ -61,7 +61,14 @@ class RunTests:
     rerun_disabled: bool = False
 
     @property
+    def reports(self) -> Path:
+        """Where what a run leaves unasked goes: beside a folder called ``test``, as in a checkout, else inside."""
+        return (
+            self.test_directory.parent if self.test_directory.name == "test" else self.test_directory
+        ) / "test-reports"
+
+    @property
     def is_selective(self) -> bool:
         """True when less than everything below the test directory was asked for."""
-        asked = (self.include, self.exclude, self.patterns, self.distributed_only, self.failed_only, self.rerun_disabled)
-        return any(asked) or self.num_shards > 1
+        by_name = (self.include, self.exclude, self.patterns)
+        return any((*by_name, self.distributed_only, self.failed_only, self.rerun_disabled, self.num_shards > 1))

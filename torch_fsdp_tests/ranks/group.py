@@ -88,7 +88,7 @@ class RankGroup:
         self._started: float | None = None
         self._asked = time.monotonic()
         self._bad_since: float | None = None
-        self._stacks_asked = False
+        self._too_late = False  # the limit has passed; what a rank says from now on does not count
         self._selector = selectors.DefaultSelector()
         self.processes: list[_Process] = []
         try:
@@ -253,9 +253,8 @@ class RankGroup:
             if process.pid == message.get("ended"):
                 self._hear_process(process, process.channel)  # what it said last, before it is judged by its end
                 ending = Ending.from_wait_status(message["status"])
-                # Asked before it had its handler in place, a rank dies of the question.
-                of_us = self._stacks_asked and ending.signal == rank_side.STACKS_SIGNAL
-                process.ending = dataclasses.replace(ending, ours=of_us)
+                # The question for its stacks may end a rank (before its handler is in place), or cut its sleep short.
+                process.ending = dataclasses.replace(ending, ours=self._too_late)
                 if not process.reported or process.ending.code != 0:
                     self._note_bad(process)
 
@@ -269,6 +268,8 @@ class RankGroup:
         for message in process.channel.arrived():
             if "leak" in message:
                 self.leaks.append(message["leak"])
+                continue
+            if self._too_late:
                 continue
             outcome = Outcome.from_json(message["outcome"])
             process.outcomes[outcome.rank] = outcome
@@ -287,7 +288,7 @@ class RankGroup:
         asked = [process for process in self.processes if process.ending is None and not process.stopped]
         if not asked:
             return
-        self._stacks_asked = True
+        self._too_late = True
         self._server.signal(self._id, rank_side.STACKS_SIGNAL)
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:

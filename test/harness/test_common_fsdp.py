@@ -1,0 +1,827 @@
+"""The models, patches and comparisons that FSDP tests are made of: each does what it says, and each can fail."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import time
+import unittest
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torch_fsdp_tests import accelerator, common_fsdp, torch_facts
+from torch_fsdp_tests.common_fsdp import (
+    MLP,
+    AlwaysWrapNestedWrappedModule,
+    DEVICEInitMode,
+    DoubleLinear,
+    DummyDDP,
+    DummyProcessGroup,
+    FSDPInitMode,
+    FSDPTest,
+    FSDPTestMultiThread,
+    FullyShardMode,
+    MixtureOfExperts,
+    MLPStack,
+    ModuleWithDelay,
+    NestedWrappedModule,
+    NestedWrappedModuleWithDelay,
+    NonUniformReqGradNWM,
+    SkipModel,
+    TransformerWithSharedParams,
+    check_sharded_parity,
+    compiled,
+    compiled_fsdp_test,
+    delays,
+    get_full_params,
+    reduce_scatter_with_assert,
+    states,
+    substitutes,
+    subtest_name,
+)
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+RECURSIVE, NO_FSDP = FSDPInitMode.RECURSIVE, FSDPInitMode.NO_FSDP
+BEFORE, AFTER, NEVER = DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_NEVER
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+# Each model with the number of FSDP instances that RECURSIVE makes of it.
+MODELS = {
+    TransformerWithSharedParams: 5,
+    NestedWrappedModule: 3,
+    AlwaysWrapNestedWrappedModule: 8,
+    NonUniformReqGradNWM: 3,
+    NestedWrappedModuleWithDelay: 3,
+    MixtureOfExperts: 2,
+}
+
+
+class TwoRanks(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def build(self, model_class, fsdp_mode=NO_FSDP, device_mode=BEFORE, fsdp_kwargs=None, **kwargs):
+        return model_class.init(self.process_group, fsdp_mode, device_mode, fsdp_kwargs, deterministic=True, **kwargs)
+
+
+class TestModels(TwoRanks):
+    def test_every_model_in_every_mode(self):
+        self.run_subtests(
+            {"model_class": list(MODELS), "fsdp_mode": [NO_FSDP, RECURSIVE], "device_mode": list(DEVICEInitMode)},
+            self._test_mode,
+        )
+
+    def _test_mode(self, model_class, fsdp_mode, device_mode):
+        # Freezing by name needs the original names.
+        kwargs = {"use_orig_params": model_class is NonUniformReqGradNWM}
+        model, again = (self.build(model_class, fsdp_mode, device_mode, kwargs) for _ in range(2))
+        instances = FSDP.fsdp_modules(model)
+        self.assertEqual(len(instances), MODELS[model_class] if fsdp_mode is RECURSIVE else 0)
+        self.assertEqual(kwargs, {"use_orig_params": model_class is NonUniformReqGradNWM})
+        for param, same in zip(model.parameters(), again.parameters(), strict=True):
+            self.assertEqual(param, same, rtol=0, atol=0)
+            on_device = device_mode is BEFORE or (device_mode is AFTER and fsdp_mode is RECURSIVE)
+            if on_device:
+                self.assertEqual(param.device, self.device)
+        trainable = [name for name, param in model.named_parameters() if param.requires_grad]
+        if model_class is NonUniformReqGradNWM:
+            self.assertEqual([name.rsplit(".", 2)[-2:] for name in trainable], [["1", "weight"], ["1", "bias"]])
+
+    def test_unknown_mode_is_refused(self):
+        for model_class in MODELS:
+            with self.assertRaisesRegex(ValueError, "init mode"):
+                self.build(model_class, fsdp_mode="elsewhere")
+
+    def test_initial_values_follow_the_seed(self):
+        torch.manual_seed(0)
+        first = nn.Linear(8, 4)
+        model = self.build(NestedWrappedModule)
+        self.assertEqual(model.module[0].weight, first.weight, rtol=0, atol=0)
+        torch.manual_seed(0)
+        embedding = nn.Embedding(23, 16)
+        transformer = self.build(TransformerWithSharedParams)
+        self.assertEqual(transformer.embed_tokens.weight, embedding.weight, rtol=0, atol=0)
+        self.assertIs(transformer.output_proj.weight, transformer.embed_tokens.weight)
+        self.assertFalse(transformer.training)
+        torch.manual_seed(42 + self.rank)
+        expert = nn.Linear(23, 12)
+        torch.manual_seed(0)
+        shared = nn.Linear(12, 23)
+        experts = self.build(MixtureOfExperts)
+        self.assertEqual(experts.module[2].weight, expert.weight, rtol=0, atol=0)
+        self.assertEqual(experts.module[1].weight, shared.weight, rtol=0, atol=0)
+        self.assertEqual(experts.num_expert_params, 23 * 12 + 12)
+
+    def test_names_and_shapes_of_the_transformer(self):
+        model = self.build(TransformerWithSharedParams)
+        names = dict(model.named_parameters())
+        self.assertEqual(len(names), 69)
+        self.assertEqual(tuple(names["transformer.encoder.layers.0.linear1.weight"].shape), (8, 16))
+        self.assertNotIn("output_proj.weight", names)  # it is the embedding's
+        buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+        self.assertEqual(buffers["long_buffer"], torch.long)
+        self.assertEqual(buffers["vocab_bias"], torch.float32)
+        self.assertIn("bn.running_mean", buffers)
+        self.assertNotIn("bn.running_mean", dict(self.build(TransformerWithSharedParams, add_bn=False).named_buffers()))
+        self.assertEqual(model.get_ignored_modules(), [model.transformer])
+
+    def test_inputs_and_outputs(self):
+        source, target = self.build(TransformerWithSharedParams).get_input(self.device)
+        self.assertEqual(source, torch.arange(12).view(6, 2))
+        self.assertEqual(target, torch.arange(8).view(4, 2))
+        model = self.build(NestedWrappedModule)
+        (x,) = model.get_input(self.device)
+        self.assertEqual(x, model.get_input(self.device)[0])
+        of_all = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(of_all, x)
+        self.assertNotEqual(of_all[0], of_all[1])
+        output = model(x)
+        self.assertEqual(tuple(output.shape), (4, 8))
+        self.assertEqual(model.get_loss((x,), output), output.sum())
+
+    def test_experts_are_averaged_by_hand_without_fsdp(self):
+        model = self.build(MixtureOfExperts)
+        (x,) = model.get_input(self.device)
+        local = copy.deepcopy(model)
+        local(x).sum().backward()
+        model.run_backward(model(x).sum())
+        for (name, param), alone in zip(model.named_parameters(), local.parameters(), strict=True):
+            expected = alone.grad.clone()
+            if not name.startswith("module.2."):
+                dist.all_reduce(expected)
+                expected /= 2
+            self.assertEqual(param.grad, expected)
+
+    def test_expert_group_is_the_rank_alone(self):
+        model = self.build(MixtureOfExperts, RECURSIVE)
+        self.assertEqual(model.module[2].process_group.size(), 1)
+        self.assertEqual(model.module[1].process_group.size(), 2)
+
+    def test_step_against_hand_made_data_parallelism(self):
+        # Independent of the mixin: a plain copy, its gradients averaged over the ranks by hand.
+        for model_class in (NestedWrappedModule, AlwaysWrapNestedWrappedModule, TransformerWithSharedParams):
+            plain, sharded = self.build(model_class), self.build(model_class, RECURSIVE)
+            if not isinstance(sharded, FSDP):
+                sharded = FSDP(sharded)
+            inputs = plain.get_input(self.device)
+            for model in (plain, sharded):
+                optim = torch.optim.SGD(model.parameters(), lr=0.1)
+                loss = plain.get_loss(inputs, model(*inputs)) * (self.rank + 1)
+                loss.backward()
+                if model is plain:
+                    for param in plain.parameters():
+                        dist.all_reduce(param.grad)
+                        param.grad /= 2
+                optim.step()
+            self.assertEqual(get_full_params(sharded), list(plain.parameters()))
+
+    def test_delays(self):
+        model = self.build(NestedWrappedModuleWithDelay, RECURSIVE, delay_after_loss_ms=3, delay_before_reduction_ms=5)
+        self.assertIsInstance(model, ModuleWithDelay)
+        sharded = FSDP(model)
+        inputs = model.get_input(self.device)
+        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        with (
+            mock.patch.object(delays, "delay_device") as late,
+            mock.patch("torch_fsdp_tests.common_fsdp.nested.delay_device", late),
+        ):
+            model.run_backward(model.get_loss(inputs, sharded(*inputs)))
+        # The loss, and the reduce-scatter of each of the three FSDP instances.
+        self.assertEqual([call.args[0] for call in late.call_args_list], [3, 5, 5, 5])
+        self.assertIs(getattr(dist, torch_facts.REDUCE_SCATTER_NAME), original)
+        experts = FSDP(self.build(MixtureOfExperts, RECURSIVE, delay_before_free_ms=7))
+        with mock.patch.object(delays, "delay_device") as late:
+            experts(*inputs)
+        # The expert is not sharded, so its instance and the root, which keeps its parameters, reshard too.
+        self.assertEqual({call.args[0] for call in late.call_args_list}, {7})
+
+    def test_delay_uses_the_device(self):
+        able = dataclasses.replace(accelerator.current(), capabilities=frozenset({"streams"}))
+        unable = dataclasses.replace(able, capabilities=frozenset())
+        for device, calls in ((able, 1), (unable, 0)):
+            with (
+                mock.patch.object(accelerator, "current", lambda device=device: device),
+                mock.patch.object(delays, "device_sleep") as sleep,
+            ):
+                delays.delay_device(2)
+                delays.delay_device(0)
+            self.assertEqual(sleep.call_count, calls)
+
+    def test_skip_model(self):
+        for double_nest, instances in ((False, 1), (True, 2)):
+            with enable_wrap(wrapper_cls=FSDP):
+                model = SkipModel(double_nest)
+            self.assertEqual(len(FSDP.fsdp_modules(model)), instances)
+            self.assertEqual(tuple(model(torch.ones(2, 10, device=self.device)).shape), (2, 10))
+
+    def test_parallelized_stack(self):
+        mesh = init_device_mesh(accelerator.current().type, (1, 2), mesh_dim_names=("dp", "tp"))
+        for with_seq_parallel in (False, True):
+            torch.manual_seed(3)
+            plain = MLPStack(8, with_seq_parallel=with_seq_parallel).to(self.device)
+            stack = copy.deepcopy(plain).parallelize(mesh["tp"], mesh["dp"], True, reshard_after_forward=False)
+            x = torch.randn(2, 4, 8, device=self.device)
+            output = stack(x)
+            if with_seq_parallel:
+                output = output.full_tensor() if isinstance(output, DTensor) else output
+            self.assertEqual(output, plain(x))
+
+
+class TestLayers(TestCase):
+    def test_mlp(self):
+        mlp = MLP(4, with_buffer=True, bias=False, dim_multiplier=2)
+        self.assertEqual(
+            {name: tuple(p.shape) for name, p in mlp.named_parameters()},
+            {"in_proj.weight": (8, 4), "out_proj.weight": (4, 8)},
+        )
+        x = torch.randn(3, 4)
+        expected = torch.relu(torch.relu(x @ mlp.in_proj.weight.T) @ mlp.out_proj.weight.T) + mlp.buffer
+        self.assertEqual(mlp(x), expected)
+        before = mlp.buffer.clone()
+        mlp.reset_parameters()
+        self.assertNotEqual(mlp.buffer, before)
+        self.assertIsNone(MLP(4).buffer)
+
+    def test_double_linear(self):
+        x = torch.randn(2, 4)
+        both = DoubleLinear(4)
+        first, second = both(x)
+        self.assertEqual((first, second), (torch.relu(both.lin1(x)), torch.relu(both.lin2(x))))
+        both.use_second_linear = False
+        self.assertEqual(both(x), first)
+
+    def test_dummies(self):
+        group = DummyProcessGroup(3, 8)
+        self.assertEqual((group.rank(), group.size()), (3, 8))
+        self.assertEqual(group.allreduce(torch.ones(1)).get_future().wait(), 1)
+        layer = nn.Linear(2, 2)
+        self.assertIs(DummyDDP(layer).module, layer)
+        self.assertEqual(DummyDDP(layer)(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+
+    def test_names(self):
+        self.assertEqual(subtest_name({"True": "yes", "3": "three"}, True, None, 3), "yes_none_three")
+        current = accelerator.current()
+        self.assertEqual(
+            (common_fsdp.DEVICE_TYPE, common_fsdp.DISTRIBUTED_BACKEND, common_fsdp.DEVICE_COUNT),
+            (current.type, current.backend, current.ranks),
+        )
+        with self.assertRaises(AttributeError):
+            common_fsdp.NO_SUCH_NAME  # noqa: B018
+        self.assertEqual([name for name in common_fsdp.__all__ if not hasattr(common_fsdp, name)], [])
+
+
+def not_averaged(output, input, *args, **kwargs):
+    """A reduce-scatter that keeps this rank's own part and hears nobody."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    output.copy_(input.chunk(world_size)[rank] * world_size)
+
+
+class TestTraining(TwoRanks):
+    def parity(self, model_class=NestedWrappedModule, device_mode=BEFORE, **kwargs):
+        self._test_fsdp_parity(model_class, RECURSIVE, device_mode, **kwargs)
+
+    def test_parity_of_every_model(self):
+        self.parity(TransformerWithSharedParams, use_orig_params=True)
+        self.parity(AlwaysWrapNestedWrappedModule, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+        self.parity(NonUniformReqGradNWM, use_orig_params=True, forward_prefetch=True)
+        self.parity(
+            NestedWrappedModuleWithDelay, init_kwargs={"delay_after_loss_ms": 1}, enable_sharded_grad_scaler=True
+        )
+        self.parity(MixtureOfExperts, ref_init_fn=DummyDDP)
+
+    def test_parity_of_every_strategy(self):
+        self.run_subtests(
+            {
+                "sharding_strategy": STRATEGIES,
+                "cpu_offload": [CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
+                "use_orig_params": [False, True],
+            },
+            self.parity,
+            device_mode=NEVER,
+        )
+
+    def test_parity_in_low_precision(self):
+        low = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
+        self.parity(mixed_precision=low)
+        self.parity(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+        self.parity(use_pure_fp16=True)
+
+    def test_offloaded_gradients_are_not_accumulated(self):
+        # Found by this parity: the second step added the first one's gradients, see substitutes.
+        for sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+            self.parity(
+                TransformerWithSharedParams,
+                NEVER,
+                cpu_offload=CPUOffload(offload_params=True),
+                use_orig_params=True,
+                sharding_strategy=sharding_strategy,
+                num_iters=3,
+            )
+
+    def test_parity_sees_gradients_that_are_not_averaged(self):
+        for kwargs in ({}, {"use_pure_fp16": True}, {"mixed_precision": MixedPrecision(param_dtype=torch.float16)}):
+            for model_class in (NestedWrappedModule, TransformerWithSharedParams):
+                # One step: the loss is that of the initial parameters, so only the comparison of parameters can see it.
+                with (
+                    mock.patch.object(dist, torch_facts.REDUCE_SCATTER_NAME, not_averaged),
+                    self.assertRaisesRegex(AssertionError, "FSDP and its reference differ after training"),
+                ):
+                    self.parity(model_class, num_iters=1, **kwargs)
+
+    def test_parity_sees_a_step_that_is_lost(self):
+        # On the second rank alone: the parameters that it holds do not move.
+        if self.rank == 1:
+            quiet = mock.patch.object(torch.optim.SGD, "step", lambda self: None)
+            quiet.start()
+            self.addCleanup(quiet.stop)
+        with self.assertRaisesRegex(AssertionError, "FSDP and its reference differ"):
+            self._assert_moves()
+
+    def _assert_moves(self):
+        model, reference = (
+            FSDP(self.build(NestedWrappedModule)),
+            nn.parallel.DistributedDataParallel(self.build(NestedWrappedModule)),
+        )
+        self._train_for_several_steps(reference, 1, autocast=False)
+        self._train_for_several_steps(model, 1, autocast=False)
+        with torch.no_grad():
+            for param in reference.parameters():  # what rank 0's steps made of it
+                dist.broadcast(param, 0)
+        self._assert_same_parameters(model, reference, None)
+
+    def test_state_dict_that_loads_nothing_is_seen(self):
+        with (
+            mock.patch.object(FSDP, "load_state_dict", lambda *args, **kwargs: None),
+            self.assertRaises(AssertionError),
+        ):
+            self.parity(save_model=True)
+
+    def test_misuse_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "init mode that wraps"):
+            self._test_fsdp_parity(NestedWrappedModule, NO_FSDP, BEFORE)
+        with self.assertRaisesRegex(ValueError, "0 steps"):
+            self._train_for_several_steps(DummyDDP(self.build(NestedWrappedModule)), 0, autocast=False)
+        with self.assertRaisesRegex(ValueError, "no subtest"):
+            self.run_subtests({"nothing": []}, self.fail)
+        with self.assertRaisesRegex(ValueError, "cannot be built with FSDP"):
+            self.parity(no_such_argument=True)
+
+    def test_checks_of_options(self):
+        offload = CPUOffload(offload_params=True)
+        model = FSDP(
+            self.build(NestedWrappedModule, device_mode=NEVER),
+            cpu_offload=offload,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=True,
+        )
+        right = (offload, BackwardPrefetch.BACKWARD_PRE, True)
+        wrong = (CPUOffload(offload_params=False), BackwardPrefetch.BACKWARD_POST, False)
+        checks = (self._check_cpu_offload, self._check_backward_prefetch, self._check_forward_prefetch)
+        for check, good, bad in zip(checks, right, wrong, strict=True):
+            check(model, good)
+            with self.assertRaises(AssertionError):
+                check(model, bad)
+
+    def test_gradient_scaler_works_on_the_device(self):
+        plain, scaled = (
+            self._train_for_several_steps(
+                FSDP(self.build(NestedWrappedModule)),
+                1,
+                autocast=False,
+                enable_sharded_grad_scaler=enabled,
+                sharded_grad_scaler_kwargs={"init_scale": 4.0},
+            )
+            for enabled in (False, True)
+        )
+        self.assertEqual(scaled, 4 * plain)
+
+
+def patches():
+    """Each patch with the owner and the name of what it replaces."""
+    group = param_group.FSDPParamGroup
+    return {
+        common_fsdp.patch_all_gather: (dist, torch_facts.ALL_GATHER_NAME),
+        common_fsdp.patch_reduce_scatter: (dist, torch_facts.REDUCE_SCATTER_NAME),
+        common_fsdp.patch_all_reduce: (dist, "all_reduce"),
+        common_fsdp.patch_foreach_all_gather: (param_group, "foreach_all_gather"),
+        common_fsdp.patch_foreach_reduce: (param_group, "foreach_reduce"),
+        common_fsdp.patch_unshard: (group, "unshard"),
+        common_fsdp.patch_reshard: (group, "reshard"),
+        common_fsdp.patch_post_backward: (group, "post_backward"),
+        common_fsdp.patch_register_post_backward_hook_backward: (param_group.RegisterPostBackwardFunction, "backward"),
+    }
+
+
+class PatchTests:
+    """For ranks that are processes, and for ranks that are threads and share what is patched."""
+
+    def step(self):
+        """A step of three FSDP2 modules over a 2 by 1 mesh, so that gradients are reduced over both dimensions."""
+        mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(MLP(4), MLP(4)).to(accelerator.current().device(self.rank))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        # An input that needs a gradient: FSDP2 hangs its backward on the inputs, and the first module's would run late.
+        x = torch.ones(2, 4, device=accelerator.current().device(self.rank), requires_grad=True)
+        model(x).sum().backward()
+
+    def test_every_patch_counts_its_calls_and_goes(self):
+        # Two modules with parameters. Both reshard after forward, and are gathered again for backward.
+        expected = {
+            "foreach_all_gather": 4,
+            torch_facts.ALL_GATHER_NAME: 4,
+            "foreach_reduce": 2,
+            torch_facts.REDUCE_SCATTER_NAME: 2,
+            "all_reduce": 2,
+            "post_backward": 2,
+            "backward": 2,
+        }
+        for patch, (owner, name) in patches().items():
+            stored = inspect.getattr_static(owner, name)
+            original = getattr(owner, name)
+            calls = []
+
+            def counting(*args, calls=calls, original=original, **kwargs):
+                calls.append(dist.get_rank())
+                return original(*args, **kwargs)
+
+            with patch(counting):
+                self.step()
+            self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
+            self.assertEqual(set(calls), {self.rank}, msg=name)
+            self.assertEqual(len(calls), expected.get(name, len(calls)), msg=name)
+            before = len(calls)
+            self.step()
+            self.assertEqual(len(calls), before, msg=name)
+
+    def test_every_patch_goes_with_an_exception(self):
+        for patch, (owner, name) in patches().items():
+            stored = inspect.getattr_static(owner, name)
+            with self.assertRaisesRegex(RuntimeError, "on all ranks"):
+                with patch(mock.Mock()):
+                    dist.barrier()  # threads share the patch: none leaves before the others are in
+                    raise RuntimeError("on all ranks")
+            dist.barrier()
+            self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
+
+    def test_patches_nest(self):
+        original = getattr(dist, torch_facts.ALL_GATHER_NAME)
+        outer, inner = mock.Mock(side_effect=original), mock.Mock(side_effect=original)
+        with common_fsdp.patch_all_gather(outer):
+            current = getattr(dist, torch_facts.ALL_GATHER_NAME)
+            dist.barrier()
+            with common_fsdp.patch_all_gather(inner):
+                self.assertIsNot(getattr(dist, torch_facts.ALL_GATHER_NAME), current)
+                dist.barrier()
+            dist.barrier()
+            self.assertIs(getattr(dist, torch_facts.ALL_GATHER_NAME), current)
+            dist.barrier()
+        self.assertIs(getattr(dist, torch_facts.ALL_GATHER_NAME), original)
+
+
+class TestPatches(PatchTests, FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def test_a_lone_exception_does_not_wait_for_the_others(self):
+        start = time.monotonic()
+        with self.assertRaisesRegex(RuntimeError, "here alone") if self.rank == 1 else mock.MagicMock():
+            with common_fsdp.patch_all_reduce(mock.Mock()):
+                if self.rank == 1:
+                    raise RuntimeError("here alone")
+                # As long as nobody takes part for rank 1, the others wait here.
+                dist.barrier()
+        if self.rank == 1:
+            self.assertLess(time.monotonic() - start, 5)
+            for _ in range(2):  # the barriers that the others are in: in the body, and at the end
+                dist.barrier()
+
+    def test_reduce_scatter_with_assert(self):
+        seen = []
+        wrapped = functools.partial(
+            reduce_scatter_with_assert, self, getattr(dist, torch_facts.REDUCE_SCATTER_NAME), seen.append
+        )
+        with common_fsdp.patch_reduce_scatter(wrapped):
+            self.step()
+        self.assertEqual([output.dtype for output in seen], [torch.float32] * 2)
+        returned = mock.Mock(return_value="work")
+        output = torch.ones(1)
+        self.assertEqual(reduce_scatter_with_assert(self, returned, seen.append, output, 2, op=3), "work")
+        returned.assert_called_once_with(output, 2, op=3)
+        self.assertIs(seen[-1], output)
+        with self.assertRaisesRegex(AssertionError, "without an output"):
+            reduce_scatter_with_assert(self, returned, seen.append, input=output)
+
+
+class TestPatchesInThreads(PatchTests, FSDPTestMultiThread):
+    @property
+    def world_size(self):
+        return 4
+
+
+class TestPatchesAlone(TestCase):
+    def test_no_group_no_barrier(self):
+        with common_fsdp.patch_all_reduce(lambda tensor: "replaced"):
+            self.assertEqual(dist.all_reduce(torch.ones(1)), "replaced")
+
+
+class TestShardedParity(TwoRanks):
+    def pair(self, **kwargs):
+        torch.manual_seed(0)
+        reference = MLP(5, **kwargs).to(self.device)  # 20 rows split evenly, 5 do not
+        sharded = copy.deepcopy(reference)
+        fully_shard(sharded)
+        return reference, sharded
+
+    def differs(self, reference, sharded, message, **kwargs):
+        with self.assertRaisesRegex(AssertionError, message):
+            check_sharded_parity(self, reference, sharded, **kwargs)
+
+    def test_equal_modules_pass(self):
+        reference, sharded = self.pair()
+        check_sharded_parity(self, reference, sharded)
+        self.backward(reference, sharded)
+        check_sharded_parity(self, reference, sharded)
+
+    def backward(self, reference, sharded):
+        x = torch.full((2, 5), float(self.rank + 1), device=self.device)
+        for module in (reference, sharded):
+            module(x).sum().backward()
+        for param in reference.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+
+    def test_parameters_that_only_one_module_has(self):
+        reference, sharded = self.pair()
+        fewer, sharded_fewer = self.pair(bias=False)
+        self.differs(fewer, sharded, r"of the sharded module only: \['in_proj.bias', 'out_proj.bias'\]")
+        self.differs(reference, sharded_fewer, r"of the replicated module only: \['in_proj.bias', 'out_proj.bias'\]")
+        self.differs(nn.Identity(), nn.Identity(), "nothing was compared")
+
+    def test_names_and_order(self):
+        reference, sharded = self.pair()
+        wrapped = nn.Sequential(reference)
+        self.differs(wrapped, sharded, "of the replicated module only")
+        check_sharded_parity(self, reference, nn.Sequential(sharded), prefixes_to_ignore=("0.",))
+        turned = nn.Module()
+        turned.out_proj, turned.in_proj = reference.out_proj, reference.in_proj
+        self.differs(turned, sharded, "differ in order")
+
+    def test_values_on_the_rank_that_holds_them(self):
+        reference, sharded = self.pair()
+        with torch.no_grad():
+            # Each rank's own shard, in its last row; the others' shards are as they were.
+            sharded.in_proj.weight.to_local()[-1, 0] += 1
+        self.differs(reference, sharded, r"parameter 'in_proj.weight', local shard")
+
+    def test_replica_that_drifted_on_one_rank(self):
+        reference, sharded = self.pair()
+        with torch.no_grad():
+            reference.out_proj.bias += self.rank
+        if self.rank == 0:
+            check_sharded_parity(self, reference, sharded)
+        else:
+            self.differs(reference, sharded, "parameter 'out_proj.bias'")
+
+    def test_gradients(self):
+        reference, sharded = self.pair()
+        self.backward(reference, sharded)
+        kept = reference.in_proj.bias.grad
+        reference.in_proj.bias.grad = None
+        self.differs(
+            reference, sharded, "gradient of 'in_proj.bias': the sharded module has one, the replicated module"
+        )
+        reference.in_proj.bias.grad = kept + 1
+        self.differs(reference, sharded, "gradient of 'in_proj.bias', local shard")
+        reference.in_proj.bias.grad, sharded.in_proj.bias.grad = kept, None
+        self.differs(
+            reference, sharded, "gradient of 'in_proj.bias': the replicated module has one, the sharded module"
+        )
+
+    def test_layouts(self):
+        reference, sharded = self.pair()
+        self.differs(
+            reference, reference, "parameter 'in_proj.weight' is a Parameter in the sharded module, not a DTensor"
+        )
+        mesh = init_device_mesh(accelerator.current().type, (1, 2), mesh_dim_names=("dp", "tp"))
+        twice = copy.deepcopy(reference)
+        weight = distribute_tensor(twice.in_proj.weight.detach(), mesh, [Shard(0), Shard(0)])
+        twice.in_proj.weight = nn.Parameter(weight)
+        self.differs(reference, twice, "another order")
+        wider = MLP(5, dim_multiplier=2).to(self.device)
+        self.differs(wider, sharded, r"parameter 'in_proj.weight' has the shape \(20, 5\), .* \(10, 5\)")
+
+
+class TestStates(TwoRanks):
+    def test_assert_module_states(self):
+        model = nn.BatchNorm1d(2)
+        pairs = []
+        states._assert_module_states(model, self.process_group, lambda *pair: pairs.append(pair))
+        self.assertEqual(len(pairs), 5)
+        with torch.no_grad():
+            model.running_mean += self.rank
+        with self.assertRaises(AssertionError):
+            states._assert_module_states(model, self.process_group, self.assertEqual)
+        other = nn.Linear(1, 1) if self.rank else nn.Linear(1, 1, bias=False)
+        with self.assertRaisesRegex(AssertionError, "rank 1 has"):
+            states._assert_module_states(other, self.process_group, self.assertEqual)
+
+    def test_zero_model(self):
+        model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(self.device))
+        states._zero_model(model)
+        self.assertEqual(sum(param.abs().sum().item() for param in get_full_params(model)), 0)
+        self.assertEqual(sum(buffer.abs().sum().item() for buffer in model.buffers()), 3)  # the running variance
+        states._zero_model(model, zero_buffers=True, summon_full=False)
+        self.assertEqual(sum(buffer.abs().sum().item() for buffer in model.buffers()), 0)
+
+    def test_full_params(self):
+        plain = self.build(NestedWrappedModule)
+        model = FSDP(self.build(NestedWrappedModule, RECURSIVE))
+        self.assertEqual(get_full_params(model), list(plain.parameters()))
+        sizes = [param.numel() for param in get_full_params(model, recurse=False)]
+        self.assertNotEqual(sizes, [param.numel() for param in plain.parameters()])
+
+    def test_state_dicts(self):
+        layer = nn.Linear(2, 2)
+        mine = {name: tensor + self.rank for name, tensor in layer.state_dict().items()}
+        before = copy.deepcopy(mine)
+        received = states._broadcast_state_dict(self.rank, mine)
+        self.assertEqual(mine, before)
+        shared = [None, None]
+        dist.all_gather_object(shared, {name: tensor.cpu() for name, tensor in received.items()})
+        self.assertEqual(shared[0], shared[1])
+        self.assertEqual(received["bias"].device, self.device)
+        if self.rank == 0:
+            self.assertEqual(received, before)
+        halved = states._get_state_dict(layer, half=True)
+        self.assertEqual({tensor.dtype for tensor in halved.values()}, {torch.float16})
+        self.assertIs(states._maybe_wrap_fsdp(layer, False), layer)
+        self.assertIsInstance(states._maybe_wrap_fsdp(nn.Linear(2, 2), True, self.process_group), FSDP)
+
+
+class TestSubstitutes(TwoRanks):
+    def originals(self):
+        names = ((FSDP, "__init__"), (FlatParamHandle, "prepare_gradient_for_backward"), (torch.Tensor, "pin_memory"))
+        return {name: inspect.getattr_static(owner, name) for owner, name in names}
+
+    def test_install_and_uninstall(self):
+        substitutes.uninstall()  # what the test case has put in place
+        self.addCleanup(substitutes.uninstall)
+        before = self.originals()
+        has_synchronize = hasattr(torch.cpu.Stream, "synchronize")
+        bare = dataclasses.replace(accelerator.current(), capabilities=frozenset())
+        substitutes.install(bare)
+        during = self.originals()
+        for name, original in before.items():
+            self.assertIsNot(during[name], original, msg=name)
+        self.assertIsNone(torch.cpu.Stream().synchronize())
+        substitutes.install(bare)
+        self.assertEqual(self.originals(), during)
+        substitutes.uninstall()
+        self.assertEqual(self.originals(), before)
+        self.assertEqual(hasattr(torch.cpu.Stream, "synchronize"), has_synchronize)
+        substitutes.uninstall()
+
+    def test_a_full_device_gets_nothing(self):
+        substitutes.uninstall()
+        self.addCleanup(substitutes.uninstall)
+        before = self.originals()
+        full = dataclasses.replace(accelerator.current(), capabilities=frozenset(accelerator.CAPABILITIES))
+        substitutes.install(full)
+        self.assertEqual(self.originals(), before)
+
+    def test_device_id_reaches_every_constructor(self):
+        device = accelerator.current()
+        if device.has("device_memory"):
+            self.skipTest(f"{device.type} has a memory of its own and FSDP1 finds it without help")
+        nested = self.build(AlwaysWrapNestedWrappedModule, RECURSIVE)
+        for instance in FSDP.fsdp_modules(nested):
+            self.assertEqual(instance.compute_device, device.device(self.rank))
+        layer = nn.Linear(2, 2)
+        # By position, by name, and as None.
+        for arguments in ((layer,), (layer, None, None, None, None, None, None, None, None, None)):
+            self.assertEqual(FSDP(*arguments).compute_device, self.device)
+        self.assertEqual(FSDP(nn.Linear(2, 2), device_id=None).compute_device, self.device)
+        self.assertEqual(list(inspect.signature(FSDP).parameters)[:2], ["module", "process_group"])
+        substitutes.uninstall()
+        self.addCleanup(substitutes.install, device)
+        with mock.patch.object(torch._C, "_get_accelerator", lambda: self.device):
+            with self.assertRaisesRegex(RuntimeError, "needs a non-CPU accelerator"):
+                FSDP(nn.Linear(2, 2))
+
+    def test_no_sync_accumulates_with_offload(self):
+        # What the substitute drops is the offloaded gradient of a step before, never what no_sync has gathered.
+        plain = self.build(NestedWrappedModule)
+        (x,) = plain.get_input(self.device)
+        plain(x).sum().backward()
+        for strategy in STRATEGIES:
+            kwargs = {"cpu_offload": CPUOffload(offload_params=True), "sharding_strategy": strategy}
+            model = FSDP(self.build(NestedWrappedModule, device_mode=NEVER), use_orig_params=True, **kwargs)
+            with model.no_sync():
+                model(x).sum().backward()
+            model(x).sum().backward()
+            with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+                found = [param.grad.clone() for param in model.parameters()]
+            for param, grad in zip(plain.parameters(), found, strict=True):
+                expected = 2 * param.grad
+                dist.all_reduce(expected)
+                self.assertEqual(grad, expected / 2, msg=str(strategy))
+
+    def test_fsdp2_offload_with_its_default_policy(self):
+        torch.manual_seed(0)
+        reference = MLPStack(4).to(self.device)
+        model = copy.deepcopy(reference).cpu()
+        for module in (*model, model):
+            fully_shard(module, offload_policy=CPUOffloadPolicy())
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (reference, model)]
+        for step in range(3):
+            x = torch.full((2, 4), step + self.rank + 1.0, device=self.device)
+            for each, optim in zip((reference, model), optims, strict=True):
+                optim.zero_grad()
+                each(x).sum().backward()
+            for param in reference.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= 2
+            check_sharded_parity(self, reference, model)
+            for optim in optims:
+                optim.step()
+        check_sharded_parity(self, reference, model)
+        self.assertEqual({param.device.type for param in model.parameters()}, {"cpu"})  # the CPU is the subject
+
+
+# ``compiled_fsdp_test`` replaces this name in this module.
+ORIGINAL = fully_shard
+
+
+class TestCompiled(TwoRanks):
+    modes: list
+
+    @compiled_fsdp_test(compile_compute_on_module=MLP)
+    def body(self, fail_in=None):
+        mode = FullyShardMode.EAGER if fully_shard is ORIGINAL else FullyShardMode.COMPILED_COMPUTE
+        model = nn.Sequential(MLP(2)).to(self.device)
+        with mock.patch.object(nn.Module, "compile", autospec=True) as compile:
+            self.assertIs(fully_shard(model[0]), model[0])
+            fully_shard(model)
+        self.modes.append((mode, [type(call.args[0]).__mro__[2] for call in compile.call_args_list]))
+        if mode is fail_in:
+            raise ZeroDivisionError
+
+    def test_both_modes_run_and_the_name_comes_back(self):
+        for fail_in, ran in ((None, 2), (FullyShardMode.COMPILED_COMPUTE, 2), (FullyShardMode.EAGER, 1)):
+            self.modes = []
+            with mock.patch.object(compiled, "_why_not_compiled", lambda: None):
+                with self.assertRaises(ZeroDivisionError) if fail_in else mock.MagicMock():
+                    self.body(fail_in=fail_in)
+            expected = [(FullyShardMode.EAGER, []), (FullyShardMode.COMPILED_COMPUTE, [MLP])]
+            self.assertEqual(self.modes, expected[:ran])
+            self.assertIs(fully_shard, ORIGINAL)
+            dist.barrier()
+
+    def test_what_cannot_be_compiled_is_said(self):
+        self.modes = []
+        with mock.patch.object(compiled, "_why_not_compiled", lambda: "no compiler here"):
+            with self.assertWarnsRegex(UserWarning, "only the eager mode ran: no compiler here"):
+                self.body()
+        self.assertEqual([mode for mode, _ in self.modes], [FullyShardMode.EAGER])
+
+    def test_a_module_without_the_name_is_refused(self):
+        elsewhere = {"__name__": "elsewhere"}
+        exec("def body(): pass", elsewhere)
+        with self.assertRaisesRegex(AssertionError, "no global 'fully_shard'"):
+            compiled_fsdp_test()(elsewhere["body"])()
+
+    def test_the_older_name_is_no_test(self):
+        self.assertIs(common_fsdp.test_compiled_fsdp, compiled_fsdp_test)
+        self.assertFalse(common_fsdp.test_compiled_fsdp.__test__)
+        loaded = unittest.defaultTestLoader.loadTestsFromModule(common_fsdp)
+        self.assertEqual(loaded.countTestCases(), 0)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,82 @@
+"""How good the plan is: its makespan against the lower bound and against upstream's policy, and the time to plan.
+
+Upstream's policy for distributed files is one after the other, whatever number of devices each of them uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch_fsdp_tests.dispatch import plan, times
+from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.plan import Job, TestRun
+
+DEFAULT_RANKS = 4
+ROUNDS = 50  # random suites of a kind
+
+
+def _compare(jobs: Sequence[Job], devices: int) -> tuple[float, float]:
+    """Our makespan and upstream's, both as multiples of the lower bound."""
+    default = plan.assumed(job.part for job in jobs)
+    bound = plan.lower_bound(jobs, devices, default)
+    ours = plan.makespan(plan.simulate(plan.order(jobs, devices, default), devices, default))
+    return ours / bound, sum(job.part.get_time(default) for job in jobs) / bound
+
+
+def _random_jobs(draw: random.Random, count: int, devices: int) -> list[Job]:
+    """Files as they come: most short, a few long, most on two devices or four."""
+    seconds = {f"test_{number:05d}": draw.lognormvariate(3.3, 1.0) for number in range(count)}
+    needs = {name: draw.choices((1, 2, 4, 8), (2, 5, 4, 1))[0] for name in seconds}
+    return plan.make_jobs(plan.split(map(TestRun, seconds), seconds, {}), needs, devices)
+
+
+def _recorded_jobs(directory: Path, devices: int, paths: Sequence[Path]) -> list[Job]:
+    """The files of a test directory whose times are recorded."""
+    known = times.load(paths, os.environ)
+    files = [file for file in discover(directory) if file.name in known.files]
+    needs = {file.name: file.needs().ranks(DEFAULT_RANKS) for file in files}
+    parts = plan.split([TestRun(file.name) for file in files], known.files, known.classes)
+    return plan.make_jobs(parts, needs, devices)
+
+
+def main(argv: list[str]) -> int:
+    """Print a table: multiples of the lower bound, and seconds of planning."""
+    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.benchmarks dispatch", description=__doc__)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--test-directory", type=Path, default=Path("test"))
+    parser.add_argument("--test-times", type=Path, action="append", default=[])
+    asked = parser.parse_args(argv)
+    print(f"makespan on {asked.devices} devices, as a multiple of the lower bound (1.00 is perfect)")
+    print(f"{'files':38s} {'ours':>7s} {'worst':>7s} {'one after the other':>20s}")
+    recorded = _recorded_jobs(asked.test_directory, asked.devices, asked.test_times)
+    if recorded:
+        ours, theirs = _compare(recorded, asked.devices)
+        print(f"{f'{len(recorded)} with recorded times':38s} {ours:7.3f} {ours:7.3f} {theirs:20.2f}")
+    else:
+        print("no recorded times: run_test.py --save-times DIR makes them, --test-times reads them")
+    for count in (54, 200, 1000):
+        draw = random.Random(count)
+        pairs = [_compare(_random_jobs(draw, count, asked.devices), asked.devices) for _ in range(ROUNDS)]
+        mine, upstream = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+        name = f"{count} random, median of {ROUNDS} suites"
+        print(f"{name:38s} {statistics.median(mine):7.3f} {max(mine):7.3f} {statistics.median(upstream):20.2f}")
+    seconds = _planning_seconds(10_000, 256, asked.devices)
+    print(f"planning 10,000 files onto 256 shards, and ordering each of these: {seconds:.2f} s")
+    return 0
+
+
+def _planning_seconds(files: int, shards: int, devices: int) -> float:
+    draw = random.Random(0)
+    known = {f"test_{number:05d}": draw.lognormvariate(3.3, 1.0) for number in range(files)}
+    needs = {name: draw.choice((1, 2, 4)) for name in known}
+    began = time.perf_counter()
+    default = statistics.fmean(known.values())
+    for _, parts in plan.calculate_shards(shards, list(map(TestRun, known)), known, weights=needs):
+        plan.order(plan.make_jobs(parts, needs, devices), devices, default)
+    return time.perf_counter() - began

@@ -1,0 +1,62 @@
+"""Models and test cases for tests of DTensor and tensor parallelism.
+
+Stands where ``torch/testing/_internal/distributed/_tensor/common_dtensor.py`` stands, as far as FSDP's tests use it.
+``DEVICE_TYPE``, ``PG_BACKEND`` and ``NUM_DEVICES`` are looked up when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+
+from .cases import (
+    DTensorContinuousTestBase,
+    DTensorOpTestBase,
+    DTensorTestBase,
+    DTensorTestMixin,
+    map_local_for_rank,
+    map_local_tensor_for_rank,
+    num_devices,
+    skip_unless_torch_gpu,
+    with_comms,
+)
+from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP, Experts, TensorParallelForExpert
+from .layers import MLPModule, MLPStacked, RMSNormPython
+from .transformer import Attention, FeedForward, ModelArgs, Transformer, TransformerBlock
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NUM_DEVICES":
+        return num_devices()
+    if name in ("DEVICE_TYPE", "PG_BACKEND"):
+        device = accelerator.current()
+        return device.type if name == "DEVICE_TYPE" else device.backend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Attention",
+    "DTensorContinuousTestBase",
+    "DTensorOpTestBase",
+    "DTensorTestBase",
+    "DTensorTestMixin",
+    "ExpertLayer",
+    "ExpertParallel",
+    "ExpertParallelWithTP",
+    "Experts",
+    "FeedForward",
+    "MLPModule",
+    "MLPStacked",
+    "ModelArgs",
+    "RMSNormPython",
+    "TensorParallelForExpert",
+    "Transformer",
+    "TransformerBlock",
+    "map_local_for_rank",
+    "map_local_tensor_for_rank",
+    "skip_if_lt_x_gpu",
+    "skip_unless_torch_gpu",
+    "with_comms",
+]

@@ -1,0 +1,206 @@
+"""Test cases for DTensor: ranks with a device mesh."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import (
+    MultiProcContinuousTest,
+    MultiProcessTestCase,
+    MultiThreadedTestCase,
+    requires,
+    run_subtests,
+)
+from torch_fsdp_tests.common_fsdp import substitutes
+
+if TYPE_CHECKING:
+    from torch_fsdp_tests.common_utils import TestCase as _Base
+else:
+    _Base = object
+
+__unittest = True
+
+MOST_DEVICES = 4  # more ranks show nothing that 4 do not, as upstream has it
+
+Test = Callable[..., Any]
+
+
+def num_devices() -> int:
+    """World size of a test that states none: that of the device under test, at most 4."""
+    return min(MOST_DEVICES, accelerator.current().ranks)
+
+
+def skip_unless_torch_gpu(method: Test) -> Test:
+    """Skip unless the default number of ranks finds room: devices, or the CPU, which upstream's would refuse."""
+    return requires(lambda: accelerator.current().lacks_room_for(num_devices()))(method)
+
+
+class DTensorTestMixin(_Base):
+    """What the DTensor test cases have in common."""
+
+    rank: int
+    world_size: Any
+
+    @property
+    def is_local_tensor_enabled(self) -> bool:
+        """Whether one process plays all ranks; never here."""
+        return False
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device under test; upstream's turns to the CPU where devices are few, ours skips."""
+        return accelerator.current().type
+
+    def build_device_mesh(self) -> DeviceMesh:
+        """A new one-dimensional mesh of all ranks."""
+        return init_device_mesh(self.device_type, (int(self.world_size),))
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """:meth:`build_device_mesh`, built once a test; a test may assign its own."""
+        return self.build_device_mesh()
+
+    def init_manual_seed_for_rank(self) -> None:
+        """Give each rank random numbers of its own."""
+        torch.manual_seed(self.rank)
+
+    def run_subtests(self, *args: Any, **kwargs: Any) -> None:
+        """See :func:`torch_fsdp_tests.common_distributed.run_subtests`."""
+        run_subtests(self, *args, **kwargs)
+
+    def _test_op_on_dtensor(self, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Fail unless the operator gives on DTensors what it gives on the full tensors. All outputs must be
+        DTensors."""
+
+        def full(value: Any) -> Any:
+            return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
+
+        expected = op_call(*tree_map(full, args), **tree_map(full, kwargs))
+        found = tree_leaves(op_call(*args, **kwargs))
+        self.assertEqual([each.full_tensor() for each in found], tree_leaves(expected))
+
+
+class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
+    """Every test runs in ``world_size`` rank processes; :func:`with_comms` gives it a process group.
+
+    ``world_size`` is that of the device under test, at most 4. As with ``FSDPTest``, a device without a runtime of
+    its own gets the substitutes of :mod:`torch_fsdp_tests.common_fsdp.substitutes`.
+    """
+
+    @property
+    def world_size(self) -> int:
+        return num_devices()
+
+    @property
+    def backend(self) -> str:
+        """The backend of the process group."""
+        return accelerator.current().backend
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def init_pg(self, eager_init: bool, backend: str | None = None) -> None:
+        """Make the default group, of :attr:`backend` or the given one; ``eager_init`` connects its ranks at once."""
+        device = accelerator.current()
+        mine = device.bind(self.rank)
+        substitutes.install(device)
+        dist.init_process_group(
+            self.backend if backend is None else backend,
+            init_method=f"file://{self.file_name}",
+            world_size=int(self.world_size),
+            rank=self.rank,
+            timeout=timedelta(seconds=self.collective_timeout),
+            device_id=mine if eager_init and mine.index is not None else None,
+        )
+
+    def destroy_pg(self, device_id: int | None = None) -> None:
+        """Wait for all ranks, over the given device or this rank's own, and end the default group."""
+        if device_id is None:
+            device_id = accelerator.current().device(self.rank).index
+        dist.barrier(device_ids=None if device_id is None else [device_id])
+        dist.destroy_process_group()
+
+
+def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> Any:
+    """Run a test method between ``init_pg`` and ``destroy_pg`` of its test case; with arguments or without parentheses.
+
+    A test case without ``init_pg`` has its group already. After an exception the group is left to the harness: the
+    other ranks may be in a collective, and there is nothing to wait for.
+    """
+
+    def decorator(func: Test) -> Test:
+        @functools.wraps(func)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not hasattr(self, "init_pg"):
+                return func(self, *args, **kwargs)
+            self.init_pg(eager_init is True, backend)
+            func(self, *args, **kwargs)
+            self.destroy_pg()
+
+        return wrapper
+
+    return decorator(eager_init) if callable(eager_init) else decorator
+
+
+class DTensorContinuousTestBase(DTensorTestMixin, MultiProcContinuousTest):
+    """As :class:`DTensorTestBase`, but the ranks and their process group stay for all tests of the class."""
+
+    device_type = DTensorTestMixin.device_type  # type: ignore[assignment]  # upstream's is a property here, too
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return accelerator.current().backend
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        device = accelerator.current()
+        device.bind(rank)
+        substitutes.install(device)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+
+# Threads that propagate shardings share a fake mode; torch's own lock does nothing, for speed, where ranks are
+# processes.
+_propagation_lock = threading.Lock()
+
+
+class DTensorOpTestBase(DTensorTestMixin, MultiThreadedTestCase):
+    """Every test runs in ``world_size`` threads over an in-process group, by default as many as :func:`num_devices`."""
+
+    @property
+    def world_size(self) -> int:
+        return num_devices()
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def perThreadSetUp(self) -> None:
+        super().perThreadSetUp()
+        if hasattr(ShardingPropagator, "_fake_mode_lock"):
+            ShardingPropagator._fake_mode_lock = _propagation_lock
+
+
+def map_local_tensor_for_rank(
+    tensor: torch.Tensor, rank: int, func: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """``func(tensor, rank)``: each rank is a process or thread here, never one process that plays them all."""
+    return func(tensor, rank)
+
+
+def map_local_for_rank(rank: int, func: Callable[[int], Any]) -> Any:
+    """``func(rank)``; see :func:`map_local_tensor_for_rank`."""
+    return func(rank)
