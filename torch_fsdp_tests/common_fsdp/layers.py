@@ -85,7 +85,7 @@ class MLPStack(nn.Sequential):
         if self.with_seq_parallel:
             plan["3"] = SequenceParallel(sequence_dim=1)
         parallelize_module(self, tp_mesh, plan)
-        for mlp in self[:3]:
+        for mlp in list(self)[:3]:
             if use_activation_checkpointing:
                 checkpoint(mlp)
             fully_shard(mlp, mesh=dp_mesh, **fsdp_kwargs)

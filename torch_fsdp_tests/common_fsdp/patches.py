@@ -1,7 +1,8 @@
 """Putting something else in the place of a collective, or of a step of FSDP2, for the length of a context.
 
 Ranks may be threads, which share what is patched. So every rank enters and leaves a patch together: a barrier stands
-between reading the original and replacing it, and another one before it is put back. Each ``patch_*`` is therefore a
+between reading the original and replacing it, and another one before it is put back. Of the replacements that threads
+bring, the last one written serves them all, so they should be alike. Each ``patch_*`` is therefore a
 collective over the default group; without a group there is one rank, and nobody to wait for.
 """
 

@@ -16,6 +16,7 @@ from torch_fsdp_tests import host
 
 __unittest = True
 
+DEATH_NEWS = 1.0  # seconds that the news of a rank's death may come after what it caused
 TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is counted
 
 
@@ -205,14 +206,23 @@ def judge(
     bad = [report for report in reports if not _passed(report)]
     if not bad:
         return Verdict(Kind.PASSED)
-    # A rank that waited longest without a word is the last to speak: what the others raised explains it.
-    bad.sort(key=lambda report: (report.waited, reasons[report.rank] is not None, report.at))
+    # A rank that waited without a word is the last to speak: what the others raised explains it.
+    bad.sort(key=lambda report: (report.waited, reasons[report.rank] is not None, _cause_at(report)))
     first = bad[0]
     crashed = any(report.outcome is None and not report.ending.ours and reasons[report.rank] is None for report in bad)
     raised = first.outcome is not None and first.outcome.kind in (Kind.FAILED, Kind.ERROR)
     kind = first.outcome.kind if first.outcome is not None and raised else Kind.ERROR
     text = "\n\n".join(_paragraphs(bad, reasons, len(reports), limit))
     return Verdict(kind, text, from_body=raised and not crashed)
+
+
+def _cause_at(report: RankReport) -> float:
+    """When a rank went wrong, for the order of causes.
+
+    A death reaches the test process by way of the server; the others may tell sooner that their peer is gone.
+    """
+    died = report.outcome is None and not report.ending.ours
+    return report.at - DEATH_NEWS if died else report.at
 
 
 def _passed(report: RankReport) -> bool:
