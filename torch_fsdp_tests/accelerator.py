@@ -25,6 +25,7 @@ import torch.distributed as dist
 DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
 BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
 RANKS_VARIABLE = "TORCH_FSDP_TESTS_RANKS"
+_PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # what a probe found, for ranks that are fresh interpreters
 ENTRY_POINTS = "torch_fsdp_tests.accelerators"
 
 CPU_RANKS = 4
@@ -154,12 +155,23 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
     return backend
 
 
+_found: dict[str, str] = {}
+
+
+def environment() -> Mapping[str, str]:
+    """Variables that spare a process started from here the probe that was made here."""
+    return dict(_found)
+
+
 @functools.cache
 def _probe(device_type: str, backend: str) -> dict:
     """Ask a device what it can do, in a process that ends afterwards.
 
     A fresh interpreter, since the asking process may fork later and must not have started the device's runtime.
     """
+    told = json.loads(os.environ.get(_PROBED_VARIABLE, "{}"))
+    if told.get("probe") == [device_type, backend]:
+        return told["facts"]
     command = [sys.executable, "-m", f"{__package__}.accelerator", device_type, backend]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
@@ -169,7 +181,9 @@ def _probe(device_type: str, backend: str) -> dict:
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigurationError(f"the device {device_type!r} cannot be used: {reason}")
-    return json.loads(done.stdout.splitlines()[-1])
+    facts = json.loads(done.stdout.splitlines()[-1])
+    _found.update({_PROBED_VARIABLE: json.dumps({"probe": [device_type, backend], "facts": facts})})
+    return facts
 
 
 def _works(attempt: Callable[[], object]) -> bool:

@@ -1,9 +1,9 @@
 """What a test costs beside its body: this package's harness against torch.testing._internal's, in the same run.
 
 The same source is run under both, only the import prefix differs: ``MultiProcessTestCase`` ranks make a gloo group,
-take one ``fully_shard`` step and leave. Runs are paired and take turns, since machines are noisy; a ratio is the median of
-the pairs' ratios. Two figures matter and are always both given: seconds per further test, and the whole file with all
-imports, a second import of torch in helper processes included.
+take one ``fully_shard`` step and leave. Runs are paired and take turns, since machines are noisy; a ratio is the median
+of the pairs' ratios. Two figures matter and are always both given: seconds per further test, and the whole file with
+all imports, a second import of torch in helper processes included.
 """
 
 from __future__ import annotations

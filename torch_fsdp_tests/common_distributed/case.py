@@ -152,7 +152,7 @@ class RankTestCase(TestCase):
         state.notes.add(self.id(), leaks)
 
     @contextlib.contextmanager
-    def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:  # type: ignore[override]
+    def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:
         """In a rank: count the subtest, let a skip end only it, and put its parameters into a failure.
 
         A failure ends the rank's test, unlike in plain unittest: the other ranks may wait in a collective of the

@@ -97,6 +97,8 @@ class MultiProcContinuousTest(RankTestCase):
         try:
             self._conclude(group.run(self._testMethodName, limit), limit)
             kept = True
+            state.notes.add(self.id(), list(dict.fromkeys(group.leaks)))
+            group.leaks.clear()
         finally:
             if not kept:  # the ranks may be anywhere; the next test gets new ones
                 type(self)._group = None
@@ -116,8 +118,8 @@ class MultiProcContinuousTest(RankTestCase):
                     started = True
                 with state.saved_state() as leaks:
                     cls._run_test_given_id(test)
-                if leaks:
-                    state.notes.add(test, leaks)
+                for leak in leaks:
+                    assignment.name_leak(leak)
 
             assignment.report(run_in_rank(rank, live))
         if dist.is_initialized():

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._triton import has_triton
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import flags
 
 from .modes import FullyShardMode
 from .patches import swapped
@@ -35,11 +36,13 @@ def fully_shard_with_compiled_compute(
 
 
 def _why_not_compiled() -> str | None:
-    """Why Inductor cannot compile for the device under test, in words, or None."""
-    if accelerator.current().is_host:
-        compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
-        return None if any(map(shutil.which, filter(None, compilers))) else "Inductor needs a C++ compiler for the CPU"
-    return None if has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
+    """Why the compiled mode is left out for the device under test, in words, or None."""
+    if not accelerator.current().is_host:
+        return None if has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
+    if not flags.TEST_WITH_SLOW:
+        return "a C++ compiler takes half a minute for each test; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+    compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
+    return None if any(map(shutil.which, compilers)) else "Inductor needs a C++ compiler for the CPU"
 
 
 def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Test], Test]:
@@ -47,8 +50,8 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
 
     In the compiled mode the global name ``fully_shard`` of the test's module stands for
     :func:`fully_shard_with_compiled_compute`, so the test must call it by that name. Where Inductor cannot compile for
-    the device under test that mode is left out with a warning. Differs from upstream's: the CPU counts as a device
-    to compile for, and what is patched is put back also when the test fails.
+    the device under test that mode is left out with a warning. Differs from upstream's: the CPU is compiled for where
+    slow tests are asked for, and what is patched is put back also when the test fails.
     """
     compiling = functools.partial(
         fully_shard_with_compiled_compute, compile_compute_on_module=compile_compute_on_module

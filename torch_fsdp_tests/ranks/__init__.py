@@ -15,6 +15,9 @@ import sys
 import threading
 from types import FrameType
 
+import torch
+
+from torch_fsdp_tests import accelerator, events
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks import rank as _rank
 from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE, RankGroup
@@ -62,9 +65,20 @@ def prepare() -> None:
     if _ready or in_rank() or not wanted:
         return
     _ready = True
+    _record_facts()  # asks for the device, so that the server and its ranks find the answer in their memory
     living_server()
     atexit.register(_close)
     _take_sigterm()
+
+
+def _record_facts() -> None:
+    """Tell the dispatcher what is under test. A wish that cannot be met is left to the first test to complain of."""
+    try:
+        device = accelerator.current()
+    except accelerator.ConfigurationError:
+        return
+    facts = {"device": device.type, "backend": device.backend, "ranks": device.ranks}
+    events.record(torch=torch.__version__, shared=0 < device.count < device.ranks, **facts)
 
 
 def _close() -> None:

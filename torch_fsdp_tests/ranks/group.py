@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests import accelerator, host
 from torch_fsdp_tests.ranks import rank as rank_side
 from torch_fsdp_tests.ranks import server as server_side
 from torch_fsdp_tests.ranks.channel import Channel
@@ -375,7 +375,7 @@ def _read(descriptor: int) -> bytes | None:
 
 def _environment() -> dict[str, str]:
     """The environment of a rank: this process', and the loopback interface for gloo unless somebody chose another."""
-    return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **os.environ}
+    return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **accelerator.environment(), **os.environ}
 
 
 def _text_of(path: Path) -> str:

@@ -82,6 +82,11 @@ class Assignment:
         with _reporting:
             self._channel.send({"outcome": outcome.to_json()})
 
+    def name_leak(self, leak: str) -> None:
+        """Tell the test process of something that a test left behind in this rank."""
+        with _reporting:
+            self._channel.send({"leak": f"{leak} in rank {self.index}"})
+
     def orders(self) -> Iterable[str]:
         """The tests to run: the one it was started for, or as many as the test process sends, until it says no more."""
         if self.test is not None:
@@ -103,11 +108,12 @@ def main(request: Mapping, index: int, channel: Channel, last_words: int, server
         _settle(request, index, last_words, server)
         target = find(request["module"], request["qualname"])
         before = list(threading.enumerate())
-        target._serve_rank(Assignment(request, index, channel))
+        assignment = Assignment(request, index, channel)
+        target._serve_rank(assignment)
         code = 0
         for thread in threading.enumerate():
             if thread not in before and not thread.daemon:
-                channel.send({"leak": f"left the thread {thread.name!r} running in rank {index}"})
+                assignment.name_leak(f"left the thread {thread.name!r} running")
         atexit._run_exitfuncs()
     except SystemExit as leaving:
         code = _exit_code(leaving)

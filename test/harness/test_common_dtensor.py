@@ -1,0 +1,308 @@
+"""The models and test cases for DTensor: parallel models compute what plain ones do, and cases make their groups."""
+
+from __future__ import annotations
+
+import copy
+import os
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.distributed._tensor import common_dtensor
+from torch_fsdp_tests.distributed._tensor.common_dtensor import (
+    DTensorContinuousTestBase,
+    DTensorOpTestBase,
+    DTensorTestBase,
+    Experts,
+    MLPModule,
+    MLPStacked,
+    ModelArgs,
+    RMSNormPython,
+    Transformer,
+    map_local_for_rank,
+    map_local_tensor_for_rank,
+    skip_if_lt_x_gpu,
+    skip_unless_torch_gpu,
+    with_comms,
+)
+
+TOKENS = (4, 8)  # batch and sequence
+
+
+def transformer(**kwargs):
+    torch.manual_seed(7)
+    return Transformer(ModelArgs(dropout_p=0.0, **kwargs)).to(accelerator.current().type)
+
+
+def tokens(length=TOKENS[1]):
+    torch.manual_seed(11)
+    return torch.randint(0, 8, (TOKENS[0], length), device=accelerator.current().type)
+
+
+class TestModels(TestCase):
+    def test_rms_norm(self):
+        norm = RMSNormPython(4)
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            norm.weight.copy_(torch.arange(4.0))
+        self.assertEqual(norm(x), nn.functional.rms_norm(x, (4,), norm.weight, eps=1e-6))
+
+    def test_mlps(self):
+        first, second = MLPModule(None), MLPModule(None)
+        self.assertEqual(first.net1.weight, second.net1.weight, rtol=0, atol=0)
+        torch.manual_seed(5)
+        self.assertEqual(first.net1.weight, nn.Linear(10, 16).weight, rtol=0, atol=0)
+        x = torch.randn(2, 10)
+        self.assertEqual(first(x), first.net2(torch.relu(first.net1(x))))
+        self.assertEqual(MLPStacked(None, n_layers=2)(x), first(first(x)))
+        first.reset_parameters()
+        self.assertNotEqual(first.net2.weight, second.net2.weight)
+        self.assertIsNone(MLPModule(None, bias=False).net2.bias)
+
+    def test_names_of_the_transformer(self):
+        names = {name: tuple(param.shape) for name, param in transformer().named_parameters()}
+        block = "layers.0."
+        self.assertEqual(
+            list(names)[:3], ["tok_embeddings.weight", "pos_embeddings.weight", f"{block}attention_norm.weight"]
+        )
+        self.assertEqual(names[f"{block}attention.wq.weight"], (16, 16))
+        self.assertEqual(names[f"{block}feed_forward.w1.bias"], (64,))
+        self.assertNotIn("output.weight", names)
+        self.assertIn("output.weight", dict(transformer(weight_tying=False).named_parameters()))
+        experts = dict(transformer(num_experts=2).named_parameters())
+        self.assertEqual(tuple(experts[f"{block}expert_layer.experts.w1"].shape), (2, 64, 16))
+
+    def test_outputs(self):
+        model = transformer(max_seq_len=8)
+        logits = model(tokens())
+        self.assertEqual((tuple(logits.shape), logits.dtype), ((*TOKENS, 8), torch.float32))
+        with self.assertRaisesRegex(ValueError, "9 tokens"):
+            model(tokens(9))
+        with self.assertRaisesRegex(ValueError, "3 heads"):
+            transformer(n_heads=3)
+
+    def test_the_mask_hides_what_comes_after(self):
+        x = tokens()
+        changed = x.clone()
+        changed[:, -1] = (x[:, -1] + 1) % 8
+        for use_attn_mask in (True, False):
+            model = transformer(use_attn_mask=use_attn_mask)
+            before, after = model(x)[:, :-1], model(changed)[:, :-1]
+            (self.assertEqual if use_attn_mask else self.assertNotEqual)(before, after)
+
+    def test_dropout_only_in_training(self):
+        torch.manual_seed(7)
+        model = Transformer(ModelArgs(dropout_p=0.5))
+        x = tokens().cpu()
+        self.assertNotEqual(model(x), model(x))
+        model.eval()
+        self.assertEqual(model(x), model(x))
+
+    def test_checkpointed_activations_are_computed_twice(self):
+        x = tokens()
+        gradients = []
+        for checkpoint_activations, calls in ((False, 1), (True, 2)):
+            model = transformer(checkpoint_activations=checkpoint_activations)
+            block = model.layers[0]
+            with mock.patch.object(block.attention, "forward", side_effect=block.attention.forward) as forward:
+                model(x).sum().backward()
+            self.assertEqual(forward.call_count, calls)
+            gradients.append([param.grad for param in model.parameters()])
+        self.assertEqual(*gradients)
+
+    def test_experts_are_summed(self):
+        experts = Experts(dim=3, hidden_dim=5, num_experts=2)
+        x = torch.randn(7, 3)
+        expected = sum(nn.functional.gelu(x @ experts.w1[e].T) @ experts.w2[e].T for e in range(2))
+        self.assertEqual(experts(x), expected)
+
+
+class TestParallelModels(DTensorTestBase):
+    world_size = 4
+
+    def compare(self, plain, parallel, x, local, scale=1):
+        """Compare outputs and all gradients; ``local(x)`` is what of the input this rank gets."""
+        expected = plain(x)
+        expected.square().sum().backward()
+        output = parallel(local(x))
+        self.assertEqual(output, local(expected))
+        output.square().sum().backward()
+        names = dict(plain.named_parameters())
+        self.assertEqual([name for name, _ in parallel.named_parameters()], list(names))
+        for name, param in parallel.named_parameters():
+            grad = param.grad
+            if isinstance(grad, DTensor):
+                grad = grad.full_tensor()
+            elif local(x).size(0) != x.size(0):
+                dist.all_reduce(grad)  # plain parameters have seen this rank's tokens alone
+            self.assertEqual(grad, names[name].grad, atol=1e-4, rtol=1e-4, msg=name)
+
+    @with_comms
+    def test_tensor_parallelism(self):
+        self.run_subtests(
+            {
+                "use_seq_parallel": [False, True],
+                "local_output_for_attn": [False, True],
+                "kwargs": [{}, {"weight_tying": False}, {"num_experts": 2}],
+            },
+            self._test_tensor_parallelism,
+        )
+
+    def _test_tensor_parallelism(self, use_seq_parallel, local_output_for_attn, kwargs):
+        plain = transformer(**kwargs)
+        parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel, local_output_for_attn)
+        heads = 1 if local_output_for_attn else 4
+        self.assertEqual(parallel.layers[0].attention.n_heads, heads)
+        self.assertEqual(parallel.output.weight is parallel.tok_embeddings.weight, kwargs.get("weight_tying", True))
+        self.assertIsInstance(parallel.layers[1].attention.wo.weight, DTensor)
+        self.compare(plain, parallel, tokens(), local=lambda x: x)
+
+    @with_comms
+    def test_expert_parallelism(self):
+        plain = transformer(num_experts=4)
+        parallel = Transformer.parallelize(copy.deepcopy(plain), None, False, ep_mesh=self.mesh)
+        weight = parallel.layers[0].expert_layer.experts.w1
+        self.assertEqual(tuple(weight.to_local().shape), (1, 64, 16))
+        self.compare(plain, parallel, tokens(), local=lambda x: x[self.rank : self.rank + 1])
+
+    @with_comms
+    def test_expert_and_tensor_parallelism(self):
+        mesh = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
+        plain = transformer(num_experts=4)
+        parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], False, ep_mesh=mesh["ep"])
+        weight = parallel.layers[0].expert_layer.experts.w2
+        self.assertEqual(tuple(weight.to_local().shape), (2, 16, 32))
+        half = slice(0, 2) if self.rank < 2 else slice(2, 4)
+        expected = plain(tokens())
+        expected.square().sum().backward()
+        output = parallel(tokens()[half])
+        self.assertEqual(output, expected[half])
+        output.square().sum().backward()
+        names = dict(plain.named_parameters())
+        for name, param in parallel.named_parameters():
+            self.assertIsNotNone(param.grad, msg=name)
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            if "experts" not in name:
+                dist.all_reduce(grad, group=mesh.get_group("ep"))
+            self.assertEqual(grad, names[name].grad, atol=1e-4, rtol=1e-4, msg=name)
+
+    @with_comms
+    def test_misuse_is_refused(self):
+        with self.assertRaisesRegex(TypeError, "not a Linear"):
+            Transformer.parallelize(nn.Linear(1, 1), self.mesh, False)
+        with self.assertRaisesRegex(ValueError, "give a mesh"):
+            Transformer.parallelize(transformer(), None, False)
+
+
+class TestProcesses(DTensorTestBase):
+    @property
+    def world_size(self):
+        return 2
+
+    def test_without_comms_there_is_no_group(self):
+        self.assertFalse(dist.is_initialized())
+
+    @with_comms
+    def test_bare(self):
+        self.assertEqual((dist.get_rank(), dist.get_world_size()), (self.rank, 2))
+        self.assertEqual(dist.get_backend(), self.backend)
+        self.assertIs(self.mesh, self.mesh)
+        self.assertEqual((self.mesh.size(), self.mesh.device_type), (2, accelerator.current().type))
+        self.mesh = None  # upstream's tests assign it
+
+    @with_comms(eager_init=True)
+    def test_eager(self):
+        self.assertEqual(dist.get_world_size(), 2)
+
+    @skip_if_lt_x_gpu(2)
+    @skip_unless_torch_gpu
+    @with_comms(backend="fake")
+    def test_with_a_backend(self):
+        self.assertEqual(dist.get_backend(), "fake")
+
+    def test_the_group_ends_with_the_test(self):
+        body = mock.Mock(__name__="body")
+        with_comms(body)(self, "argument", key=1)
+        body.assert_called_once_with(self, "argument", key=1)
+        self.assertFalse(dist.is_initialized())
+
+    def test_an_exception_waits_for_nobody(self):
+        body = mock.Mock(__name__="body", side_effect=ZeroDivisionError)
+        with self.assertRaises(ZeroDivisionError):
+            with_comms(body)(self) if self.rank == 0 else body()
+
+    def test_a_case_without_init_pg_is_passed_through(self):
+        body = mock.Mock(__name__="body")
+        case = object()
+        with_comms(body)(case, 1)
+        body.assert_called_once_with(case, 1)
+
+    @with_comms
+    def test_op_on_dtensor(self):
+        x = distribute_tensor(torch.arange(6.0).view(2, 3), self.mesh, [Shard(0)])
+        self._test_op_on_dtensor(torch.add, x, 1)
+        with self.assertRaises(AssertionError):
+            # Not an elementwise function of the full tensor: it knows its rank's rows only.
+            self._test_op_on_dtensor(self._local_sum, x)
+
+    def _local_sum(self, x):
+        if not isinstance(x, DTensor):
+            return x + x.sum()
+        return DTensor.from_local(x.to_local() + x.to_local().sum(), self.mesh, [Shard(0)])
+
+    @with_comms
+    def test_seed_and_mapping(self):
+        self.init_manual_seed_for_rank()
+        torch.manual_seed(self.rank)
+        self.assertEqual(map_local_for_rank(self.rank, lambda rank: rank + 1), self.rank + 1)
+        self.assertEqual(map_local_tensor_for_rank(torch.ones(1), 3, lambda x, rank: x * rank), torch.full((1,), 3.0))
+        self.assertFalse(self.is_local_tensor_enabled)
+
+
+class TestContinuous(DTensorContinuousTestBase):
+    world_size = 2
+    ids: dict = {}
+
+    def check(self):
+        self.assertEqual(self.device_type, accelerator.current().type)
+        self.assertEqual(self.mesh.size(), 2)
+        self.ids.setdefault(self.rank, os.getpid())
+        self.assertEqual(self.ids[self.rank], os.getpid())
+        self.assertEqual(dist.get_backend(), accelerator.current().backend)
+
+    def test_first(self):
+        self.check()
+
+    def test_second(self):
+        self.check()
+
+
+class TestThreads(DTensorOpTestBase):
+    @property
+    def world_size(self):
+        return 4
+
+    def test_mesh_and_operators(self):
+        mesh = self.build_device_mesh()
+        x = distribute_tensor(torch.arange(8.0, device=self.device_type), mesh, [Shard(0)])
+        self.assertEqual((x * 2).full_tensor(), torch.arange(0.0, 16.0, 2.0))
+
+
+class TestNames(TestCase):
+    def test_lazy_names(self):
+        current = accelerator.current()
+        self.assertEqual(common_dtensor.NUM_DEVICES, min(4, current.ranks))
+        self.assertEqual((common_dtensor.DEVICE_TYPE, common_dtensor.PG_BACKEND), (current.type, current.backend))
+        with self.assertRaises(AttributeError):
+            common_dtensor.NO_SUCH_NAME  # noqa: B018
+        self.assertEqual([name for name in common_dtensor.__all__ if not hasattr(common_dtensor, name)], [])
+
+
+if __name__ == "__main__":
+    run_tests()
