@@ -233,9 +233,11 @@ class TestProcesses(DTensorTestBase):
         self.assertFalse(dist.is_initialized())
 
     def test_an_exception_waits_for_nobody(self):
-        body = mock.Mock(__name__="body", side_effect=ZeroDivisionError)
+        self.init_pg, self.destroy_pg = mock.Mock(), mock.Mock()
         with self.assertRaises(ZeroDivisionError):
-            with_comms(body)(self) if self.rank == 0 else body()
+            with_comms(eager_init=True, backend="some")(mock.Mock(__name__="body", side_effect=ZeroDivisionError))(self)
+        self.init_pg.assert_called_once_with(True, "some")
+        self.destroy_pg.assert_not_called()
 
     def test_a_case_without_init_pg_is_passed_through(self):
         body = mock.Mock(__name__="body")

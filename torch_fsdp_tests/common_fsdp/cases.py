@@ -41,6 +41,10 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         self._spawn_processes()
 
     @property
+    def world_size(self) -> int:
+        return accelerator.current().ranks
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         return dist.distributed_c10d._get_default_group()
 

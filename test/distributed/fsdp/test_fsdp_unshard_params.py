@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import itertools
 import math
 import unittest
 
@@ -16,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -97,20 +94,18 @@ class TestUnshardParamsBase(FSDPTest):
 
     def _assert_resharded(self, model, mixed_precision=None):
         """Nothing gathered is left, the local shards are in use, and model and handles are idle."""
-        flat_params = _flat_params(model)
-        self.assertGreater(len(flat_params), 0)
-        for flat_param in flat_params:
-            if flat_param._sharded_size != flat_param._unpadded_unsharded_size or hasattr(
-                flat_param, "_full_param_padded"
-            ):
+        handles = traversal_utils._get_fsdp_handles(model)
+        self.assertGreater(len(handles), 0)
+        for handle in handles:
+            flat_param = handle.flat_param
+            if handle.uses_sharded_strategy:
                 self.assertEqual(_elements(flat_param._full_param_padded), 0)
                 self.assertEqual(_elements(_gathered(flat_param, mixed_precision)), 0)
             self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
             self.assertEqual(flat_param.shape, flat_param._sharded_size)
-        handles = traversal_utils._get_fsdp_handles(model)
-        self.assertEqual({handle._training_state for handle in handles}, {HandleTrainingState.IDLE})
-        states = traversal_utils._get_fsdp_states(model)
-        self.assertEqual({state.training_state for state in states}, {TrainingState.IDLE})
+            self.assertIs(handle._training_state, HandleTrainingState.IDLE)
+        for state in traversal_utils._get_fsdp_states(model):
+            self.assertIs(state.training_state, TrainingState.IDLE)
 
     def _get_test_unshard_params_writeback_config(self):
         return {
@@ -182,11 +177,11 @@ class TestUnshardParamsBase(FSDPTest):
             if self.rank == 0 or not rank0_only:
                 found = _named(model, prefix="")
                 self.assertEqual(list(found), list(reference))
+                host = torch.device("cpu")  # the CPU is the subject
                 for name, param in found.items():
-                    host = offload_to_cpu and name not in outside
                     self.assertIsInstance(param, nn.Parameter)
                     self.assertEqual(param.dtype, torch.float32)
-                    self.assertEqual(param.device, torch.device("cpu") if host else self.device)  # the CPU is the subject
+                    self.assertEqual(param.device, host if offload_to_cpu and name not in outside else self.device)
                     self.assertEqual(param, reference[name], rtol=0, atol=0, exact_device=False)
             else:
                 for handle in traversal_utils._get_fsdp_handles(model):
@@ -420,14 +415,14 @@ class TestUnshardParams(TestUnshardParamsBase):
     @skip_if_lt_x_gpu(2)
     def test_unshard_submodule(self):
         """A submodule opened by itself shows its original parameters."""
-        layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device) for _ in range(2))
-        )
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device) for _ in range(2)))
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy((nn.Sequential,)))
         with FSDP.summon_full_params(model[0]):
             shapes = {name: tuple(param.shape) for name, param in model[0].named_parameters()}
         self.assertNotIn(FLAT_PARAM, " ".join(shapes))
-        expected = {f"{layer}.{name}": shape for layer in (0, 1) for name, shape in (("weight", (16, 16)), ("bias", (16,)))}
+        expected = {
+            f"{layer}.{name}": shape for layer in (0, 1) for name, shape in (("weight", (16, 16)), ("bias", (16,)))
+        }
         self.assertEqual(shapes, expected)
 
     @skip_if_lt_x_gpu(2)
@@ -452,11 +447,313 @@ class TestUnshardParams(TestUnshardParamsBase):
         with FSDP.summon_full_params(model, writeback=writeback), torch.no_grad():
             before = [param.detach().clone() for param in model.parameters()]
             for param in model.parameters():
-                param.copy_(values_of(torch.full_like(param, self.rank), param.numel()).view_as(param)
-                            if False else values_of(self.rank, param.numel()).view_as(param))
+                param.copy_(values_of(self.rank, param.numel()).view_as(param))
         with FSDP.summon_full_params(model):
             after = [param.detach().clone() for param in model.parameters()]
 
         self.assertEqual([param.shape for param in before], [(5, 5), (3, 5)])
         written = [values_of(self._owners(param.numel()), param.numel()).view_as(param) for param in before]
         self.assertEqual(after, written if writeback else before, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_memory_and_state_around_the_context(self):
+        """Beyond upstream: all is gathered inside, freed again after it or an error in it, and training goes on."""
+        self.run_subtests(
+            {
+                "rank0_only": [False, True],
+                "fails": [False, True],
+                "mixed_precision": _mixed_precisions(),
+                "use_orig_params": [True, False],
+            },
+            self._test_memory_and_state_around_the_context,
+        )
+
+    def _test_memory_and_state_around_the_context(self, rank0_only, fails, mixed_precision, use_orig_params):
+        model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
+        outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
+        has_all = self.rank == 0 or not rank0_only
+        error = RuntimeError("raised inside the context")
+        expects_error = self.assertRaisesRegex(RuntimeError, str(error)) if fails else contextlib.nullcontext()
+
+        with expects_error, FSDP.summon_full_params(model, rank0_only=rank0_only, writeback=not rank0_only):
+            sizes = [_elements(_gathered(flat_param, mixed_precision)) for flat_param in (outer, inner)]
+            self.assertEqual(sizes, [16, 26] if has_all else [0, 0])
+            if mixed_precision is not None:
+                self.assertEqual([_elements(each._full_param_padded) for each in (outer, inner)], [0, 0])
+            if fails:
+                raise error
+
+        self._assert_resharded(model, mixed_precision)
+        self._assert_trains(model, mixed_precision)
+
+    def _assert_trains(self, model, mixed_precision):
+        """One step of SGD does what it does by hand: gradients averaged over the ranks, each with its own input."""
+        with FSDP.summon_full_params(model, writeback=False):
+            plain = [param.detach().clone().requires_grad_() for param in model.parameters()]
+        inputs = torch.arange(10.0, device=self.device).view(2, 5) / 8 + self.rank
+        hidden = inputs @ plain[0].T
+        (hidden @ plain[1].T).square().sum().backward()
+        for param in plain:
+            dist.all_reduce(param.grad)
+            param.data -= 0.01 * param.grad / self.world_size
+
+        parameters = list(model.parameters())
+        self.assertEqual(len(parameters), 2)
+        optim = torch.optim.SGD(parameters, lr=0.01)
+        model(inputs).square().sum().backward()
+        optim.step()
+        tolerance = 1e-6 if mixed_precision is None else 1e-2
+        with FSDP.summon_full_params(model):
+            trained = [param.detach() for param in model.parameters()]
+            self.assertEqual(trained, [param.detach() for param in plain], rtol=tolerance, atol=tolerance)
+
+    @skip_if_lt_x_gpu(2)
+    def test_with_grads_of_distinct_data(self):
+        """Beyond upstream: with other tokens on each rank gradients are still those of DDP, bitwise alike on all."""
+        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_of_distinct_data)
+
+    def _test_with_grads_of_distinct_data(self, sharding_strategy):
+        model, reference = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
+        generator = torch.Generator().manual_seed(100 + self.rank)
+        tokens = [torch.randint(23, (length, 2), generator=generator).to(self.device) for length in (6, 4)]
+        for each in (model, reference):
+            each(*tokens).square().sum().backward()
+
+        with FSDP.summon_full_params(model, with_grads=True):
+            grads = {name: param.grad.clone() for name, param in _named(model).items()}
+        expected = {name: param.grad for name, param in _named(reference).items()}
+        self.assertEqual(list(grads), list(expected))
+        self.assertEqual(grads, expected, rtol=1e-4, atol=1e-5)
+        for name, grad in grads.items():
+            of_rank_0 = grad.clone()
+            dist.broadcast(of_rank_0, src=0)
+            self.assertTrue(torch.equal(grad, of_rank_0), name)
+
+    def _two_layers_with_grads(self, **fsdp_kwargs):
+        """The two layers after a backward, and their unsharded gradients."""
+        model = self._two_layers(use_orig_params=True, **fsdp_kwargs)
+        model(torch.arange(1.0, 6.0, device=self.device) + self.rank).sum().backward()
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            grads = [param.grad.clone() for param in model.parameters()]
+        self.assertEqual([grad.shape for grad in grads], [(5, 5), (3, 5)])
+        return model, grads
+
+    @skip_if_lt_x_gpu(2)
+    def test_grads_are_written_back_to_the_own_shard(self):
+        """Beyond upstream: what an optimizer finds afterwards is this rank's part of what it wrote to the gradients."""
+        self.run_subtests({"writeback": [True, False]}, self._test_grads_are_written_back_to_the_own_shard)
+
+    def _test_grads_are_written_back_to_the_own_shard(self, writeback):
+        model, grads = self._two_layers_with_grads()
+        with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
+            for param in model.parameters():
+                param.grad.mul_(self.rank + 2)
+        factor = self.rank + 2 if writeback else 1
+        mine = [grad.flatten()[self._owners(grad.numel()) == self.rank] * factor for grad in grads]
+        self.assertEqual([param.grad for param in model.parameters()], mine, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_grads_that_only_some_ranks_have(self):
+        """Beyond upstream: shards without a gradient count as zeros while others have one, and stay without."""
+        self.run_subtests({"writeback": [True, False]}, self._test_grads_that_only_some_ranks_have)
+
+    def _test_grads_that_only_some_ranks_have(self, writeback):
+        model, grads = self._two_layers_with_grads()
+        if self.rank == 1:
+            model.zero_grad(set_to_none=True)
+        with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
+            found = [param.grad.clone() for param in model.parameters()]
+        of_rank_0 = [(self._owners(grad.numel()) == 0).view_as(grad) for grad in grads]
+        self.assertEqual(found, [grad * owned for grad, owned in zip(grads, of_rank_0)], rtol=0, atol=0)
+        kept = [param.grad is not None for param in model.parameters()]
+        self.assertEqual(kept, [self.rank == 0] * 2)
+
+    @skip_if_lt_x_gpu(2)
+    def test_grads_are_gone_after_zero_grad(self):
+        """Beyond upstream: a gradient that was dropped between two contexts does not come back."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES},
+            self._test_grads_are_gone_after_zero_grad,
+        )
+
+    def _test_grads_are_gone_after_zero_grad(self, sharding_strategy):
+        model, _ = self._two_layers_with_grads(sharding_strategy=sharding_strategy)
+        model.zero_grad(set_to_none=True)
+        self._assert_no_grads(model)
+        self.assertEqual([flat_param.grad for flat_param in _flat_params(model)], [None] * 2)
+
+
+class TestUnshardParamsSubgroups(TestUnshardParamsBase):
+    """FSDP over the pairs (0, 2) and (1, 3): neither global ranks nor the default group are of any use to it."""
+
+    @property
+    def world_size(self):
+        return 4
+
+    def _pair(self):
+        """The group of the calling rank, and which of all the pairs it is."""
+        groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
+        return groups[self.rank % 2], self.rank % 2
+
+    @skip_if_lt_x_gpu(4)
+    def test_unshard_within_the_group(self):
+        """Beyond upstream: parameters and gradients are gathered from the ranks of the instance's own group."""
+        self.run_subtests({"use_orig_params": [True, False]}, self._test_unshard_within_the_group)
+
+    def _test_unshard_within_the_group(self, use_orig_params):
+        group, pair = self._pair()
+        layer = nn.Linear(5, 3, bias=False, device=self.device)
+        with torch.no_grad():
+            layer.weight.copy_((torch.arange(15) + 100 * pair).view(3, 5))
+        expected = layer.weight.detach().clone()
+        model = FSDP(layer, group, use_orig_params=use_orig_params)
+        model(torch.full((5,), self.rank + 1.0, device=self.device)).sum().backward()
+
+        with FSDP.summon_full_params(model, with_grads=use_orig_params):
+            (weight,) = model.parameters()
+            self.assertEqual(weight.detach(), expected, rtol=0, atol=0)
+            if use_orig_params:
+                self.assertEqual(weight.grad, torch.full_like(expected, pair + 2.0))  # the mean of rank + 1 of two
+            with torch.no_grad():
+                weight.fill_(self.rank)
+        with FSDP.summon_full_params(model):
+            (weight,) = model.parameters()
+            owners = pair + 2 * self._owners(OUTER, world_size=2)
+            self.assertEqual(weight.detach().flatten(), owners.float(), rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(4)
+    def test_rank0_only_within_the_group(self):
+        """Beyond upstream: ``rank0_only`` means the first rank of each group.
+
+        The docstring of ``summon_full_params`` says "global rank 0"; what it asks is the rank within the group.
+        """
+        group, pair = self._pair()
+        model = FSDP(nn.Linear(5, 3, bias=False, device=self.device), group)
+        with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+            numels = [param.numel() for param in model.parameters()]
+        self.assertEqual(numels, [OUTER if self.rank == pair else 8])
+
+
+class TestUnshardParamsNoShard(TestUnshardParamsBase):
+    @property
+    def world_size(self):
+        return 1  # where FSDP shards nothing
+
+    @skip_if_lt_x_gpu(1)
+    def test_unshard_params_writeback_no_shard(self):
+        """Without shards what is written persists also with ``writeback=False``, unless it was written to a copy."""
+        self.run_subtests(self._get_test_unshard_params_writeback_config(), self._test_unshard_params_writeback)
+
+    @skip_if_lt_x_gpu(1)
+    def test_unshard_params_param_data_no_shard(self):
+        """As with shards; ``offload_to_cpu`` is refused, see :class:`TestUnshardParamsErrors`."""
+        config = self._get_test_unshard_params_param_data_config()
+        self.run_subtests({**config, "offload_to_cpu": [False]}, self._test_unshard_params_param_data)
+
+
+class TestUnshardParamsErrors(TestUnshardParamsBase):
+    @property
+    def world_size(self):
+        return 2
+
+    def _assert_refused_in_training(self):
+        return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")
+
+    def _assert_still_opens(self, model):
+        """What was refused left nothing behind."""
+        with FSDP.summon_full_params(model):
+            self.assertGreater(len(list(model.parameters())), 1)
+        self._assert_resharded(model)
+
+    def _nested(self, **fsdp_kwargs):
+        return NestedWrappedModule.init(
+            self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_unshard_params_from_forward_raises(self):
+        """A forward may not open its own module."""
+
+        class MyModule(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.param = nn.Parameter(torch.zeros(5))
+
+            def forward(self, fsdp_module):
+                with FSDP.summon_full_params(fsdp_module):
+                    pass
+
+        model = FSDP(MyModule().to(self.device))
+        with self._assert_refused_in_training():
+            model(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_unshard_params_from_backward_raises(self):
+        """A hook that runs during backward may not open a module either."""
+        model = FSDP(nn.Linear(2, 1).to(self.device))
+        output = model(torch.ones(2, device=self.device))
+        called = []
+
+        def invalid_backward_hook(grad):
+            called.append(grad)
+            with FSDP.summon_full_params(model):
+                pass
+
+        self.assertTrue(output.requires_grad)
+        output.register_hook(invalid_backward_hook)
+        with self._assert_refused_in_training():
+            output.backward()
+        self.assertEqual(len(called), 1)
+
+    @skip_if_lt_x_gpu(2)
+    def test_rank0_only_with_writeback_raises(self):
+        """What only rank 0 can see cannot be written back on all ranks."""
+        model = self._nested()
+        with self.assertRaisesRegex(NotImplementedError, "is not supported"):
+            with FSDP.summon_full_params(model, rank0_only=True, writeback=True):
+                pass
+        self._assert_still_opens(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_offload_to_cpu_no_shard_raises(self):
+        """Unsharded parameters are not offloaded; that ``rank0_only`` refuses to write back holds for them too."""
+        model = self._nested(sharding_strategy=ShardingStrategy.NO_SHARD)
+        for kwargs, words in (
+            ({"offload_to_cpu": True}, "offload_to_cpu=True and NO_SHARD is not supported"),
+            ({"rank0_only": True, "writeback": True}, "writeback=True and rank0_only=True is not supported"),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, words):
+                with FSDP.summon_full_params(model, **kwargs):
+                    pass
+            self._assert_still_opens(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_nested_contexts_raise(self):
+        """Beyond upstream: a module that is open cannot be opened again; the outer context survives the attempt."""
+        self.run_subtests({"use_orig_params": [True, False]}, self._test_nested_contexts_raise)
+
+    def _test_nested_contexts_raise(self, use_orig_params):
+        model = self._two_layers(use_orig_params=use_orig_params)
+        with FSDP.summon_full_params(model), torch.no_grad():
+            with self.assertRaisesRegex(AssertionError, "already unsharding parameters"):
+                with FSDP.summon_full_params(model):
+                    pass
+            for param in model.parameters():
+                param.fill_(7)
+        self._assert_resharded(model)
+        with FSDP.summon_full_params(model):
+            self.assertEqual([param.unique().tolist() for param in model.parameters()], [[7.0], [7.0]])
+
+    @skip_if_lt_x_gpu(2)
+    def test_with_grads_needs_orig_params(self):
+        """Beyond upstream: without the original parameters there are no unsharded gradients, with any strategy."""
+        for sharding_strategy in STRATEGIES:
+            model = self._two_layers(sharding_strategy=sharding_strategy, use_orig_params=False)
+            with self.assertRaisesRegex(NotImplementedError, "with_grads=True, use_orig_params=False"):
+                with FSDP.summon_full_params(model, with_grads=True):
+                    pass
+            self._assert_still_opens(model)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,7 +18,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+from torch_fsdp_tests import accelerator
 
 from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP, TensorParallelForExpert
 
@@ -45,6 +49,13 @@ class ModelArgs:
     num_experts: int = 0
 
 
+def _kernel_for(queries: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """The unfused kernel for a DTensor on the host: DTensor has no sharding rule for the fused one of the CPU."""
+    if isinstance(queries, DTensor) and accelerator.current().is_host:
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
+
+
 class Attention(nn.Module):
     """Self-attention over (batch, sequence, dim). Raises ``ValueError`` unless the heads divide the width.
 
@@ -69,13 +80,14 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         queries, keys, values = (self._heads(project(x)) for project in (self.wq, self.wk, self.wv))
-        attended = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            is_causal=self.use_attn_mask,
-        )
+        with _kernel_for(queries):
+            attended = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                dropout_p=self.dropout_p if self.training else 0.0,
+                is_causal=self.use_attn_mask,
+            )
         batch, sequence = x.shape[:2]
         return self.resid_dropout(self.wo(attended.transpose(1, 2).reshape(batch, sequence, -1)))
 
