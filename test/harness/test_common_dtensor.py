@@ -126,7 +126,7 @@ class TestModels(TestCase):
 class TestParallelModels(DTensorTestBase):
     world_size = 4
 
-    def compare(self, plain, parallel, x, local, scale=1):
+    def compare(self, plain, parallel, x, local):
         """Compare outputs and all gradients; ``local(x)`` is what of the input this rank gets."""
         expected = plain(x)
         expected.square().sum().backward()
@@ -173,9 +173,12 @@ class TestParallelModels(DTensorTestBase):
 
     @with_comms
     def test_expert_and_tensor_parallelism(self):
+        self.run_subtests({"use_seq_parallel": [False, True]}, self._test_expert_and_tensor_parallelism)
+
+    def _test_expert_and_tensor_parallelism(self, use_seq_parallel):
         mesh = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
         plain = transformer(num_experts=4)
-        parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], False, ep_mesh=mesh["ep"])
+        parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], use_seq_parallel, ep_mesh=mesh["ep"])
         weight = parallel.layers[0].expert_layer.experts.w2
         self.assertEqual(tuple(weight.to_local().shape), (2, 16, 32))
         half = slice(0, 2) if self.rank < 2 else slice(2, 4)

@@ -7,6 +7,7 @@ fixtures run once, in the parent.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -139,9 +140,10 @@ class RankTestCase(TestCase):
     def _record(self, reports: Sequence[RankReport]) -> None:
         """Tell the dispatcher how wide the test was and how many of its subtests ran, and which skipped and why."""
         outcomes = [report.outcome for report in reports if report.outcome is not None]
-        skipped = dict.fromkeys(reason for outcome in outcomes for reason in outcome.skipped_subtests)
+        most = max(outcomes, key=lambda outcome: len(outcome.skipped_subtests), default=None)
+        skipped = collections.Counter(most.skipped_subtests if most is not None else ())
         ran = max((outcome.subtests for outcome in outcomes), default=0)
-        events.record(world_size=len(reports), subtests=ran, subtests_skipped=list(skipped))
+        events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped))
 
     def _close(self, group: RankGroup) -> None:
         """End a group and name what its ranks left behind, once; a failure of the test under the strict setting."""
@@ -167,7 +169,7 @@ class RankTestCase(TestCase):
         try:
             yield
         except unittest.SkipTest as skip:
-            _tally.skipped.append(f"{described}: {skip}")
+            _tally.skipped.append(str(skip))
         except Exception as error:
             if not hasattr(error, "__subtest__"):
                 error.__subtest__ = described  # type: ignore[attr-defined]

@@ -167,17 +167,20 @@ class Console:
             self._stream.write(self._status)
             self._stream.flush()
 
+    def _reasons(self, headline: str, reasons: Iterable[tuple[str, int]]) -> None:
+        for number, (reason, count) in enumerate(reasons):
+            if number == 0:
+                self.say(headline)
+            self.say(f"  {count:5d}  {next(iter(reason.strip().splitlines()), 'no reason given')}")
+
     def end(self, results: Results, remarks: Iterable[str]) -> None:
         """Everything that is said once all files are done; the closing line comes last and alone."""
         self.introduce({}, results.device_type, len(results.slots))
         self._clear()
         self._status = ""
         self.say()
-        reasons = results.skips_by_reason()
-        if reasons:
-            self.say("skipped, by reason:")
-            for reason, count in reasons:
-                self.say(f"  {count:5d}  {next(iter(reason.strip().splitlines()), 'no reason given')}")
+        self._reasons("skipped, by reason:", results.skips_by_reason())
+        self._reasons("skipped subtests of tests that ran, by reason:", results.skipped_subtests_by_reason())
         bad = [(file, test) for file in results.files for test in file.tests() if test.outcome.is_bad]
         if bad:
             self.say("failed:")

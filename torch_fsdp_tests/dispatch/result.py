@@ -58,6 +58,11 @@ class TestResult:
     def executed_subtests(self) -> int:
         return max(self.subtests, int(self.facts.get("subtests") or 0))
 
+    @property
+    def skipped_subtests(self) -> dict[str, int]:
+        """How many subtests skipped, by reason, as the ranks told it."""
+        return dict(self.facts.get("subtests_skipped") or {})
+
 
 @dataclasses.dataclass(frozen=True)
 class Exited:

@@ -67,6 +67,15 @@ class Results:
         reasons = (t.reason for f in self.files for t in f.tests() if t.outcome is Outcome.SKIPPED)
         return sorted(collections.Counter(reasons).items(), key=lambda item: (-item[1], item[0]))
 
+    def skipped_subtests_by_reason(self) -> list[tuple[str, int]]:
+        """Reasons with the number of subtests that skipped inside tests that ran, the most frequent first."""
+        counts: collections.Counter[str] = collections.Counter()
+        for file in self.files:
+            for test in file.tests():
+                if test.outcome is not Outcome.SKIPPED:
+                    counts.update(test.skipped_subtests)
+        return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
     def facts(self) -> dict[str, Any]:
         """What the files have said about torch and the device; the first word on each counts."""
         found: dict[str, Any] = {}

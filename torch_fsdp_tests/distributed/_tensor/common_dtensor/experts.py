@@ -113,18 +113,21 @@ class ExpertParallel(ParallelStyle):
 
 
 class ExpertParallelWithTP(ParallelStyle):
-    """Both at once, for an :class:`ExpertLayer`: whole experts over ``ep_mesh``, their hidden units over
-    ``tp_mesh``."""
+    """Both at once, for an :class:`ExpertLayer`: whole experts over ``ep_mesh``, their hidden units over ``tp_mesh``.
 
-    def __init__(self, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    ``tokens`` is how those of one expert-parallel rank lie over ``tp_mesh``, replicated by default.
+    """
+
+    def __init__(self, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, tokens: Placement | None = None) -> None:
         super().__init__()
         self.ep_mesh = ep_mesh
         self.tp_mesh = tp_mesh
+        self.tokens = tokens or Replicate()
         self.ep_tp_mesh = DeviceMesh._concatenate([ep_mesh, tp_mesh])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, ExpertLayer)
         _distribute(module.experts, self.ep_tp_mesh, "expert", "hidden")
         _between(module, self.ep_mesh, (Shard(0), Shard(0)))
-        _between(module.experts, self.tp_mesh, (Replicate(), Replicate()))
+        _between(module.experts, self.tp_mesh, (self.tokens, self.tokens))
         return module

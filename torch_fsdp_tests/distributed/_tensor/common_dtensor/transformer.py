@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from torch_fsdp_tests import accelerator
@@ -49,11 +48,17 @@ class ModelArgs:
     num_experts: int = 0
 
 
-def _kernel_for(queries: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """The unfused kernel for a DTensor on the host: DTensor has no sharding rule for the fused one of the CPU."""
-    if isinstance(queries, DTensor) and accelerator.current().is_host:
-        return sdpa_kernel(SDPBackend.MATH)
-    return contextlib.nullcontext()
+def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Scaled dot product attention over (batch, heads, sequence, head_dim).
+
+    DTensor has no sharding rule for the CPU's fused kernel. There each rank attends with its local tensors, which is
+    the same, since tensor parallelism shards heads and a head knows nothing of another.
+    """
+    if not isinstance(queries, DTensor) or not accelerator.current().is_host:
+        return F.scaled_dot_product_attention(queries, keys, values, **kwargs)
+    local = (each.to_local() for each in (queries, keys, values))
+    attended = F.scaled_dot_product_attention(*local, **kwargs)
+    return DTensor.from_local(attended, queries.device_mesh, queries.placements)
 
 
 class Attention(nn.Module):
@@ -80,14 +85,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         queries, keys, values = (self._heads(project(x)) for project in (self.wq, self.wk, self.wv))
-        with _kernel_for(queries):
-            attended = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                dropout_p=self.dropout_p if self.training else 0.0,
-                is_causal=self.use_attn_mask,
-            )
+        dropout_p = self.dropout_p if self.training else 0.0
+        attended = _attend(queries, keys, values, dropout_p=dropout_p, is_causal=self.use_attn_mask)
         batch, sequence = x.shape[:2]
         return self.resid_dropout(self.wo(attended.transpose(1, 2).reshape(batch, sequence, -1)))
 
@@ -182,8 +181,11 @@ class Transformer(nn.Module):
                 plan = _attention_plan(use_seq_parallel, local_output_for_attn)
                 if not block.has_experts:
                     plan |= _feed_forward_plan(use_seq_parallel)
-                elif ep_mesh is None:
-                    plan["expert_layer.experts"] = _experts_style(use_seq_parallel)
+                elif use_seq_parallel:
+                    plan["ffn_norm"] = SequenceParallel(use_local_output=True)  # experts take plain tensors
+                if block.has_experts and ep_mesh is None:
+                    tokens = _expert_tokens(use_seq_parallel)
+                    plan["expert_layer.experts"] = TensorParallelForExpert(input_layouts=tokens, output_layouts=tokens)
                 parallelize_module(block, tp_mesh, plan)
                 if local_output_for_attn:
                     block.attention.n_heads = module.model_args.n_heads // tp_mesh.size()
@@ -193,7 +195,7 @@ class Transformer(nn.Module):
                 module.output.weight = module.tok_embeddings.weight
         if ep_mesh is not None:
             for block in blocks:
-                _spread_experts(block, ep_mesh, tp_mesh)
+                _spread_experts(block, ep_mesh, tp_mesh, use_seq_parallel)
         return module
 
 
@@ -232,20 +234,22 @@ def _feed_forward_plan(use_seq_parallel: bool) -> Plan:
     }
 
 
-def _experts_style(use_seq_parallel: bool) -> ParallelStyle:
-    # Experts see batch and sequence as one dimension of tokens.
-    tokens = Shard(0) if use_seq_parallel else Replicate()
-    return TensorParallelForExpert(input_layouts=tokens, output_layouts=tokens)
+def _expert_tokens(use_seq_parallel: bool) -> Placement:
+    """How the tokens that experts see lie: batch and sequence are one dimension to them."""
+    return Shard(0) if use_seq_parallel else Replicate()
 
 
 def _output_style(use_seq_parallel: bool) -> ParallelStyle:
     return ColwiseParallel(input_layouts=_between_blocks(use_seq_parallel), output_layouts=Replicate())
 
 
-def _spread_experts(block: TransformerBlock, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:
+def _spread_experts(
+    block: TransformerBlock, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, use_seq_parallel: bool
+) -> None:
     if not block.has_experts:
         return
     if tp_mesh is None:
         parallelize_module(block.expert_layer.experts, ep_mesh, ExpertParallel())
     else:
-        parallelize_module(block.expert_layer, ep_mesh, ExpertParallelWithTP(ep_mesh, tp_mesh))
+        style = ExpertParallelWithTP(ep_mesh, tp_mesh, tokens=_expert_tokens(use_seq_parallel))
+        parallelize_module(block.expert_layer, ep_mesh, style)

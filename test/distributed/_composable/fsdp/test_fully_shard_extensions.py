@@ -1,0 +1,649 @@
+"""All-gather extensions of FSDP2: a local tensor says what is gathered, and how the whole is made of it.
+
+A tensor with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, on its class or on the one object, takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.func import functional_call
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.two_tensor import TwoTensor
+
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+_class_patch_lock = threading.Lock()  # the threads of a test share the class that they patch
+
+
+def two_tensor_fsdp_pre_all_gather_v1(self: TwoTensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+    return (self.a, self.b), None
+
+
+def two_tensor_fsdp_pre_all_gather_v2(
+    self: TwoTensor,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: nn.Module,
+    mp_policy: MixedPrecisionPolicy,
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    return two_tensor_fsdp_pre_all_gather_v1(self, mesh)
+
+
+def two_tensor_fsdp_post_all_gather(
+    self: TwoTensor,
+    all_gather_outputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[TwoTensor, tuple[torch.Tensor, ...]] | None:
+    assert metadata is None, metadata
+    a, b = all_gather_outputs
+    if out is None:
+        whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
+        return whole, (whole.a, whole.b)
+    assert isinstance(out, TwoTensor), type(out)
+    for gathered, part in ((a, out.a), (b, out.b)):
+        assert part.dtype == param_dtype, (part.dtype, param_dtype)
+        if gathered.dtype == param_dtype:  # the parts of the parameter are the gathered tensors: nothing to copy
+            assert part.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+        else:
+            with torch.no_grad(), _unsafe_preserve_version_counter(part):
+                part.copy_(gathered)
+    return None
+
+
+TWO_TENSOR_PRE_ALL_GATHER = {1: two_tensor_fsdp_pre_all_gather_v1, 2: two_tensor_fsdp_pre_all_gather_v2}
+
+
+class BFloat16AllGatherTensor(torch.Tensor):
+    """A tensor that travels as bfloat16. Short shards are padded with NaN, which is seen wherever padding leaks."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, pad_in_pre_all_gather: bool = True) -> BFloat16AllGatherTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor, pad_in_pre_all_gather: bool = True) -> None:
+        self._data = data
+        self._pad_in_pre_all_gather = pad_in_pre_all_gather
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        assert mesh.ndim == 1, mesh
+        shard = self._data.to(torch.bfloat16)
+        if self._pad_in_pre_all_gather and outer_size[0] % mesh.size():
+            padded = shard.new_full((math.ceil(outer_size[0] / mesh.size()), *outer_size[1:]), math.nan)
+            padded[: shard.size(0)] = shard
+            shard = padded
+        return (shard,), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        (gathered,) = all_gather_outputs
+        assert metadata is None and gathered.dtype == torch.bfloat16, (metadata, gathered.dtype)
+        if out is None:
+            whole = gathered.to(param_dtype)
+            return whole, (gathered, whole)
+        with _unsafe_preserve_version_counter(out):
+            out.copy_(gathered[: out.size(0)])  # what was gathered has the padding still
+        return None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        pads = set()
+
+        def unwrap(tensor: BFloat16AllGatherTensor) -> torch.Tensor:
+            pads.add(tensor._pad_in_pre_all_gather)
+            return tensor._data
+
+        args, kwargs = pytree.tree_map_only(cls, unwrap, (args, kwargs or {}))
+        assert len(pads) == 1, f"operands disagree about padding: {pads}"
+        pad = pads.pop()
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: cls(tensor, pad), func(*args, **kwargs))
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], meta: None, outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        return inner_tensors["_data"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._data!r})"
+
+
+class Extension:
+    """Hooks on one local tensor, not on its class; they remember what FSDP hands them.
+
+    ``encode(shard)`` gives the tensors to gather and the metadata, ``decode(gathered, metadata)`` the whole parameter.
+    """
+
+    def __init__(
+        self,
+        local: torch.Tensor,
+        encode: Callable[[torch.Tensor], tuple[tuple[torch.Tensor, ...], Any]],
+        decode: Callable[[tuple[torch.Tensor, ...], Any], torch.Tensor],
+    ) -> None:
+        self.local, self.encode, self.decode = local, encode, decode
+        self.pre_arguments: list[tuple[Any, ...]] = []
+        self.sent: list[Any] = []
+        self.received: list[Any] = []
+        self.param_dtypes: list[torch.dtype] = []
+        self.outs: list[torch.Tensor | None] = []
+        self.freeable: tuple[torch.Tensor, ...] = ()
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self.pre, self.post
+
+    def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
+        self.pre_arguments.append((mesh, outer_size, outer_stride, module, mp_policy))
+        payload, metadata = self.encode(self.local.a if isinstance(self.local, TwoTensor) else self.local)
+        self.sent.append(metadata)
+        return payload, metadata
+
+    @torch.no_grad()
+    def post(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        self.received.append(metadata)
+        self.param_dtypes.append(param_dtype)
+        self.outs.append(out)
+        whole = self.decode(all_gather_outputs, metadata).to(param_dtype)
+        if out is None:
+            self.freeable = (*all_gather_outputs, whole)
+            return whole, self.freeable
+        with _unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+    def storage_sizes(self) -> list[int]:
+        return [tensor.untyped_storage().size() for tensor in self.freeable]
+
+
+def as_it_is(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+    return (shard,), None
+
+
+def as_bfloat16(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+    return (shard.to(torch.bfloat16),), None
+
+
+def as_int8_and_scale(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Two gathered tensors of different type; each rank has a scale of its own."""
+    scale = shard.abs().amax().reshape(1) / 127
+    return ((shard / scale).round().to(torch.int8), scale), None
+
+
+def from_int8_and_scale(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+    values, scales = gathered
+    return (values.view(len(scales), -1).float() * scales[:, None]).view(values.shape)
+
+
+def the_only_one(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+    (whole,) = gathered
+    return whole
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """The same weights on every rank (threads share torch's own generator), and no ReLU off for positive inputs."""
+    generator = torch.Generator().manual_seed(42)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(0.25 + 0.5 * torch.rand(param.shape, generator=generator))
+    return module
+
+
+def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param._local_tensor for name, param in module.named_parameters()}
+
+
+def extend(module: nn.Module, encode: Callable = as_it_is, decode: Callable = the_only_one) -> dict[str, Extension]:
+    """Bind hooks on the local tensors of a sharded module; by name."""
+    return {name: Extension(local, encode, decode) for name, local in local_tensors(module).items()}
+
+
+def rows_of(rank: int, world_size: int, whole: torch.Tensor) -> torch.Tensor:
+    """The rows that ``rank`` owns: torch.chunk's, or none."""
+    chunks = whole.chunk(world_size)
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def gather_rows(local: torch.Tensor) -> torch.Tensor:
+    """The whole of evenly sharded rows, gathered without FSDP."""
+    shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, local.detach().contiguous())
+    return torch.cat(shards)
+
+
+def average_(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+    tensor.div_(dist.get_world_size())
+
+
+class TestFullyShardAllGatherExtensionsCommon:
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(self.rank)
+
+    @contextlib.contextmanager
+    def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
+        """Put the hooks on ``TwoTensor`` itself. A rank that fails leaves them to those that still run."""
+        hooks = (TWO_TENSOR_PRE_ALL_GATHER[pre_all_gather_version], two_tensor_fsdp_post_all_gather)
+        with _class_patch_lock:
+            for name, hook in zip(HOOKS, hooks, strict=True):
+                setattr(TwoTensor, name, hook)
+        dist.barrier()
+        yield
+        dist.barrier()
+        with _class_patch_lock:
+            for name in HOOKS:
+                if hasattr(TwoTensor, name):
+                    delattr(TwoTensor, name)
+
+    def _init_two_tensor_mlp(self) -> nn.Module:
+        # Without bias: its gradient would be a TwoTensor in a plain model, and is none with FSDP.
+        model = nn.Sequential(*(MLP(8, bias=False) for _ in range(3)))
+        for mlp in model:
+            for linear in (mlp.in_proj, mlp.out_proj):
+                weight = linear.weight.detach()
+                linear.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        return model
+
+    def _input(self, dim: int, seed: int = 42) -> torch.Tensor:
+        """Positive, (2, dim), another for each rank."""
+        generator = torch.Generator().manual_seed(seed + self.rank + 1)
+        return torch.rand(2, dim, generator=generator).to(self.device)
+
+    def _fully_shard_all(self, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
+        for module in model:
+            fully_shard(module, **kwargs)
+        return fully_shard(model, **kwargs)
+
+
+class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
+    @skip_if_lt_x_gpu(2)
+    def test_all_gather_extensions_train_parity(self):
+        for version in TWO_TENSOR_PRE_ALL_GATHER:
+            with self._patch_two_tensor_fsdp_all_gather(version):
+                subtests = {"reshard_after_forward": [True, False]}
+                self.run_subtests(subtests, self._test_all_gather_extensions_train_parity)
+
+    def _test_all_gather_extensions_train_parity(self, reshard_after_forward: bool):
+        # Upstream's initial weights leave ReLUs, and with them whole gradients, at zero after a few steps.
+        with self.device:
+            model = filled(self._init_two_tensor_mlp())
+        ref_model = copy.deepcopy(model)
+        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2, foreach=True)
+        self._fully_shard_all(model, reshard_after_forward=reshard_after_forward)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        self._check_both_parts(ref_model, model)
+        inp = self._input(8)
+        for step in range(10):
+            losses = []
+            for each in (ref_model, model):
+                losses.append(each(inp).sum())
+                losses[-1].backward()
+            for param in ref_model.parameters():
+                average_(param.grad.a)
+                average_(param.grad.b)
+            for loss in losses:  # of the extension's type: a plain tensor would mean that its hooks were passed over
+                self.assertIsInstance(loss, TwoTensor)
+                self.assertGreater(loss.a.item(), 0)
+            self.assertEqual((losses[0].a, losses[0].b), (losses[1].a, losses[1].b))
+            check_sharded_parity(self, ref_model, model)
+            for each in (ref_optim, optim):
+                each.step()
+                each.zero_grad(set_to_none=step % 2 == 0)
+            self._check_both_parts(ref_model, model)
+
+    def _check_both_parts(self, ref_model: nn.Module, model: nn.Module):
+        check_sharded_parity(self, ref_model, model)
+        for name, param in ref_model.named_parameters():
+            local = local_tensors(model)[name]
+            self.assertEqual(local.a, rows_of(self.rank, self.world_size, param.detach().a), name)
+            self.assertEqual(local.b, rows_of(self.rank, self.world_size, param.detach().b), name)
+
+    @skip_if_lt_x_gpu(2)
+    def test_one_hook_without_the_other(self):
+        """Beyond upstream: a class with one hook fails in ``fully_shard``, an object with one in the first forward."""
+        for name in HOOKS:
+            half = type("HalfAnExtension", (TwoTensor,), {name: lambda self, *args, **kwargs: None})
+            layer = nn.Linear(4, 4, bias=False, device=self.device)
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(half(weight, weight.clone()))
+            with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather should be"):
+                fully_shard(layer)
+            layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
+            setattr(local_tensors(layer)["weight"], name, lambda *args, **kwargs: None)
+            with self.assertRaisesRegex(AssertionError, "Both fsdp_pre_all_gather and fsdp_post_all_gather should be"):
+                layer(self._input(4))
+
+    @skip_if_lt_x_gpu(2)
+    def test_invalid_pre_signature(self):
+        """Beyond upstream: a pre-hook has one parameter or five; with three, every rank says so before it gathers."""
+        layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
+        (extension,) = extend(layer).values()
+        extension.local.fsdp_pre_all_gather = lambda mesh, outer_size, outer_stride: ((extension.local,), None)
+        with self.assertRaisesRegex(AssertionError, "Invalid fsdp_pre_all_gather"):
+            layer(self._input(4))
+        self.assertEqual(extension.received, [])
+
+    @skip_if_lt_x_gpu(2)
+    def test_metadata_round_trip(self):
+        """Beyond upstream: each gather's post-hook receives the metadata of that gather, and of no earlier one."""
+        layer = fully_shard(filled(nn.Linear(4, 6, bias=False, device=self.device)), reshard_after_forward=True)
+        whole = filled(nn.Linear(4, 6, bias=False, device=self.device)).weight.detach()
+        gathers = iter(range(1, 100))
+
+        def scaled(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+            scale = 2.0 ** next(gathers)  # exact; another with each gather, the same on all ranks
+            return (shard * scale,), {"scale": scale, "shape": tuple(whole.shape)}
+
+        def unscaled(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+            return gathered[0].view(metadata["shape"]) / metadata["scale"]
+
+        (extension,) = extend(layer, scaled, unscaled).values()
+        optim = torch.optim.SGD(layer.parameters(), lr=0.5)
+        inp = self._input(4)
+        for step in (1, 2):
+            out = layer(inp)
+            self.assertEqual(out, inp @ whole.T)
+            self.assertEqual(len(extension.received), 2 * step - 1)
+            out.sum().backward()
+            self.assertEqual(len(extension.received), 2 * step)
+            optim.step()
+            optim.zero_grad()
+            grad = torch.ones(2, 6, device=self.device).T @ inp
+            average_(grad)
+            whole -= 0.5 * grad
+        self.assertEqual([metadata["scale"] for metadata in extension.received], [2.0, 4.0, 8.0, 16.0])
+        self.assertEqual(len(extension.sent), 4)
+        for sent, received in zip(extension.sent, extension.received):
+            self.assertIs(sent, received)
+
+    @skip_if_lt_x_gpu(2)
+    def test_freed_storage(self):
+        """Beyond upstream: what the post-hook reports as freeable is freed, and filled again for the same parameter."""
+        model = fully_shard(filled(MLP(4, bias=False, device=self.device)), reshard_after_forward=True)
+        extensions = extend(model, as_bfloat16)
+        used: dict[str, list[tuple[int, list[int]]]] = {"forward": [], "backward": []}
+        first = extensions["in_proj.weight"]
+
+        def note(where: str, *unused: Any) -> None:
+            used[where].append((model.in_proj.weight, first.storage_sizes()))
+
+        def note_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            out.register_hook(functools.partial(note, "backward"))
+
+        model.in_proj.register_forward_pre_hook(functools.partial(note, "forward"))
+        model.in_proj.register_forward_hook(note_in_backward)
+        for _ in range(2):
+            loss = model(self._input(4)).sum()
+            self._check_freed(extensions)
+            loss.backward()
+            self._check_freed(extensions)
+        self.assertEqual((len(used["forward"]), len(used["backward"])), (2, 2))
+        param = used["forward"][0][0]
+        for weight, sizes in used["forward"] + used["backward"]:
+            self.assertIs(weight, param)
+            self.assertEqual(sizes, [16 * 4 * 2, 16 * 4 * 4])  # bytes: gathered bfloat16, computed float32
+        self.assertEqual(first.outs[0], None)
+        self.assertEqual(len(first.outs), 4)
+        self.assertTrue(all(out is param for out in first.outs[1:]))
+
+    def _check_freed(self, extensions: dict[str, Extension]):
+        self.assertEqual(len(extensions), 2)
+        for name, extension in extensions.items():
+            self.assertEqual(extension.storage_sizes(), [0, 0], name)
+
+
+class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
+    @property
+    def world_size(self) -> int:
+        return 8
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(0)  # the threads share one device
+
+    def _meta_two_tensor_mlp(self, **kwargs: Any) -> nn.Module:
+        """Sharded on the meta device, then materialised; its two parts differ, and so does each shard."""
+        with torch.device("meta"):
+            model = self._init_two_tensor_mlp()
+        self.assertEqual({param.device.type for param in model.parameters()}, {"meta"})
+        self._fully_shard_all(model, **kwargs).to_empty(device=self.device)
+        for param in model.parameters():
+            nn.init.trunc_normal_(param, mean=0.1, std=0.1)
+        return model
+
+    def _reference_output(self, part: str, inp: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+        """A plain MLP's output with one part of the sharded TwoTensors as weights, rounded to ``dtype``."""
+        plain = nn.Sequential(*(MLP(8, bias=False, device=self.device) for _ in range(3)))
+        weights = {name: gather_rows(getattr(local, part)) for name, local in local_tensors(model).items()}
+        self.assertEqual(list(weights), [name for name, _ in plain.named_parameters()])
+        with torch.no_grad():
+            rounded = {name: weight.to(dtype).to(inp.dtype) for name, weight in weights.items()}
+            return functional_call(plain, rounded, inp)
+
+    @skip_if_lt_x_gpu(1)
+    def test_all_gather_extensions_end_to_end(self):
+        for version in TWO_TENSOR_PRE_ALL_GATHER:
+            with self._patch_two_tensor_fsdp_all_gather(version):
+                subtests = {"reshard_after_forward": [True, False]}
+                self.run_subtests(subtests, self._test_all_gather_extensions_end_to_end)
+
+    def _test_all_gather_extensions_end_to_end(self, reshard_after_forward: bool):
+        # With bfloat16 compute and float32 shards the post-hook has to copy into ``out``.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = self._meta_two_tensor_mlp(mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        inp = self._input(8)
+        for _ in range(3):
+            expected = [self._reference_output(part, inp.bfloat16(), model, torch.bfloat16) for part in ("a", "b")]
+            before = {name: local.a.clone() for name, local in local_tensors(model).items()}
+            out = model(inp)
+            self.assertIsInstance(out, TwoTensor)
+            self.assertEqual([out.a, out.b], expected)
+            out.sum().backward()
+            optim.step()
+            optim.zero_grad()
+            for name, local in local_tensors(model).items():
+                self.assertNotEqual(local.a, before[name], name)
+
+    @skip_if_lt_x_gpu(1)
+    def test_all_gather_extensions_monkey_patch(self):
+        model = self._meta_two_tensor_mlp()
+        # to_empty() makes new local tensors, and lazy initialisation would again if a shard needed padding.
+        extensions = extend(model, as_bfloat16)
+        self.assertTrue(any("weight" in name for name in extensions))
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        inp = self._input(8)
+        for _ in range(3):
+            expected = self._reference_output("a", inp, model, torch.bfloat16)
+            out = model(inp)
+            self.assertEqual(out, expected)
+            out.sum().backward()
+            optim.step()
+            optim.zero_grad()
+        for name, extension in extensions.items():  # gathered for forward and backward, each of three times
+            self.assertEqual((len(extension.pre_arguments), len(extension.outs)), (6, 6), name)
+
+    def _uneven_mlp(self, pad_in_pre_all_gather: bool = True) -> MLP:
+        """Weights (9, 3) and (3, 9): over 8 ranks some shards are full, some short, some empty."""
+        model = filled(MLP(3, bias=False, dim_multiplier=3, device=self.device))
+        for linear in (model.in_proj, model.out_proj):
+            linear.weight = nn.Parameter(BFloat16AllGatherTensor(linear.weight.detach(), pad_in_pre_all_gather))
+        return model
+
+    @skip_if_lt_x_gpu(1)
+    def test_all_gather_extension_outer_size_stride(self):
+        self.assertGreaterEqual(self.world_size, 2)
+        model = fully_shard(self._uneven_mlp(), reshard_after_forward=False)
+        before = {name: local._data.clone() for name, local in local_tensors(model).items()}
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        loss = model(self._input(3)).sum()
+        self.assertTrue(loss.isfinite())
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        for name, local in local_tensors(model).items():
+            self.assertEqual(local.shape, before[name].shape)
+            # The first step of Adam is about the learning rate, against the sign of the gradient, here positive.
+            self.assertEqual(local._data, before[name] * (1 - 1e-4) - 1e-2, name, rtol=0, atol=1e-5)
+
+    @skip_if_lt_x_gpu(1)
+    def test_all_gather_extension_hsdp_mesh(self):
+        names = ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh(accelerator.current().type, (2, 4), mesh_dim_names=names)
+        with self.device:
+            model = filled(self._init_two_tensor_mlp())
+            ref_model = nn.Sequential(*(MLP(8, bias=False) for _ in range(3)))
+        ref_model.load_state_dict({name: param.detach().a for name, param in model.named_parameters()})
+        extensions = extend(self._fully_shard_all(model, mesh=mesh))
+        inp = self._input(8)
+        self.assertEqual(model(inp), ref_model(inp))
+        self.assertEqual(len(extensions), 6)
+        shard_ranks = [0, 1, 2, 3] if self.rank < 4 else [4, 5, 6, 7]
+        for extension in extensions.values():
+            ((received, *_),) = extension.pre_arguments
+            self.assertEqual((received.ndim, received.size(), received.mesh_dim_names), (1, 4, ("dp_shard",)))
+            self.assertEqual(received.mesh.tolist(), shard_ranks)
+
+    @skip_if_lt_x_gpu(1)
+    def test_unpadded_payload_is_refused(self):
+        """Beyond upstream: a short shard must be padded by its pre-hook.
+
+        The question is put to the parameter itself: in a forward only the short ranks would raise, and the others wait.
+        """
+        for pad in (True, False):
+            group = fully_shard(self._uneven_mlp(pad))._get_fsdp_state()._fsdp_param_group
+            self.assertEqual(len(group.fsdp_params), 2)
+            for fsdp_param, padded_numel, full_ranks in zip(group.fsdp_params, (2 * 3, 1 * 9), (4, 3)):
+                if pad or self.rank < full_ranks:
+                    (payload,) = fsdp_param.all_gather_inputs
+                    self.assertEqual((payload.numel(), payload.dtype), (padded_numel, torch.bfloat16))
+                else:
+                    with self.assertRaisesRegex(AssertionError, "all-gather inputs with the padded sharded size"):
+                        _ = fsdp_param.all_gather_inputs
+
+    @skip_if_lt_x_gpu(1)
+    def test_bfloat16_all_gather_numerics(self):
+        """Beyond upstream: forward uses the bfloat16 round trip of the weights, the optimizer the float32 shards."""
+        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_bfloat16_all_gather_numerics)
+
+    def _test_bfloat16_all_gather_numerics(self, reshard_after_forward: bool):
+        model = fully_shard(self._uneven_mlp(), reshard_after_forward=reshard_after_forward)
+        ref_model = filled(MLP(3, bias=False, dim_multiplier=3, device=self.device))
+        optim, ref_optim = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ref_model))
+        seen = []
+        for linear in (model.in_proj, model.out_proj):
+            linear.register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
+        inp = self._input(3)
+        for _ in range(3):
+            seen.clear()
+            rounded = {name: p.detach().bfloat16().float().requires_grad_() for name, p in ref_model.named_parameters()}
+            out, ref_out = model(inp), functional_call(ref_model, rounded, inp)
+            self.assertEqual(seen, list(rounded.values()), rtol=0, atol=0)
+            self.assertEqual(out, ref_out)
+            out.sum().backward()
+            ref_out.sum().backward()
+            for name, param in ref_model.named_parameters():
+                param.grad = rounded[name].grad
+                average_(param.grad)
+            for each in (optim, ref_optim):
+                each.step()
+                each.zero_grad()
+            for name, local in local_tensors(model).items():
+                self.assertIsInstance(local, BFloat16AllGatherTensor)
+                expected = rows_of(self.rank, self.world_size, ref_model.get_parameter(name).detach())
+                self.assertEqual(local._data, expected, name)
+
+    @skip_if_lt_x_gpu(1)
+    def test_payload_of_two_dtypes(self):
+        """Beyond upstream: int8 values and float32 scales travel together, beside a parameter without hooks."""
+        self.run_subtests({"param_dtype": [None, torch.bfloat16]}, self._test_payload_of_two_dtypes)
+
+    def _test_payload_of_two_dtypes(self, param_dtype: torch.dtype | None):
+        layer = filled(nn.Linear(4, 16, device=self.device))
+        weight, bias = (param.detach().clone() for param in layer.parameters())
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
+        local = local_tensors(layer)
+        Extension(local["weight"], as_int8_and_scale, from_int8_and_scale)
+        inp = self._input(4).to(param_dtype)
+        for _ in range(2):
+            rows = [from_int8_and_scale(*as_int8_and_scale(shard)) for shard in weight.chunk(self.world_size)]
+            rounded = torch.cat(rows).to(param_dtype)
+            self.assertNotEqual(rounded, weight.to(param_dtype), rtol=0, atol=0)
+            self.assertEqual(layer(inp), nn.functional.linear(inp, rounded, bias.to(param_dtype)))
+            for tensor in (weight, bias, *local.values()):
+                tensor.mul_(3)
+
+    @skip_if_lt_x_gpu(1)
+    def test_hook_arguments(self):
+        """Beyond upstream: the hooks are told mesh, layout of the whole, owner, policy, and the dtype to make."""
+        mesh = init_device_mesh(accelerator.current().type, (self.world_size,))
+        for param_dtype in (None, torch.bfloat16):
+            policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+            model = filled(MLP(8, bias=False, dim_multiplier=2, device=self.device))
+            extensions = extend(fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True))
+            model(self._input(8)).sum().backward()
+            self.assertEqual(list(extensions), ["in_proj.weight", "out_proj.weight"])
+            wholes = (((16, 8), (8, 1), model.in_proj), ((8, 16), (16, 1), model.out_proj))
+            for extension, (size, stride, module) in zip(extensions.values(), wholes):
+                self.assertEqual(len(extension.pre_arguments), 2)
+                for arguments in extension.pre_arguments:
+                    self.assertEqual(arguments[:3], (mesh, size, stride))
+                    self.assertIs(arguments[3], module)
+                    self.assertIs(arguments[4], policy)
+                self.assertEqual(extension.param_dtypes, [param_dtype or torch.float32] * 2)
+
+    @skip_if_lt_x_gpu(1)
+    def test_no_smaller_mesh(self):
+        """Beyond upstream: resharding to a smaller mesh is refused, where what it holds would be gathered again."""
+        layer = fully_shard(filled(nn.Linear(8, 8, bias=False, device=self.device)), reshard_after_forward=4)
+        (extension,) = extend(layer).values()
+        loss = layer(self._input(8)).sum()
+        with self.assertRaises(NotImplementedError):
+            loss.backward()
+        self.assertEqual(len(extension.pre_arguments), 1)
+
+
+if __name__ == "__main__":
+    run_tests()
