@@ -21,7 +21,6 @@ setup(
         "ci": ["junitparser"],
     },
     classifiers=[
-        "License :: OSI Approved :: BSD License",
         "Operating System :: POSIX :: Linux",
         "Operating System :: MacOS",
         "Programming Language :: Python :: 3",

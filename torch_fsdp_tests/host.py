@@ -29,6 +29,12 @@ def refuse_unsupported() -> None:
         sys.exit(2)
 
 
+def stacks_signal() -> signal.Signals:
+    """The signal by which a rank is asked for its stacks. The first thing that Windows lacks, so it is refused here."""
+    refuse_unsupported()
+    return signal.SIGUSR1
+
+
 def can_fork() -> bool:
     """True where a process that has imported torch may fork and both sides go on."""
     return LINUX

@@ -29,7 +29,7 @@ from torch_fsdp_tests.ranks.outcome import Outcome
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 
-STACKS_SIGNAL = signal.SIGUSR1  # makes a rank write the Python stacks of all its threads into its last words
+STACKS_SIGNAL = host.stacks_signal()  # makes a rank write the Python stacks of all its threads into its last words
 LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class; its last words say why
 
 # Test classes by module and qualified name. The server is forked off the test process once all test files are loaded,
