@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -746,23 +747,34 @@ class TestSubstitutes(TwoRanks):
             with self.assertRaisesRegex(RuntimeError, "needs a non-CPU accelerator"):
                 FSDP(nn.Linear(2, 2))
 
-    def test_no_sync_accumulates_with_offload(self):
-        # What the substitute drops is the offloaded gradient of a step before, never what no_sync has gathered.
-        plain = self.build(NestedWrappedModule)
-        (x,) = plain.get_input(self.device)
-        plain(x).sum().backward()
-        for strategy in STRATEGIES:
-            kwargs = {"cpu_offload": CPUOffload(offload_params=True), "sharding_strategy": strategy}
-            model = FSDP(self.build(NestedWrappedModule, device_mode=NEVER), use_orig_params=True, **kwargs)
-            with model.no_sync():
-                model(x).sum().backward()
+    def offloaded_gradients(self, no_sync, **kwargs):
+        """The unsharded gradients after two backwards, of which the first may be without communication."""
+        offload = CPUOffload(offload_params=True)
+        model = FSDP(self.build(NestedWrappedModule, device_mode=NEVER), cpu_offload=offload, **kwargs)
+        (x,) = model.module.get_input(self.device)
+        with model.no_sync() if no_sync else contextlib.nullcontext():
             model(x).sum().backward()
-            with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-                found = [param.grad.clone() for param in model.parameters()]
-            for param, grad in zip(plain.parameters(), found, strict=True):
-                expected = 2 * param.grad
-                dist.all_reduce(expected)
-                self.assertEqual(grad, expected / 2, msg=str(strategy))
+        model(x).sum().backward()
+        if not kwargs["use_orig_params"]:  # then no context shows gradients; those of NO_SHARD are whole anyway
+            return [param.grad.clone() for param in model.parameters()]
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            return [param.grad.clone() for param in model.parameters()]
+
+    def test_offloaded_gradients_add_up_under_no_sync_alone(self):
+        # What the substitute drops is the offloaded gradient of an earlier step ("Gradient accumulation outside
+        # no_sync() does not work with CPU offloading", FSDP's own words), never what no_sync has gathered.
+        plain = self.build(NestedWrappedModule)
+        plain(*plain.get_input(self.device)).sum().backward()
+        once = [param.grad for param in plain.parameters()]
+        for grad in once:
+            dist.all_reduce(grad)
+            grad /= 2
+        for strategy in STRATEGIES:
+            for no_sync, times in ((False, 1), (True, 2)):
+                found = self.offloaded_gradients(no_sync, sharding_strategy=strategy, use_orig_params=True)
+                self.assertEqual(found, [times * grad for grad in once], msg=f"{strategy}, no_sync={no_sync}")
+        (flat,) = self.offloaded_gradients(False, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=False)
+        self.assertEqual(flat, torch.cat([grad.flatten() for grad in once]))
 
     def test_fsdp2_offload_with_its_default_policy(self):
         torch.manual_seed(0)

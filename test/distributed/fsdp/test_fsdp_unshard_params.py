@@ -59,9 +59,9 @@ def _flat_params(model):
     return [handle.flat_param for handle in traversal_utils._get_fsdp_handles(model)]
 
 
-def _elements(storage_of):
+def _elements(tensor):
     """How many elements the tensor's storage has room for now; a freed one has room for none."""
-    return storage_of.untyped_storage().size() // storage_of.element_size()
+    return tensor.untyped_storage().size() // tensor.element_size()
 
 
 def _gathered(flat_param, mixed_precision):
@@ -106,6 +106,12 @@ class TestUnshardParamsBase(FSDPTest):
             self.assertIs(handle._training_state, HandleTrainingState.IDLE)
         for state in traversal_utils._get_fsdp_states(model):
             self.assertIs(state.training_state, TrainingState.IDLE)
+
+    def _assert_no_grads(self, model):
+        with FSDP.summon_full_params(model, with_grads=True):
+            grads = {name: param.grad for name, param in _named(model).items()}
+        self.assertGreater(len(grads), 0)
+        self.assertEqual(grads, dict.fromkeys(grads))
 
     def _get_test_unshard_params_writeback_config(self):
         return {
@@ -310,12 +316,14 @@ class TestUnshardParams(TestUnshardParamsBase):
             )
             for _ in range(2)
         )
+        for module in (reference, inner):
+            module.module.inside = nn.Buffer(torch.full((1,), 2.0, device=self.device))
         model = FSDP(inner, self.process_group)
         for module in (reference, model):
             module.buffer = nn.Buffer(torch.ones(1, device=self.device))
 
         with FSDP.summon_full_params(model):
-            for method, count in (("named_parameters", 10 if recurse else 0), ("named_buffers", 1)):
+            for method, count in (("named_parameters", 10 if recurse else 0), ("named_buffers", 2 if recurse else 1)):
                 expected = list(getattr(reference, method)(prefix=prefix, recurse=recurse))
                 found = list(getattr(model, method)(prefix=prefix, recurse=recurse))
                 self.assertEqual(len(expected), count)
@@ -400,12 +408,6 @@ class TestUnshardParams(TestUnshardParamsBase):
         """Where there was no backward there is no gradient, unsharded or not."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_none_grads)
 
-    def _assert_no_grads(self, model):
-        with FSDP.summon_full_params(model, with_grads=True):
-            grads = {name: param.grad for name, param in _named(model).items()}
-        self.assertGreater(len(grads), 0)
-        self.assertEqual(grads, dict.fromkeys(grads))
-
     def _test_with_grads_none_grads(self, sharding_strategy):
         model, _ = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
         flat_params = _flat_params(model)
@@ -454,6 +456,28 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual([param.shape for param in before], [(5, 5), (3, 5)])
         written = [values_of(self._owners(param.numel()), param.numel()).view_as(param) for param in before]
         self.assertEqual(after, written if writeback else before, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_writeback_of_many_parameters(self):
+        """Beyond upstream: every parameter that shares a flat parameter with others is written back, not only one."""
+        self.run_subtests(
+            {"cpu_offload": _cpu_offloads(), "use_orig_params": [True, False]}, self._test_writeback_of_many_parameters
+        )
+
+    def _test_writeback_of_many_parameters(self, **fsdp_kwargs):
+        model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), **fsdp_kwargs)
+        self.assertEqual(len(_flat_params(model)), 1)
+        expected = [
+            torch.arange(math.prod(shape), device=self.device).view(shape) + 100.0 * index
+            for index, shape in enumerate([(5, 5), (5,), (3, 5), (3,)])
+        ]
+        with FSDP.summon_full_params(model), torch.no_grad():
+            parameters = list(model.parameters())
+            self.assertEqual(len(parameters), 4)
+            for param, values in zip(parameters, expected):
+                param.copy_(values)
+        with FSDP.summon_full_params(model):
+            self.assertEqual([param.detach() for param in model.parameters()], expected, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_memory_and_state_around_the_context(self):
@@ -607,6 +631,8 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
             layer.weight.copy_((torch.arange(15) + 100 * pair).view(3, 5))
         expected = layer.weight.detach().clone()
         model = FSDP(layer, group, use_orig_params=use_orig_params)
+        if use_orig_params:
+            self._assert_no_grads(model)
         model(torch.full((5,), self.rank + 1.0, device=self.device)).sum().backward()
 
         with FSDP.summon_full_params(model, with_grads=use_orig_params):

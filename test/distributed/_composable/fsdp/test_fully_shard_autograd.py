@@ -1,0 +1,527 @@
+"""FSDP2 and autograd: what part of the forward the loss uses, how activations travel, and hooks on gradients.
+
+FSDP finds its place in the backward by hooks on the tensors that enter and leave a module. A tensor that it does not
+find, or that the loss does not use, must not cost a gradient, nor delay one.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import unittest
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel.scatter_gather import _is_namedtuple
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    MLP,
+    DoubleLinear,
+    FSDPTest,
+    FSDPTestMultiThread,
+    check_sharded_parity,
+    patch_reduce_scatter,
+)
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+
+DIM = 24
+ITERATIONS = 10
+
+
+class NamedPair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Module(nn.Module):
+    """Transforms the one tensor of a container and hands it on in a container of the same kind."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.lin1 = nn.Linear(dim, dim)
+        self.lin2 = nn.Linear(dim, dim)
+        self.relu = nn.ReLU()
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.lin2(self.relu(self.lin1(x))))
+
+    def forward(self, inputs: Any) -> Any:
+        if _is_namedtuple(inputs):  # which is a tuple too
+            return inputs._replace(x=self._forward(inputs.x))
+        if isinstance(inputs, (list, tuple)):
+            return type(inputs)([self._forward(inputs[0])])
+        if isinstance(inputs, dict):
+            return {"x": self._forward(inputs["x"])}
+        raise NotImplementedError(f"a container of type {type(inputs).__name__}")
+
+
+class ToContainerType(nn.Module):
+    """Puts a tensor into a container; the second field of a named tuple takes no part in autograd."""
+
+    def __init__(self, container_type: type) -> None:
+        super().__init__()
+        self.container_type = container_type
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.container_type is collections.namedtuple:
+            return NamedPair(x, torch.ones_like(x))
+        if self.container_type is dict:
+            return {"x": x}
+        return self.container_type([x])
+
+
+class FromContainerType(nn.Module):
+    """Takes the tensor out again, from a container of the kind that was put in and no other."""
+
+    def __init__(self, container_type: type) -> None:
+        super().__init__()
+        self.expected_type = NamedPair if container_type is collections.namedtuple else container_type
+
+    def forward(self, container: Any) -> torch.Tensor:
+        assert type(container) is self.expected_type, type(container)
+        return container["x"] if isinstance(container, dict) else container[0]
+
+
+class TestFullyShardAutograd(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def _reduce_1d_partial_grads(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """Turn the gradients of a sum over the global batch into the mean over ranks, which is what FSDP gives."""
+        for param in module.parameters():
+            if param.grad is not None:
+                param.grad.div_(dist.get_world_size(group))
+
+    def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two rows for each rank, drawn alike on all of them, and the two of this rank."""
+        rows = torch.rand((2 * self.world_size, DIM), device=accelerator.current().device(self.rank))
+        mine = rows[2 * self.rank : 2 * self.rank + 2].clone()
+        return rows, mine.requires_grad_(requires_grad)
+
+    def _check_loss(self, ref_loss: torch.Tensor, loss: torch.Tensor) -> None:
+        """The losses of the ranks must add up to that of the reference, which has seen all of their rows."""
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        self.assertEqual(total, ref_loss.detach())
+
+    def _replica(self, model: nn.Module) -> nn.Module:
+        return copy.deepcopy(model).to(accelerator.current().device(self.rank))
+
+    def _adams(self, *modules: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
+
+    def _train_and_compare(self, ref_model: nn.Module, model: nn.Module) -> None:
+        """Ten steps on the sum of the output, with gradients compared before each step."""
+        start = [param.detach().clone() for param in ref_model.parameters()]
+        optims = self._adams(ref_model, model)
+        torch.manual_seed(1)  # for the rows; the same on all ranks
+        for iteration in range(ITERATIONS):
+            rows, mine = self._global_and_local_input()
+            ref_loss, loss = ref_model(rows).sum(), model(mine).sum()
+            ref_loss.backward()
+            loss.backward()
+            self._reduce_1d_partial_grads(ref_model)
+            self._check_loss(ref_loss, loss)
+            check_sharded_parity(self, ref_model, model)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad(set_to_none=bool(iteration % 2))
+        check_sharded_parity(self, ref_model, model)
+        self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
+
+    @skip_if_lt_x_gpu(4)
+    def test_unused_forward_output(self):
+        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
+
+    def _test_unused_forward_output(self, reshard_after_forward: bool | int) -> None:
+        torch.manual_seed(42)
+        model = DoubleLinear(dim=DIM, use_second_linear=True)
+        ref_model = self._replica(model)
+        fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)  # lin2 belongs to the root
+        ref_optim, optim = self._adams(ref_model, model)
+        torch.manual_seed(1)
+        for iteration in range(ITERATIONS):
+            rows, mine = self._global_and_local_input()
+            losses = []
+            for module, module_optim, inputs in ((ref_model, ref_optim, rows), (model, optim, mine)):
+                first, second = module(inputs)
+                losses.append((first * second).sum() if iteration < 3 else first.sum())
+                losses[-1].backward()
+                if module is ref_model:
+                    self._reduce_1d_partial_grads(ref_model)
+                module_optim.step()
+            self._check_loss(*losses)
+            for module_optim in (ref_optim, optim):
+                module_optim.zero_grad(set_to_none=bool(iteration % 2))
+            check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(4)
+    def test_unused_forward_output_gradients(self):
+        """Beyond upstream: gradients are right before the step, whichever output the loss uses or ceases to use."""
+        config = {
+            "reshard_after_forward": [True, False, 2],
+            "set_to_none": [True, False],
+            "input_requires_grad": [True, False],
+        }
+        self.run_subtests(config, self._test_unused_forward_output_gradients)
+
+    def _test_unused_forward_output_gradients(
+        self, reshard_after_forward: bool | int, set_to_none: bool, input_requires_grad: bool
+    ) -> None:
+        torch.manual_seed(42)
+        model = fully_shard(DoubleLinear(dim=DIM), reshard_after_forward=reshard_after_forward)
+        torch.manual_seed(42)
+        ref_model = self._replica(DoubleLinear(dim=DIM))
+        ref_optim, optim = self._adams(ref_model, model)
+        losses = (lambda first, second: (first * second).sum(), lambda first, _: first.sum(), lambda _, s: s.sum())
+        torch.manual_seed(1)
+        for loss_of in (*losses, losses[1], losses[0]):
+            rows, mine = self._global_and_local_input(input_requires_grad)
+            loss_of(*ref_model(rows)).backward()
+            loss_of(*model(mine)).backward()
+            self._reduce_1d_partial_grads(ref_model)
+            check_sharded_parity(self, ref_model, model)
+            for some_optim in (ref_optim, optim):
+                some_optim.step()
+                some_optim.zero_grad(set_to_none=set_to_none)
+
+    @skip_if_lt_x_gpu(4)
+    def test_unused_forward_module(self):
+        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
+
+    def _test_unused_forward_module(self, reshard_after_forward: bool | int) -> None:
+        torch.manual_seed(42)
+        model = DoubleLinear(dim=DIM, use_second_linear=False)
+        ref_model = self._replica(model)
+        for module in (model.lin1, model.lin2, model):
+            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        self._train_and_compare(ref_model, model)
+
+    @skip_if_lt_x_gpu(4)
+    def test_nontensor_activations(self):
+        container_types = [list, collections.namedtuple, tuple, dict]
+        self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
+
+    def _test_nontensor_activations(self, container_type: type) -> None:
+        torch.manual_seed(42)
+        stages = (Module(DIM) for _ in range(3))
+        model = nn.Sequential(ToContainerType(container_type), *stages, FromContainerType(container_type))
+        ref_model = self._replica(model)
+        for child in model:
+            fully_shard(child)
+        self._train_and_compare(ref_model, fully_shard(model))
+
+    @skip_if_lt_x_gpu(4)
+    def test_container_kinds(self):
+        """Beyond upstream: containers in containers arrive as they are, and each module reduces in its turn."""
+        config = {"container": list(CONTAINERS), "loss_uses": ["x", "y", "both"]}
+        self.run_subtests(config, self._test_container_kinds)
+
+    def _test_container_kinds(self, container: str, loss_uses: str) -> None:
+        pack, unpack = CONTAINERS[container]
+        events: list[str] = []
+        torch.manual_seed(42)
+        model = nn.Sequential(*(PairStage(index, pack, unpack) for index in range(3)))
+        ref_model = self._replica(model)
+        for stage in model:
+            stage.events = events
+            fully_shard(stage)
+        fully_shard(model)
+        mask = torch.ones(DIM, device=accelerator.current().device(self.rank))
+        torch.manual_seed(1)
+        for _ in range(2):
+            rows, mine = self._global_and_local_input(requires_grad=True)
+            x, y, ref_mask = unpack(ref_model(pack(rows, rows + 1, mask)))
+            (_loss_of(x, y, loss_uses) / self.world_size).backward()
+
+            events.clear()
+            with patch_reduce_scatter(_recording(events, "reduced")):
+                x, y, out_mask = unpack(model(pack(mine, mine + 1, mask)))
+                _loss_of(x, y, loss_uses).backward()
+            # A module that FSDP did not find in the graph would reduce at the end of the backward only.
+            in_turn = [event for index in (2, 1, 0) for event in (f"gradients at {index}", "reduced")]
+            self.assertEqual(events, in_turn)
+            self.assertIs(ref_mask, mask)
+            self.assertIs(out_mask, mask)
+            for stage in model:
+                self.assertIs(stage.received_type, type(pack(x, y, mask)))
+                self.assertIs(stage.received_mask, mask)
+            check_sharded_parity(self, ref_model, model)
+
+    @unittest.skipUnless(
+        hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "this torch always leaves unused parameters out"
+    )
+    @skip_if_lt_x_gpu(4)
+    def test_rank_dependent_use(self):
+        """Beyond upstream: what one rank does not use is reduced with zeros for that rank."""
+        config = {"reshard_after_forward": [True, False, 2], "input_requires_grad": [True, False]}
+        self.run_subtests(config, self._test_rank_dependent_use)
+
+    def _test_rank_dependent_use(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
+        torch.manual_seed(42)
+        model = DoubleLinear(dim=DIM)
+        ref_model = self._replica(model)
+        fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+        model.set_reduce_scatter_unused_params(True)
+        torch.manual_seed(1)
+        for abstains in (0, 0, self.world_size - 1):  # the rank whose loss has the first output only
+            rows, mine = self._global_and_local_input(input_requires_grad)
+            used = torch.arange(2 * self.world_size, device=rows.device).unsqueeze(1) // 2 != abstains
+            first, second = ref_model(rows)
+            ((first.sum() + (second * used).sum()) / self.world_size).backward()
+
+            first, second = model(mine)
+            loss = first.sum() if self.rank == abstains else first.sum() + second.sum()
+            loss.backward()
+            check_sharded_parity(self, ref_model, model)  # over the steps gradients accumulate
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenTriple:
+    x: torch.Tensor
+    y: torch.Tensor
+    mask: torch.Tensor
+
+
+# Each kind: how two tensors and a mask without gradient are put in, and how they are taken out.
+CONTAINERS: dict[str, tuple[Any, Any]] = {
+    "frozen dataclass": (FrozenTriple, lambda c: (c.x, c.y, c.mask)),
+    "dict of tuples": (
+        lambda x, y, mask: {"first": (x, {"mask": mask}), "rest": ([y],)},
+        lambda c: (c["first"][0], c["rest"][0][0], c["first"][1]["mask"]),
+    ),
+    "OrderedDict": (
+        lambda x, y, mask: collections.OrderedDict(mask=mask, y=y, x=x),
+        lambda c: (c["x"], c["y"], c["mask"]),
+    ),
+    "named tuple of dataclass": (
+        lambda x, y, mask: NamedPair(FrozenTriple(x, y, mask), mask),
+        lambda c: (c.x.x, c.x.y, c.y),
+    ),
+}
+
+
+class PairStage(nn.Module):
+    """Mixes two tensors of a container and tells what it received, and in backward when the gradients pass."""
+
+    def __init__(self, index: int, pack: Any, unpack: Any) -> None:
+        super().__init__()
+        self.index, self.pack, self.unpack = index, pack, unpack
+        self.lin1 = nn.Linear(DIM, DIM)
+        self.lin2 = nn.Linear(DIM, DIM)
+        self.events: list[str] = []
+
+    def forward(self, container: Any) -> Any:
+        x, y, mask = self.unpack(container)
+        self.received_type, self.received_mask = type(container), mask
+        mixed = torch.tanh(x + 2 * y) * mask
+        if mixed.requires_grad:
+            mixed.register_hook(lambda _: self.events.append(f"gradients at {self.index}"))
+        return self.pack(self.lin1(mixed), self.lin2(mixed), mask)
+
+
+def _loss_of(x: torch.Tensor, y: torch.Tensor, uses: str) -> torch.Tensor:
+    return {"x": x.sum, "y": y.sum, "both": (x * y).sum}[uses]()
+
+
+def _recording(events: list[str], event: str) -> Any:
+    reduce_scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        events.append(event)
+        return reduce_scatter(*args, **kwargs)
+
+    return record
+
+
+class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(1)
+    def test_post_acc_grad_hook_runs(self):
+        device = accelerator.current().device(self.rank)
+        model = MLP(8, device)
+        for module in (model.in_proj, model.out_proj, model):
+            fully_shard(module)
+        names = {param: name for name, param in model.named_parameters()}
+        counts: collections.Counter[str] = collections.Counter()
+
+        def hook(param: nn.Parameter) -> None:
+            counts[names[param]] += 1
+
+        for param in names:
+            param.register_post_accumulate_grad_hook(hook)
+        model(torch.randn((2, 8), device=device) + self.rank).sum().backward()
+        layers, kinds = ("in_proj", "out_proj"), ("weight", "bias")
+        self.assertEqual(counts, {f"{layer}.{kind}": 1 for layer in layers for kind in kinds})
+
+
+class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_post_acc_grad_hook_optim_parity(self):
+        torch.manual_seed(42)
+        device = accelerator.current().device(self.rank)
+        args = ModelArgs(dropout_p=0.0)
+        base_model = Transformer(args).to(device)
+        ref_model, model = copy.deepcopy(base_model), copy.deepcopy(base_model)
+        for some_model in (ref_model, model):
+            for layer in some_model.layers:
+                fully_shard(layer)
+            fully_shard(some_model)
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+        step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=5)
+        ref_optim = adamw(ref_model.parameters())
+        ref_scheduler = step_lr(ref_optim)
+        optims = {param: adamw([param]) for param in model.parameters()}
+        schedulers = {param: step_lr(optim) for param, optim in optims.items()}
+
+        def optim_hook(param: nn.Parameter) -> None:
+            optims[param].step()
+            optims[param].zero_grad()
+            schedulers[param].step()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(optim_hook)
+        torch.manual_seed(42 + self.rank)
+        tokens = torch.randint(0, args.vocab_size, (2, 16), device=device)
+        losses = []
+        for _ in range(ITERATIONS):
+            ref_loss, loss = ref_model(tokens).sum(), model(tokens).sum()
+            ref_loss.backward()
+            loss.backward()
+            ref_optim.step()
+            ref_optim.zero_grad()
+            ref_scheduler.step()
+            losses.append(loss.item())
+            self.assertTrue(torch.equal(loss, ref_loss), f"{loss} is not {ref_loss}")
+            self._check_identical(ref_model, model)
+        self.assertEqual(len(set(losses)), ITERATIONS)  # each step has changed something
+        rates = {rate for scheduler in (ref_scheduler, *schedulers.values()) for rate in scheduler.get_last_lr()}
+        self.assertEqual(len(rates), 1)
+        self.assertEqual(rates.pop(), 1e-4)  # after two drops
+
+    def _check_identical(self, ref_model: nn.Module, model: nn.Module) -> None:
+        refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
+        self.assertEqual(list(refs), list(params))
+        for name, param in params.items():
+            self.assertTrue(torch.equal(param.to_local(), refs[name].to_local()), name)
+
+    def _sharded_mlp(self, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
+        """A plain model and its copy whose layers are wrapped one by one, with a root that has nothing of its own."""
+        torch.manual_seed(42)
+        ref_model = MLP(8, accelerator.current().device(self.rank))
+        model = copy.deepcopy(ref_model)
+        for module in (model.in_proj, model.out_proj, model):
+            fully_shard(module, **kwargs)
+        return ref_model, model
+
+    def _backward(self, model: nn.Module, seed: int) -> None:
+        torch.manual_seed(100 * seed + self.rank)
+        inputs = torch.rand((4, 8), device=accelerator.current().device(self.rank), requires_grad=True)
+        model(inputs).square().sum().backward()
+
+    def _mean_over_ranks(self, ref_model: nn.Module) -> dict[str, torch.Tensor]:
+        """What this rank's shard of each gradient must be, from the gradients of the whole replicas."""
+        expected = {}
+        for name, param in ref_model.named_parameters():
+            assert param.grad is not None
+            dist.all_reduce(mean := param.grad.clone())
+            expected[name] = (mean / self.world_size).chunk(self.world_size)[self.rank]
+        return expected
+
+    @skip_if_lt_x_gpu(2)
+    def test_post_acc_grad_hook_gradient_accumulation(self):
+        """Beyond upstream: no hook and no gradient before the microbatch that reduces; then once, with all of it."""
+        config = {"reshard_after_forward": [True, False], "reshard_after_backward": [True, False]}
+        self.run_subtests(config, self._test_post_acc_grad_hook_gradient_accumulation)
+
+    def _test_post_acc_grad_hook_gradient_accumulation(
+        self, reshard_after_forward: bool, reshard_after_backward: bool
+    ) -> None:
+        ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward)
+        model.set_reshard_after_backward(reshard_after_backward)
+        sharded = dict(model.named_parameters())
+        seen: list[tuple[str, torch.Tensor]] = []
+
+        def hook(name: str, param: nn.Parameter) -> None:
+            self.assertIsInstance(param.grad, DTensor)
+            seen.append((name, param.grad.to_local().clone()))
+
+        for name, param in sharded.items():
+            param.register_post_accumulate_grad_hook(functools.partial(hook, name))
+        for step in range(2):
+            for microbatch in range(3):
+                last = microbatch == 2
+                model.set_requires_gradient_sync(last)
+                self._backward(ref_model, 3 * step + microbatch)
+                self._backward(model, 3 * step + microbatch)
+                if not last:
+                    self.assertEqual(seen, [])
+                    self.assertEqual([name for name, param in sharded.items() if param.grad is not None], [])
+            expected = self._mean_over_ranks(ref_model)
+            self.assertEqual(sorted(name for name, _ in seen), sorted(expected))
+            for name, grad in seen:
+                self.assertEqual(grad, expected[name])
+                self.assertEqual(sharded[name].grad.to_local(), expected[name])
+            seen.clear()
+            for param in (*ref_model.parameters(), *sharded.values()):
+                param.grad = None
+
+    @skip_if_lt_x_gpu(2)
+    def test_post_acc_grad_hook_sees_final_gradient(self):
+        """Beyond upstream: a hook gets the registered parameter, with the gradient that the backward ends with.
+
+        Offload must not make it wait: with a hook the gradient is copied to the host before the hook is called.
+        """
+        policies = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=True)]
+        config = {"offload_policy": policies, "reshard_after_forward": [True, False]}
+        self.run_subtests(config, self._test_post_acc_grad_hook_sees_final_gradient)
+
+    def _test_post_acc_grad_hook_sees_final_gradient(
+        self, offload_policy: OffloadPolicy, reshard_after_forward: bool
+    ) -> None:
+        ref_model, model = self._sharded_mlp(offload_policy=offload_policy, reshard_after_forward=reshard_after_forward)
+        sharded = dict(model.named_parameters())
+        seen: dict[str, torch.Tensor] = {}
+        calls: list[tuple[str, str]] = []
+
+        def hook(name: str, which: str, param: nn.Parameter) -> None:
+            self.assertIs(param, sharded[name])
+            self.assertIs(param, model.get_parameter(name))
+            calls.append((name, which))
+            seen[name] = param.grad.to_local().clone()
+
+        for name, param in sharded.items():
+            for which in ("first", "second"):
+                param.register_post_accumulate_grad_hook(functools.partial(hook, name, which))
+        for step in range(2):  # the second adds to the gradients of the first
+            self._backward(ref_model, step)
+            self._backward(model, step)
+            expected = self._mean_over_ranks(ref_model)
+            self.assertEqual(sorted(calls), sorted((name, which) for name in expected for which in ("first", "second")))
+            calls.clear()
+            for name, grad in seen.items():
+                self.assertTrue(torch.equal(grad, sharded[name].grad.to_local()), name)
+                self.assertEqual(grad, expected[name].to(grad.device))
+
+
+if __name__ == "__main__":
+    run_tests()
