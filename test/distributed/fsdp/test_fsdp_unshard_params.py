@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import unittest
 
@@ -101,6 +102,8 @@ class TestUnshardParamsBase(FSDPTest):
             if handle.uses_sharded_strategy:
                 self.assertEqual(_elements(flat_param._full_param_padded), 0)
                 self.assertEqual(_elements(_gathered(flat_param, mixed_precision)), 0)
+            if mixed_precision is not None:
+                self.assertEqual(_elements(flat_param._mp_shard), 0)
             self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
             self.assertEqual(flat_param.shape, flat_param._sharded_size)
             self.assertIs(handle._training_state, HandleTrainingState.IDLE)
@@ -575,6 +578,51 @@ class TestUnshardParams(TestUnshardParamsBase):
         factor = self.rank + 2 if writeback else 1
         mine = [grad.flatten()[self._owners(grad.numel()) == self.rank] * factor for grad in grads]
         self.assertEqual([param.grad for param in model.parameters()], mine, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_grads_of_many_parameters_are_resharded(self):
+        """Beyond upstream: of several parameters in one flat parameter each gets its own part of the gradient back."""
+        model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), use_orig_params=True)
+        model(torch.arange(5.0, device=self.device) + self.rank).square().sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            expected = [param.grad.flatten().tolist() for param in model.parameters()]
+        self.assertEqual([len(grad) for grad in expected], [25, 5, 15, 3])
+        mine = [[] if param.grad is None else param.grad.tolist() for param in model.parameters()]
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, mine)
+        self.assertEqual([list(itertools.chain(*parts)) for parts in zip(*of_ranks)], expected)
+
+    @skip_if_lt_x_gpu(2)
+    def test_grads_on_rank_0_only(self):
+        """Beyond upstream: with ``rank0_only`` the other ranks keep their shards of the gradients, inside and after."""
+        model, grads = self._two_layers_with_grads()
+        mine = [grad.flatten()[self._owners(grad.numel()) == self.rank] for grad in grads]
+        with FSDP.summon_full_params(model, rank0_only=True, writeback=False, with_grads=True):
+            inside = [param.grad.clone() for param in model.parameters()]
+        self.assertEqual(inside, grads if self.rank == 0 else mine, rtol=0, atol=0)
+        self.assertEqual([param.grad for param in model.parameters()], mine, rtol=0, atol=0)
+        self.assertEqual([flat_param.grad.numel() for flat_param in _flat_params(model)], [8, 13])
+
+    @skip_if_lt_x_gpu(2)
+    def test_open_between_forward_and_backward(self):
+        """Beyond upstream: a look at the parameters before backward is in full precision and changes no gradient."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "mixed_precision": _mixed_precisions()},
+            self._test_open_between_forward_and_backward,
+        )
+
+    def _test_open_between_forward_and_backward(self, **fsdp_kwargs):
+        model, grads = self._two_layers_with_grads(**fsdp_kwargs)
+        model.zero_grad()
+        with FSDP.summon_full_params(model, writeback=False):
+            before = [param.detach().clone() for param in model.parameters()]
+        output = model(torch.arange(1.0, 6.0, device=self.device) + self.rank)
+        with FSDP.summon_full_params(model):
+            self.assertEqual([param.detach() for param in model.parameters()], before, rtol=0, atol=0)
+        output.sum().backward()
+        self._assert_resharded(model, fsdp_kwargs["mixed_precision"])
+        with FSDP.summon_full_params(model, with_grads=True):
+            self.assertEqual([param.grad for param in model.parameters()], grads, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_grads_that_only_some_ranks_have(self):
