@@ -121,7 +121,7 @@ class TestCase(expecttest.TestCase):
             text = f"{text}\n{msg}" if self.longMessage else str(msg)
         raise self.failureException(text)
 
-    def assertNotEqual(  # type: ignore[override]
+    def assertNotEqual(
         self,
         x: Any,
         y: Any,

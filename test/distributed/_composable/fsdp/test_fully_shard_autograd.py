@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.scatter_gather import _is_namedtuple
 
@@ -28,6 +28,7 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     FSDPTestMultiThread,
     check_sharded_parity,
+    patch_all_gather,
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import run_tests
@@ -105,8 +106,26 @@ class TestFullyShardAutograd(FSDPTest):
     def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Two rows for each rank, drawn alike on all of them, and the two of this rank."""
         rows = torch.rand((2 * self.world_size, DIM), device=accelerator.current().device(self.rank))
-        mine = rows[2 * self.rank : 2 * self.rank + 2].clone()
-        return rows, mine.requires_grad_(requires_grad)
+        mine = self._of_this_rank(rows).clone()
+        return rows.requires_grad_(requires_grad), mine.requires_grad_(requires_grad)
+
+    def _of_this_rank(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[2 * self.rank : 2 * self.rank + 2]
+
+    def _check_gradients(self, ref_model: nn.Module, model: nn.Module, rows: torch.Tensor, mine: torch.Tensor) -> None:
+        """Compare the gradients of parameters and inputs, and see that the backward has let go of what it used.
+
+        Gradients of parameters are means over ranks; those of the inputs stay on their rank and are not divided.
+        """
+        check_sharded_parity(self, ref_model, model)
+        if mine.requires_grad:
+            self.assertEqual(mine.grad, self._of_this_rank(rows.grad))
+        context = model._get_fsdp_state()._comm_ctx
+        self.assertEqual(context.post_forward_order, [])
+        self.assertEqual(getattr(context, "reduce_scatter_states", []), [])  # before 2.13 one under another name
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+                self.assertEqual(group._post_forward_indices, [])
 
     def _check_loss(self, ref_loss: torch.Tensor, loss: torch.Tensor) -> None:
         """The losses of the ranks must add up to that of the reference, which has seen all of their rows."""
@@ -171,30 +190,83 @@ class TestFullyShardAutograd(FSDPTest):
         """Beyond upstream: gradients are right before the step, whichever output the loss uses or ceases to use."""
         config = {
             "reshard_after_forward": [True, False, 2],
-            "set_to_none": [True, False],
+            "wrapped": [("",), ("lin1", "lin2", "")],
             "input_requires_grad": [True, False],
         }
         self.run_subtests(config, self._test_unused_forward_output_gradients)
 
     def _test_unused_forward_output_gradients(
-        self, reshard_after_forward: bool | int, set_to_none: bool, input_requires_grad: bool
+        self, reshard_after_forward: bool | int, wrapped: tuple[str, ...], input_requires_grad: bool
     ) -> None:
         torch.manual_seed(42)
-        model = fully_shard(DoubleLinear(dim=DIM), reshard_after_forward=reshard_after_forward)
-        torch.manual_seed(42)
-        ref_model = self._replica(DoubleLinear(dim=DIM))
-        ref_optim, optim = self._adams(ref_model, model)
-        losses = (lambda first, second: (first * second).sum(), lambda first, _: first.sum(), lambda _, s: s.sum())
+        model = DoubleLinear(dim=DIM)
+        ref_model = self._replica(model)
+        for name in wrapped:
+            fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
+        optims = self._adams(ref_model, model)
+        both, first, second = (lambda x, y: (x * y).sum()), (lambda x, y: x.sum()), (lambda x, y: y.sum())
         torch.manual_seed(1)
-        for loss_of in (*losses, losses[1], losses[0]):
+        for step, loss_of in enumerate((both, first, second, first, both)):
             rows, mine = self._global_and_local_input(input_requires_grad)
             loss_of(*ref_model(rows)).backward()
             loss_of(*model(mine)).backward()
             self._reduce_1d_partial_grads(ref_model)
-            check_sharded_parity(self, ref_model, model)
-            for some_optim in (ref_optim, optim):
-                some_optim.step()
-                some_optim.zero_grad(set_to_none=set_to_none)
+            self._check_gradients(ref_model, model, rows, mine)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad(set_to_none=step >= 2)  # with zeros Adam goes on to move what is not used
+
+    @skip_if_lt_x_gpu(4)
+    def test_loss_of_inner_output(self):
+        """Beyond upstream: a loss that uses what an inner module returned, and nothing that the root returned."""
+        self.run_subtests({"input_requires_grad": [True, False]}, self._test_loss_of_inner_output)
+
+    def _test_loss_of_inner_output(self, input_requires_grad: bool) -> None:
+        torch.manual_seed(42)
+        model = DoubleLinear(dim=DIM)
+        ref_model = self._replica(model)
+        for module in (model.lin1, model):
+            fully_shard(module)
+        inner: list[torch.Tensor] = []
+        for module in (ref_model.lin1, model.lin1):
+            module.register_forward_hook(lambda module, args, output: inner.append(output))
+        torch.manual_seed(1)
+        for _ in range(2):
+            rows, mine = self._global_and_local_input(input_requires_grad)
+            ref_model(rows)
+            model(mine)
+            ref_output, output = inner
+            ref_output.square().sum().backward()
+            output.square().sum().backward()
+            inner.clear()
+            self._reduce_1d_partial_grads(ref_model)
+            self._check_gradients(ref_model, model, rows, mine)
+            ref_model.zero_grad()
+            model.zero_grad()
+
+    @skip_if_lt_x_gpu(4)
+    def test_unused_forward_output_gathers_in_smaller_mesh(self):
+        """Beyond upstream: what was resharded to a mesh of two is gathered by those two, and only if it is used.
+
+        Gathered from all four the parameter would be the same, at twice the traffic.
+        """
+        torch.manual_seed(42)
+        model = DoubleLinear(dim=DIM)
+        for linear in (model.lin1, model.lin2):
+            fully_shard(linear, reshard_after_forward=2)
+        fully_shard(model)
+        groups: list[list[int]] = []
+        gather = getattr(dist, torch_facts.ALL_GATHER_NAME)
+
+        def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+            groups.append(dist.get_process_group_ranks(group))
+            return gather(*args, group=group, **kwargs)
+
+        with patch_all_gather(record):
+            first, _ = model(self._global_and_local_input()[1])
+            self.assertEqual(groups, [[0, 1, 2, 3]] * 2)
+            first.sum().backward()  # of the module that ran first, so that there is none to prefetch
+        self.assertEqual(groups[2:], [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(4)
     def test_unused_forward_module(self):
@@ -229,6 +301,8 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests(config, self._test_container_kinds)
 
     def _test_container_kinds(self, container: str, loss_uses: str) -> None:
+        if "dataclass" in container and not torch_facts.FINDS_TENSORS_IN_DATACLASSES:
+            raise unittest.SkipTest("this torch does not look for tensors in dataclasses (2.13 does)")
         pack, unpack = CONTAINERS[container]
         events: list[str] = []
         torch.manual_seed(42)
@@ -243,7 +317,8 @@ class TestFullyShardAutograd(FSDPTest):
         for _ in range(2):
             rows, mine = self._global_and_local_input(requires_grad=True)
             x, y, ref_mask = unpack(ref_model(pack(rows, rows + 1, mask)))
-            (_loss_of(x, y, loss_uses) / self.world_size).backward()
+            _loss_of(x, y, loss_uses).backward()
+            self._reduce_1d_partial_grads(ref_model)
 
             events.clear()
             with patch_reduce_scatter(_recording(events, "reduced")):
@@ -257,7 +332,9 @@ class TestFullyShardAutograd(FSDPTest):
             for stage in model:
                 self.assertIs(stage.received_type, type(pack(x, y, mask)))
                 self.assertIs(stage.received_mask, mask)
-            check_sharded_parity(self, ref_model, model)
+            self._check_gradients(ref_model, model, rows, mine)
+            ref_model.zero_grad()
+            model.zero_grad()
 
     @unittest.skipUnless(
         hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "this torch always leaves unused parameters out"
@@ -280,12 +357,15 @@ class TestFullyShardAutograd(FSDPTest):
             rows, mine = self._global_and_local_input(input_requires_grad)
             used = torch.arange(2 * self.world_size, device=rows.device).unsqueeze(1) // 2 != abstains
             first, second = ref_model(rows)
-            ((first.sum() + (second * used).sum()) / self.world_size).backward()
+            (first.sum() + (second * used).sum()).backward()
+            self._reduce_1d_partial_grads(ref_model)
 
             first, second = model(mine)
             loss = first.sum() if self.rank == abstains else first.sum() + second.sum()
             loss.backward()
-            check_sharded_parity(self, ref_model, model)  # over the steps gradients accumulate
+            self._check_gradients(ref_model, model, rows, mine)
+            ref_model.zero_grad()
+            model.zero_grad()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,10 +513,18 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
             fully_shard(module, **kwargs)
         return ref_model, model
 
-    def _backward(self, model: nn.Module, seed: int) -> None:
+    def _backward(self, model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(100 * seed + self.rank)
         inputs = torch.rand((4, 8), device=accelerator.current().device(self.rank), requires_grad=True)
-        model(inputs).square().sum().backward()
+        model(inputs.to(dtype)).square().sum().backward()
+
+    def _ref_backward(self, ref_model: nn.Module, seed: int, dtype: torch.dtype) -> None:
+        """Compute in ``dtype``, and add up the gradients in float32."""
+        replica = copy.deepcopy(ref_model).to(dtype)
+        self._backward(replica, seed, dtype)
+        for param, computed in zip(ref_model.parameters(), replica.parameters()):
+            grad = computed.grad.float()
+            param.grad = grad if param.grad is None else param.grad + grad
 
     def _mean_over_ranks(self, ref_model: nn.Module) -> dict[str, torch.Tensor]:
         """What this rank's shard of each gradient must be, from the gradients of the whole replicas."""
@@ -450,13 +538,18 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_post_acc_grad_hook_gradient_accumulation(self):
         """Beyond upstream: no hook and no gradient before the microbatch that reduces; then once, with all of it."""
-        config = {"reshard_after_forward": [True, False], "reshard_after_backward": [True, False]}
+        config = {
+            "reshard_after_forward": [True, False],
+            "reshard_after_backward": [True, False],
+            "param_dtype": [torch.float32, torch.bfloat16],
+        }
         self.run_subtests(config, self._test_post_acc_grad_hook_gradient_accumulation)
 
     def _test_post_acc_grad_hook_gradient_accumulation(
-        self, reshard_after_forward: bool, reshard_after_backward: bool
+        self, reshard_after_forward: bool, reshard_after_backward: bool, param_dtype: torch.dtype
     ) -> None:
-        ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward)
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward, mp_policy=policy)
         model.set_reshard_after_backward(reshard_after_backward)
         sharded = dict(model.named_parameters())
         seen: list[tuple[str, torch.Tensor]] = []
@@ -471,7 +564,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
             for microbatch in range(3):
                 last = microbatch == 2
                 model.set_requires_gradient_sync(last)
-                self._backward(ref_model, 3 * step + microbatch)
+                self._ref_backward(ref_model, 3 * step + microbatch, param_dtype)
                 self._backward(model, 3 * step + microbatch)
                 if not last:
                     self.assertEqual(seen, [])
