@@ -6,11 +6,13 @@ do not outlive the test, and neither autograd nor OpenMP ever runs in the proces
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,22 @@ from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, K
 from torch_fsdp_tests.ranks.outcome import format_error
 
 __unittest = True
+
+
+@contextlib.contextmanager
+def _one_fake_mode_at_a_time() -> Iterator[None]:
+    """Let one thread at a time be in the fake mode in which DTensor finds out the shape of a result.
+
+    torch has a lock for it since 2.13, which does nothing until a harness with threads puts a real one in its place
+    (``torch.distributed.tensor._sharding_prop``); older versions have none.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    if not hasattr(ShardingPropagator, "_fake_mode_lock"):
+        yield
+        return
+    with mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.RLock()):
+        yield
 
 
 def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome]:
@@ -62,10 +80,11 @@ def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome
 
     try:
         threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _one_fake_mode_at_a_time():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fsdp_tests import accelerator
@@ -172,11 +170,6 @@ class DTensorContinuousTestBase(DTensorTestMixin, MultiProcContinuousTest):
         super()._init_pg(rank, world_size, rdvz_file)
 
 
-# Threads that propagate shardings share a fake mode; torch's own lock does nothing, for speed, where ranks are
-# processes.
-_propagation_lock = threading.Lock()
-
-
 class DTensorOpTestBase(DTensorTestMixin, MultiThreadedTestCase):
     """Every test runs in ``world_size`` threads over an in-process group, by default as many as :func:`num_devices`."""
 
@@ -187,11 +180,6 @@ class DTensorOpTestBase(DTensorTestMixin, MultiThreadedTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._spawn_threads()
-
-    def perThreadSetUp(self) -> None:
-        super().perThreadSetUp()
-        if hasattr(ShardingPropagator, "_fake_mode_lock"):
-            ShardingPropagator._fake_mode_lock = _propagation_lock
 
 
 def map_local_tensor_for_rank(
