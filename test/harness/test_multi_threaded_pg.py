@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed.multi_threaded_pg import (
     CollectiveTimeout,
@@ -27,6 +29,7 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
+from torch_fsdp_tests.ranks import Kind, Outcome
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -788,6 +791,19 @@ class TestFailures(ThreadsTestCase):
             for seconds, wanted in ((3, 3.0), (900, 7.0)):
                 limited = functools.partial(body, timeout=timedelta(seconds=seconds))
                 self.assertEqual(in_threads(1, limited, init=False), [wanted])
+
+
+class TestFakeModes(ThreadsTestCase):
+    def test_each_thread_may_enter_one_after_another_has_ended(self):
+        """A device guard of 2.11's builds with CUDA ends with the thread that entered first, where no device is."""
+
+        def body(rank):
+            with FakeTensorMode():
+                self.assertEqual(torch.ones(rank + 1).shape, (rank + 1,))
+            return Outcome(rank, Kind.PASSED)
+
+        for _ in range(3):
+            self.assertEqual([outcome.kind for outcome in run_threads(2, body)], [Kind.PASSED, Kind.PASSED])
 
 
 if __name__ == "__main__":

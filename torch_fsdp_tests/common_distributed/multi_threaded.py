@@ -49,6 +49,22 @@ def _one_fake_mode_at_a_time() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _device_guard_that_outlives_threads() -> Iterator[None]:
+    """Let this thread, not those of the ranks, install the device guard that fake tensors need where no CUDA device is.
+
+    ``torch._C._ensureCUDADeviceGuardSet``, called whenever a fake mode is entered, puts a guard into a table of the whole
+    process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling thread: the
+    next caller reads it after that thread's end, and crashes. Two threads, one after the other, are enough.
+    """
+    if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # 2.9
+        yield
+        return
+    torch._C._ensureCUDADeviceGuardSet()
+    with mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None):
+        yield
+
+
 def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome]:
     """Run ``body(rank)`` in as many threads as there are ranks, over a threaded process group.
 
@@ -80,7 +96,7 @@ def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome
 
     try:
         threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
-        with _one_fake_mode_at_a_time():
+        with _one_fake_mode_at_a_time(), _device_guard_that_outlives_threads():
             for thread in threads:
                 thread.start()
             for thread in threads:
