@@ -585,10 +585,11 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def test_one_unpadded_payload_of_two_is_refused(self):
         """Beyond upstream: every tensor that a short shard gathers must be padded, the second as well."""
         layer = fully_shard(filled(nn.Linear(3, 9, bias=False, device=self.device)))
-        extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
         state = layer._get_fsdp_state()
-        state._lazy_init()  # sees the hooks, which came after fully_shard
+        state._lazy_init()  # 2.9 replaces the tensor of a short shard here, and with it hooks that it has
+        extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
         (fsdp_param,) = state._fsdp_param_group.fsdp_params
+        fsdp_param._init_extensions()
         if self.rank < 4:
             self.assertEqual([payload.numel() for payload in fsdp_param.all_gather_inputs], [6, 6])
         else:
