@@ -6,9 +6,15 @@ Where a fact can be read off torch itself it is read, not derived from the versi
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._common_utils as fsdp_utils
+import torch.distributed.fsdp._fully_shard._fsdp_common as fsdp2_common
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2_param
+import torch.distributed.fsdp._fully_shard._fsdp_state as fsdp2_state
+import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2_module
 
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
@@ -18,6 +24,40 @@ REDUCE_SCATTER_NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_s
 
 # Since 2.13 FSDP looks for tensors in containers itself, and finds those in dataclasses.
 FINDS_TENSORS_IN_DATACLASSES = hasattr(fsdp_utils, "collect_grad_tensors")
+
+# Since 2.13 a module of FSDP2 may have its first forward under a transform of functorch, such as ``torch.func.jvp``.
+FSDP2_UNDER_FUNCTORCH = hasattr(fsdp2_common, "_disable_functorch_if_active")
+
+# Since 2.13 each module of ``fully_shard([a, b])`` casts its own inputs and outputs; before, the first and the last.
+GROUPS_CAST_EACH_INPUT = "cast_output_dtype" in inspect.signature(fsdp2_state._register_group_forward_hooks).parameters
+
+# Since 2.13 the function that places FSDP2's parameters may name a mesh for each, by a ``ShardPlacementResult``.
+HAS_MESH_PER_PARAMETER = hasattr(fsdp2_common, "ShardPlacementResult")
+
+# Since 2.13 ``fully_shard`` takes ``dp_mesh_dims``, by which it works on dimensions of the mesh of its DTensors.
+FSDP2_HAS_DP_MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+
+# Since 2.13 dynamo never traces FSDP2's hooks; before, ``torch._dynamo.config.skip_fsdp_hooks`` said so (the default).
+FSDP2_HOOKS_ARE_NEVER_TRACED = hasattr(fsdp2_common, "_dynamo_disable")
+
+# 2.9 puts the rows of uneven shards in the wrong order where FSDP2 and tensor parallelism cut the same dimension.
+GATHERS_UNEVEN_STRIDED_SHARDS = VERSION > (2, 9)
+
+# 2.11 and older wrap every sharded parameter as one that requires a gradient, which an integer cannot.
+SHARDS_INTEGER_PARAMETERS = VERSION > (2, 11)
+
+# 2.9 cannot let several roots of FSDP2 share streams; an iteration that broke off can be reset since 2.13.
+SHARES_COMM_CONTEXT = hasattr(fsdp2_module, "share_comm_ctx")
+RESETS_ITERATION = hasattr(fsdp2_module.FSDPModule, "reset_iter_state")
+
+# Since 2.13 FSDP2's wait for the previous reduce-scatter has a label of its own in the profiler's trace.
+LABELS_REDUCE_SCATTER_WAIT = VERSION > (2, 11)
+
+# 2.11 and older cast nothing, in or out, when a checkpoint recomputes a module of FSDP2.
+FSDP2_CASTS_RECOMPUTED = VERSION > (2, 11)
+
+# Since 2.11 (2.9 does not) FSDP2's lazy initialization leaves shards that are padded already in the storage they have.
+FSDP2_KEEPS_PADDED_STORAGE = "same_local_tensor" in fsdp2_param.FSDPParam.reset_sharded_param.__code__.co_varnames
 
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.

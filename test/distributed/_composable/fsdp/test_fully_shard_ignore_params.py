@@ -1,0 +1,424 @@
+"""``fully_shard(..., ignored_params=...)``: parameters that FSDP leaves whole, for an outer wrapper or for nobody.
+
+The larger test nests the two: data parallelism (DDP) around a model, FSDP around its middle, DDP's again within that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    FSDPTest,
+    FSDPTestMultiThread,
+    patch_reduce_scatter,
+    reduce_scatter_with_assert,
+)
+from torch_fsdp_tests.common_utils import run_tests
+
+DIM = 8
+IGNORED_PATH = "module_b.module_c"
+
+
+class C(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.lin_c = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin_c(x)
+
+
+class B(nn.Module):
+    def __init__(self, dim: int, subtrahend: torch.Tensor) -> None:
+        super().__init__()
+        self.lin_b = nn.Linear(dim, dim)
+        self.module_c = C(dim)
+        self.subtrahend = nn.Parameter(subtrahend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin_b(self.module_c(x)) - self.subtrahend
+
+
+class A(nn.Module):
+    """The sum over all of ``B(x) + addend``."""
+
+    def __init__(self, dim: int, addend: torch.Tensor, subtrahend: torch.Tensor) -> None:
+        super().__init__()
+        self.module_b = B(dim, subtrahend)
+        self.addend = nn.Parameter(addend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.module_b(x) + self.addend).sum()
+
+
+def _append_prefix(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _drawn(seed: int) -> torch.Tensor:
+    return torch.randn((DIM, DIM), generator=torch.Generator().manual_seed(seed))
+
+
+def _generate_model_and_input() -> tuple[A, torch.Tensor]:
+    torch.manual_seed(21)
+    return A(DIM, addend=_drawn(42), subtrahend=_drawn(70)), _drawn(84)
+
+
+def _find_name_param_mappings(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, str]]:
+    params = dict(module.named_parameters())
+    return params, {param: name for name, param in params.items()}
+
+
+def _find_all_fsdped_modules(module: nn.Module) -> set[str]:
+    return {name for name, submodule in module.named_modules() if isinstance(submodule, FSDPModule)}
+
+
+def _discover_ddp_ignored_params(module: nn.Module) -> set[str]:
+    """The names of all parameters that are below a module of FSDP's."""
+    names = set()
+    for path in _find_all_fsdped_modules(module):
+        names |= {_append_prefix(path, name) for name, _ in module.get_submodule(path).named_parameters()}
+    return names
+
+
+def _modify_ddp_ignored_params(
+    ddp_ignored: set[str], fsdp_ignored: set[nn.Parameter], param_to_name: dict[nn.Parameter, str]
+) -> set[str]:
+    """What FSDP ignores is DDP's after all. The names must be of before the wrapping, when parameters were whole."""
+    return ddp_ignored - {param_to_name[param] for param in fsdp_ignored}
+
+
+def _discover_fsdp_ignored_params(module: nn.Module, path: str) -> set[nn.Parameter]:
+    submodule = module.get_submodule(path)
+    if any(True for _ in submodule.buffers()):
+        raise ValueError(f"{path} has buffers, which DDP would not know as its own")
+    return set(submodule.parameters())
+
+
+def _post_order_wrap_fsdp(
+    module: nn.Module, path: str, ignored_path: str, ignored_params: set[nn.Parameter], **kwargs: Any
+) -> None:
+    """Wrap what is below ``module`` and then itself, except at and below ``ignored_path``."""
+    if path == ignored_path:
+        return
+    for name, child in module.named_children():
+        _post_order_wrap_fsdp(child, _append_prefix(path, name), ignored_path, ignored_params, **kwargs)
+    fully_shard(module, ignored_params=ignored_params, **kwargs)
+
+
+def _get_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class TestFullyShardIgnoreParams(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def compare_params(self, name: str, ref_param: torch.Tensor, param: torch.Tensor) -> None:
+        self.assertEqual(_get_full_tensor(param), _get_full_tensor(ref_param), msg=lambda text: f"{name}: {text}")
+
+    def compare_ref_test_params(self, ref_model: nn.Module, model: nn.Module) -> None:
+        ref_params, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
+        self.assertEqual(list(params), list(ref_params))
+        self.assertEqual(len(params), 6)
+        for name, ref_param in ref_params.items():
+            self.compare_params(name, ref_param.detach(), params[name].detach())
+
+    def _ddp(self, model: nn.Module) -> DDP:
+        device = accelerator.current().device(self.rank)
+        return DDP(model, device_ids=None if device.index is None else [device.index], broadcast_buffers=False)
+
+    def _ddp_fsdp_ddp(self, model: A) -> DDP:
+        """Put FSDP around ``module_b`` but for ``module_c``, and DDP around all; each must find what is its own."""
+        _, param_to_name = _find_name_param_mappings(model)
+        fsdp_ignored = _discover_fsdp_ignored_params(model, IGNORED_PATH)
+        _post_order_wrap_fsdp(model.module_b, "module_b", IGNORED_PATH, fsdp_ignored)
+        self.assertEqual(_find_all_fsdped_modules(model), {"module_b", "module_b.lin_b"})
+
+        below_fsdp = _discover_ddp_ignored_params(model)
+        sharded = {"module_b.subtrahend", "module_b.lin_b.weight", "module_b.lin_b.bias"}
+        ignored = {"module_b.module_c.lin_c.weight", "module_b.module_c.lin_c.bias"}
+        self.assertEqual(below_fsdp, sharded | ignored)
+        ddp_ignored = _modify_ddp_ignored_params(below_fsdp, fsdp_ignored, param_to_name)
+        self.assertEqual(ddp_ignored, sharded)
+        DDP._set_params_and_buffers_to_ignore_for_model(model, sorted(ddp_ignored))
+        self.assertEqual({name for name, param in model.named_parameters() if isinstance(param, DTensor)}, sharded)
+        return self._ddp(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_ddp_A_fsdp_B_ddp_C(self):
+        """DDP around FSDP around DDP trains as DDP alone."""
+        device = accelerator.current().device(self.rank)
+        model, inp = _generate_model_and_input()
+        model, inp = model.to(device), inp.to(device)
+        ref_model = self._ddp(copy.deepcopy(model))
+        wrapped = self._ddp_fsdp_ddp(model)
+        ref_optim, optim = (torch.optim.Adam(module.parameters(), lr=1e-2) for module in (ref_model, wrapped))
+        self.compare_ref_test_params(ref_model, wrapped)
+        start = copy.deepcopy(ref_model.module)
+        for _ in range(3):
+            ref_loss, loss = ref_model(inp), wrapped(inp)
+            ref_loss.backward()
+            loss.backward()
+            self.assertEqual(loss, ref_loss)
+            ref_optim.step()
+            with implicit_replication():  # the optimizer has whole and sharded parameters
+                optim.step()
+            self.compare_ref_test_params(ref_model, wrapped)
+            ref_optim.zero_grad()
+            optim.zero_grad()
+        for old, new in zip(start.parameters(), ref_model.parameters()):
+            self.assertNotEqual(old, new)
+
+    @contextlib.contextmanager
+    def _recorded_reductions(self) -> Iterator[list[int]]:
+        numels: list[int] = []
+        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        record = functools.partial(
+            reduce_scatter_with_assert, self, original, lambda output: numels.append(output.numel())
+        )
+        with patch_reduce_scatter(record):
+            yield numels
+
+    @skip_if_lt_x_gpu(2)
+    def test_who_averages(self):
+        """Beyond upstream: with other inputs on each rank every gradient is averaged once; of what FSDP ignores by
+        DDP, in whole."""
+        device = accelerator.current().device(self.rank)
+        model, inp = _generate_model_and_input()
+        ref_model = copy.deepcopy(model).to(device)
+        inp = (inp * (self.rank + 1) + self.rank).to(device)
+        wrapped = self._ddp_fsdp_ddp(model.to(device))
+        numels = {"lin_b": DIM * DIM + DIM, "subtrahend": DIM * DIM}
+        for step in range(2):
+            ref_model(inp).square().backward()
+            for param in ref_model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad.div_(self.world_size)
+            with self._recorded_reductions() as reductions:
+                wrapped(inp).square().backward()
+            self.assertEqual(sorted(reductions), sorted(numel // self.world_size for numel in numels.values()))
+            params = dict(wrapped.module.named_parameters())
+            for name, ref_param in ref_model.named_parameters():
+                grad = params[name].grad
+                is_fsdps = name.startswith("module_b") and not name.startswith(IGNORED_PATH)
+                self.assertEqual(isinstance(grad, DTensor), is_fsdps, name)
+                self.assertTrue(ref_param.grad.any(), name)
+                self.compare_params(f"gradient of {name} in step {step}", ref_param.grad, grad)
+                ref_param.grad = params[name].grad = None
+
+    @skip_if_lt_x_gpu(2)
+    def test_buffers_below_ignored_path(self):
+        """Beyond upstream: the search for parameters to ignore refuses buffers, which nobody would keep alike."""
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.assertEqual(_discover_fsdp_ignored_params(model, "1"), set(model[1].parameters()))
+        with self.assertRaisesRegex(ValueError, "0 has buffers"):
+            _discover_fsdp_ignored_params(model, "0")
+
+
+class CountingAllGather(DefaultAllGather):
+    """FSDP's own all-gather, with the number of elements of each output."""
+
+    def __init__(self) -> None:
+        self.numels: list[int] = []
+
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.numels.append(output_tensor.numel())
+        return super().__call__(output_tensor, *args, **kwargs)
+
+
+class CountingReduceScatter(DefaultReduceScatter):
+    """FSDP's own reduce-scatter, with the number of elements of each input."""
+
+    def __init__(self) -> None:
+        self.numels: list[int] = []
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.numels.append(input_tensor.numel())
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class Tied(nn.Module):
+    """Two layers with biases of their own and one weight."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, device=device) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Optional(nn.Module):
+    """Adds an extra layer's output to a layer's, if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.extra = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.use_extra = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) + self.extra(x) if self.use_extra else self.lin(x)
+
+
+class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(self.rank)
+
+    def _filled(self, module: nn.Module) -> nn.Module:
+        """The same numbers on all ranks, whose threads share one random generator."""
+        for param in module.parameters():
+            param.data.copy_(torch.linspace(-1, 1, param.numel()).view_as(param) + 0.1)
+        return module.to(self.device)
+
+    def _sharded(
+        self, module: nn.Module, ignored: set[nn.Parameter]
+    ) -> tuple[CountingAllGather, CountingReduceScatter]:
+        fully_shard(module, ignored_params=ignored, reshard_after_forward=True)
+        gather, reduce_scatter = CountingAllGather(), CountingReduceScatter()
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce_scatter)
+        return gather, reduce_scatter
+
+    def _backward(self, ref_model: nn.Module, model: nn.Module) -> None:
+        """A backward of both models, with an input of this rank's own and the same for both."""
+        inp = torch.sin(torch.arange(8.0, device=self.device)).view(2, 4) * (self.rank + 1)
+        outputs = [module(inp) for module in (ref_model, model)]
+        self.assertEqual(outputs[1], outputs[0])
+        for output in outputs:
+            output.square().sum().backward()
+
+    def _check_gradients(self, ref_model: nn.Module, model: nn.Module, ignored: set[str]) -> None:
+        """Those of sharded parameters must be means over ranks, those of ignored ones what this rank computed."""
+        params = dict(model.named_parameters())
+        self.assertEqual(list(params), [name for name, _ in ref_model.named_parameters()])
+        self.assertEqual({name for name, param in params.items() if not isinstance(param, DTensor)}, ignored)
+        for name, ref_param in ref_model.named_parameters():
+            expected = ref_param.grad.clone()
+            if name not in ignored:
+                dist.all_reduce(expected)
+                expected /= self.world_size
+            self.assertTrue(expected.any(), name)
+            self.assertEqual(_get_full_tensor(params[name].grad), expected, msg=name)
+
+    @skip_if_lt_x_gpu(1)
+    def test_ignored_parameters_stay(self):
+        """Beyond upstream: ignored parameters are the objects that they were, with their memory, and nobody else's."""
+        ref_model = self._filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        model = copy.deepcopy(ref_model)
+        ignored = {"2.weight": model[2].weight, "2.bias": model[2].bias}
+        pointers = [param.data_ptr() for param in ignored.values()]
+        gather, reduce_scatter = self._sharded(model, set(ignored.values()))
+        for _ in range(2):  # the gradients of the second are added
+            self._backward(ref_model, model)
+            self._check_gradients(ref_model, model, set(ignored))
+            for name, param in ignored.items():
+                self.assertIs(model.get_parameter(name), param)
+                self.assertIs(type(param), nn.Parameter)
+            self.assertEqual([param.data_ptr() for param in ignored.values()], pointers)
+        numel = 4 * 4 + 4
+        self.assertEqual(gather.numels, [numel] * 4)
+        self.assertEqual(reduce_scatter.numels, [numel] * 2)
+        state_dict = model.state_dict()
+        self.assertEqual(list(state_dict), ["0.weight", "0.bias", "2.weight", "2.bias"])
+        for name, value in state_dict.items():
+            self.assertEqual(isinstance(value, DTensor), name not in ignored, name)
+            self.assertEqual(_get_full_tensor(value), ref_model.get_parameter(name).detach(), msg=name)
+
+    @skip_if_lt_x_gpu(1)
+    def test_one_parameter_of_a_layer(self):
+        """Beyond upstream: a layer may have one parameter sharded and the other ignored."""
+        self.run_subtests({"ignored": ["0.bias", "0.weight"]}, self._test_one_parameter_of_a_layer)
+
+    def _test_one_parameter_of_a_layer(self, ignored: str) -> None:
+        ref_model = self._filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model = copy.deepcopy(ref_model)
+        gather, _ = self._sharded(model, {model.get_parameter(ignored)})
+        for _ in range(2):
+            self._backward(ref_model, model)
+            self._check_gradients(ref_model, model, {ignored})
+        self.assertEqual(set(gather.numels), {2 * (4 * 4 + 4) - ref_model.get_parameter(ignored).numel()})
+
+    @skip_if_lt_x_gpu(1)
+    def test_module_with_buffer(self):
+        """Beyond upstream: a module with nothing but ignored parameters is FSDP's still if it has a buffer.
+
+        The buffer is moved to the device then; the parameters stay where they are.
+        """
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4))  # in host memory
+        host = model[2].weight.device
+        ignored = {*model[0].parameters(), *model[1].parameters()}
+        fully_shard(model, ignored_params=ignored)
+        managed = [getattr(module, "_is_fsdp_managed_module", False) for module in (model, *model)]
+        self.assertEqual(managed, [True, True, False, True])
+        self.assertEqual({buffer.device for buffer in model.buffers()}, {self.device})
+        self.assertEqual({param.device for param in ignored}, {host})
+        self.assertEqual({param for param in model.parameters() if not isinstance(param, DTensor)}, ignored)
+        model.to(self.device)(torch.ones(2, 4, device=self.device) * torch.tensor([[1.0], [2.0]])).sum().backward()
+        for param in model.parameters():
+            self.assertIsNotNone(param.grad)
+
+    @skip_if_lt_x_gpu(1)
+    def test_tied_parameter(self):
+        """Beyond upstream: a parameter of two modules, ignored, stays that of both, be they in one group or in two."""
+        self.run_subtests({"groups": [1, 2]}, self._test_tied_parameter)
+
+    def _test_tied_parameter(self, groups: int) -> None:
+        ref_model = self._filled(Tied(self.device))
+        model = copy.deepcopy(ref_model)
+        weight = model.first.weight
+        for module in (model.first, model.second) if groups == 2 else ():
+            fully_shard(module, ignored_params={weight})
+        fully_shard(model, ignored_params={weight})
+        for _ in range(2):
+            self._backward(ref_model, model)
+            self._check_gradients(ref_model, model, {"first.weight"})
+            self.assertIs(model.first.weight, weight)
+            self.assertIs(model.second.weight, weight)
+
+    @skip_if_lt_x_gpu(1)
+    def test_ignored_parameters_on_meta(self):
+        """Beyond upstream: what is ignored may be on the meta device when the rest runs, and come later."""
+        ref_model = self._filled(Optional())
+        model = copy.deepcopy(ref_model)
+        model.extra.to("meta")
+        ignored = set(model.extra.parameters())
+        fully_shard(model, ignored_params=ignored, mesh=init_device_mesh(self.device.type, (self.world_size,)))
+        self._backward(ref_model, model)
+        self._check_gradients(ref_model.lin, model.lin, set())
+        self.assertEqual({param.device.type for param in ignored}, {"meta"})
+
+        model.extra.to_empty(device=self.device)
+        model.extra.load_state_dict(ref_model.extra.state_dict())
+        for module in (ref_model, model):
+            module.use_extra = True
+            module.zero_grad()
+        self._backward(ref_model, model)
+        self._check_gradients(ref_model, model, {"extra.weight", "extra.bias"})
+
+
+if __name__ == "__main__":
+    run_tests()
