@@ -18,7 +18,7 @@ setup(
     install_requires=["torch>=2.9", "expecttest", "numpy"],
     extras_require={
         "dev": ["ruff==0.17.5", "mypy==2.4.1", "hypothesis", "pytest"],
-        "ci": ["junitparser"],
+        "ci": ["junitparser", "coverage>=7.10"],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

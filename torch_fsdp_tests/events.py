@@ -126,7 +126,7 @@ class Reporting(unittest.TestResult):
         self._text: list[str] = []
         self._reason = ""
         self._subtests = 0
-        self._subtests_skipped: list[str] = []
+        self._subtests_skipped: dict[str, int] = {}  # how many, by reason
         self._began = time.perf_counter()
         emit("started", test=_running)
 
@@ -155,7 +155,7 @@ class Reporting(unittest.TestResult):
             self._take("error", f"cut short by {error.__name__}")
         elif self._subtests_skipped and not self._subtests:
             self._take("skipped")
-            self._reason = self._subtests_skipped[0]
+            self._reason = next(iter(self._subtests_skipped))
         else:
             self._take("passed")
 
@@ -199,7 +199,7 @@ class Reporting(unittest.TestResult):
         if _running is None:
             self._skip_fixture(test, reason)
         elif hasattr(test, "_subDescription"):
-            self._subtests_skipped.append(f"{test._subDescription()}: {reason}")
+            self._subtests_skipped[reason] = self._subtests_skipped.get(reason, 0) + 1
         else:
             self._take("skipped")
             self._reason = reason

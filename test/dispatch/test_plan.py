@@ -1,12 +1,15 @@
 """Planning, selecting and lending, with numbers and names alone."""
 
+import itertools
+import json
 import random
 import time
 import unittest
+import unittest.mock
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch import plan
-from torch_fsdp_tests.dispatch.devices import find, parse_names
+from torch_fsdp_tests.dispatch import devices, plan
+from torch_fsdp_tests.dispatch.devices import DATA, find, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile, needs_of
 from torch_fsdp_tests.dispatch.lists import Entry, Situation, version_fits
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
@@ -66,6 +69,26 @@ class TestShards(unittest.TestCase):
         self.assertIsNone(a - whole)
         with self.assertRaises(ValueError):
             a | TestRun("g")
+
+    def test_parts_by_what_they_run(self):
+        """Against sets of tests: nothing is lost, and nothing is too much where the terms allow to say it."""
+        universe = {f"{cls}.{test}" for cls in "AB" for test in ("t1", "t2")}
+        names = ["A", "B", "A.t1", "A.t2", "B.t1"]
+        choices = [frozenset(c) for n in range(3) for c in itertools.combinations(names, n)]
+        runs = [TestRun("f", included, excluded) for included in choices for excluded in choices]
+
+        def names_run(run):
+            return {name for name in universe if run is not None and run.contains(name)}
+
+        for a, b in itertools.product(runs, runs):
+            self.assertGreaterEqual(names_run(a | b), names_run(a) | names_run(b), f"{a} | {b}")
+            self.assertGreaterEqual(names_run(a - b), names_run(a) - names_run(b), f"{a} - {b}")
+            if not a.excluded and not b.excluded:
+                self.assertEqual(names_run(a | b), names_run(a) | names_run(b), f"{a} | {b}")
+            if not b.excluded or (b.excluded <= {"A", "B"} and not b.included):
+                self.assertEqual(names_run(a - b), names_run(a) - names_run(b), f"{a} - {b}")
+        nested = TestRun("f", frozenset(["A"]), frozenset(["A.t1"]))
+        self.assertEqual(nested | TestRun("f", frozenset(["B"])), TestRun("f", frozenset("AB"), frozenset(["A.t1"])))
 
 
 class TestOrder(unittest.TestCase):
@@ -154,6 +177,25 @@ class TestDevices(unittest.TestCase):
             found = find(device, None, {variable: "4,6,7"})
             self.assertEqual((found.names, found.environment((0, 2))), (("4", "6", "7"), {variable: "4,7"}))
 
+    def test_every_vendors_variables(self):
+        """The caller's own variable is the pool, is what jobs see, and marks the vendor's extension as present."""
+        for device, vendor in json.loads((DATA / "devices.json").read_text()).items():
+            for variable in vendor["variables"]:
+                with self.subTest(device, variable=variable), self.built_for(device):
+                    for wish in ({None, device} - {"hip"}) if device not in ("cuda",) else {None, "cuda"}:
+                        found = find(wish, None, {variable: "3,5"})
+                        shown = "cuda" if device == "hip" else device
+                        self.assertEqual((found.type, found.names), (shown, ("3", "5")))
+                        self.assertEqual(found.environment((1,)), {variable: "5"})
+                        self.assertEqual(found.backend, vendor["backend"])
+                    self.assertEqual(find(None, None, {variable: "-1"}).type, "cpu")  # the CPU is the subject
+
+    @staticmethod
+    def built_for(device):
+        """A torch that was built for a device; extensions need none of torch's own."""
+        built = {device: "1"} if device in ("cuda", "hip", "xpu") else {}
+        return unittest.mock.patch.object(devices, "_torch_versions", lambda: {"__version__": "2.13.0", **built})
+
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
 
@@ -182,6 +224,21 @@ class TestNeeds(unittest.TestCase):
             self.ranks("    def world_size(self) -> int:\n        return torch.accelerator.device_count()"), 4
         )
         self.assertEqual(self.ranks("class T(TestCase):\n    def test_x(self): pass"), 1)
+        self.assertEqual(self.ranks("class T(common_fsdp.FSDPTest, Other):\n    pass"), 4)
+        self.assertEqual(self.ranks("class T(\n    Mixin,\n    MultiThreadedTestCase,\n):\n    pass"), 4)
+
+    def test_words_that_are_no_class(self):
+        self.assertEqual(self.ranks('"""A test of the class T(FSDPTest): it is said."""\n'), 1)
+        self.assertEqual(self.ranks("    # class T(FSDPTest):\n"), 1)
+
+    def test_properties(self):
+        text = "class T(FSDPTest):\n    @property\n    def world_size(self) -> int:\n        return {}\n"
+        self.assertEqual(self.ranks(text.format("min(6, device_count())")), 6)
+        self.assertEqual(self.ranks(text.format("device_count()")), 4)
+        # One class has a property of its own; the other has the default.
+        self.assertEqual(self.ranks(text.format(2) + "class U(FSDPTest):\n    pass\n"), 4)
+        self.assertEqual(self.ranks("@skip_if_lt_x_gpu(x=3)\n"), 3)
+        self.assertEqual(self.ranks("@skip_if_lt_x_gpu(WORLD)\n"), 4)
 
 
 class TestSelect(unittest.TestCase):

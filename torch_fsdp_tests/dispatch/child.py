@@ -8,7 +8,6 @@ dispatcher that says which tests to leave out and in what order to run the rest;
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import faulthandler
 import fnmatch
 import hashlib
@@ -47,6 +46,7 @@ class Orders:
     entries: tuple[Entry, ...] = ()  # of the disabled, slow and known-failure lists
     run_slow: bool = False
     rerun_disabled: bool = False
+    device: str | None = None  # type of the device under test, as far as the dispatcher knows
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -58,8 +58,11 @@ class Orders:
         return cls(**data)
 
 
-def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str]]:
-    """Positions of the tests to run among all tests of the file, in order, and remarks on names that select nothing."""
+def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str], int]:
+    """Positions of the tests to run among all tests of the file, in order, and remarks on names that select nothing.
+
+    The number tells how many were selected before the file was cut into parts.
+    """
     chosen = set(range(len(names)))
     remarks: list[str] = []
     if orders.included:
@@ -68,13 +71,16 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
             matches = _named(wanted, names)
             found |= matches
             if not matches:
+                import difflib  # not at import: few runs name something unknown
+
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
-                remarks.append(f"{wanted!r} is no test here{f'; nearest: {chr(44).join(near)}' if near else ''}")
+                remarks.append(f"{wanted!r} is no test here" + f"; nearest: {', '.join(near)}" * bool(near))
         chosen &= found
     for unwanted in orders.excluded:
         chosen -= _named(unwanted, names)
     if orders.patterns:
         chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in orders.patterns)}
+    selected = len(chosen)
     if orders.num_shards > 1:
         # By position among the selected tests, so that the parts together are the whole, whatever was left out before.
         chosen = {i for place, i in enumerate(sorted(chosen)) if place % orders.num_shards == orders.shard - 1}
@@ -83,7 +89,7 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     picked = sorted(chosen)
     if orders.shuffle:
         picked.sort(key=lambda index: _shuffled(names[index], orders.seed))
-    return picked, remarks
+    return picked, remarks, selected
 
 
 def _named(wanted: str, names: Sequence[str]) -> set[int]:
@@ -117,7 +123,7 @@ class Run:
         self.happened = True
         tests = list(events.tests_in([suite]))
         names = [events.test_name(test) for test in tests]
-        picked, remarks = select_tests(names, self.orders)
+        picked, remarks, selected = select_tests(names, self.orders)
         verdicts = self._apply_lists(tests, names, picked)
         if self.orders.rerun_disabled:
             picked = [index for index in picked if names[index] in verdicts["disabled"]]
@@ -130,20 +136,23 @@ class Run:
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
-        events.emit("announced", tests=announced, unknown=remarks, matched=verdicts["matched"], known=verdicts["known"])
+        words = {"matched": verdicts["matched"], "known": verdicts["known"]}
+        events.emit("announced", tests=announced, selected=selected, unknown=remarks, **words)
         return unittest.TestSuite(tests[index] for index in picked)
 
     def _apply_lists(self, tests: list[unittest.TestCase], names: list[str], picked: list[int]) -> dict[str, Any]:
-        """What the lists say of the picked tests: why to skip, known failures, disabled ones, entries that matched."""
+        """What the lists say of the picked tests: why to skip, known failures, disabled ones.
+
+        Which entries name any test of the file at all, picked or not, is said too: the others are stale.
+        """
         verdicts: dict[str, Any] = {"skip": {}, "known": {}, "disabled": [], "matched": []}
         facts = events.file_facts()
         for position, entry in enumerate(self.orders.entries):
-            for index in picked:
-                if not entry.names(self.orders.file, names[index]):
-                    continue
+            named = {index for index, name in enumerate(names) if entry.names(self.orders.file, name)}
+            if named:
                 verdicts["matched"].append(position)
-                situation = Situation.of_process(facts, tests[index])
-                if not entry.applies(situation):
+            for index in sorted(named.intersection(picked)):
+                if not entry.applies(Situation.of_process(facts, tests[index], self.orders.device)):
                     continue
                 if entry.action == "fail":
                     verdicts["known"][names[index]] = position
@@ -152,7 +161,6 @@ class Run:
                     verdicts["skip"][names[index]] = f"disabled: {entry.words}"
                 elif not self.orders.run_slow:
                     verdicts["skip"][names[index]] = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
-        verdicts["matched"] = sorted(set(verdicts["matched"]))
         return verdicts
 
 

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch.lists import MalformedList
+from torch_fsdp_tests.dispatch.lists import MalformedList, read_json
 
 SLOWER_BY = 1.5  # times the earlier seconds
 SLOWER_AT_LEAST = 1.0  # seconds more; below that machines differ more than tests
 _BAD = ("failed", "error", "unexpected success")
 
 
-def tests_of(report: Any) -> dict[str, dict[str, Any]]:
-    """The tests of a report by ``file::Class.test``. Raises :class:`MalformedList` for what is no report."""
+Tests = dict[str, dict[str, Any]]  # of a report, by file::Class.test
+
+
+def load(path: Path) -> Tests:
+    """The tests of a ``report.json``. Raises :class:`MalformedList` for what is none."""
+    report = read_json(path)
     try:
-        return {f"{file['file']}::{test['test']}": test for file in report["files"] for test in file["tests"]}
+        tests = tests_of(report)
+        for test in tests.values():
+            if not isinstance(test["outcome"], str) or not isinstance(test["seconds"] + 0.0, float):
+                raise TypeError
     except (KeyError, TypeError) as error:
-        raise MalformedList("--compare: that file is no report.json of run_test.py") from error
+        raise MalformedList(f"--compare: {path} is no report.json of run_test.py") from error
+    return tests
 
 
-def lines(old: Any, new: Any) -> list[str]:
+def tests_of(report: Any) -> Tests:
+    return {f"{file['file']}::{test['test']}": test for file in report["files"] for test in file["tests"]}
+
+
+def lines(before: Tests, after: Tests) -> list[str]:
     """A line for each test that is gone, new, newly skipped, newly failing or slower."""
-    before, after = tests_of(old), tests_of(new)
     kinds: dict[str, list[str]] = {}
     for name in sorted(before.keys() | after.keys()):
         if name not in after:

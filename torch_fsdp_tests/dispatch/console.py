@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.dispatch.plan import ShardedTest
+from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult, Outcome, TestResult
 from torch_fsdp_tests.dispatch.results import Results
@@ -18,34 +18,21 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 
 RULE = "=" * 78
 THIN_RULE = "-" * 78
-_DEFAULT_DIRECTORY = "test"
 
 
-def seconds(value: float) -> str:
-    """``4.2s``, ``3m05s``, ``1h02m``: as exact as a reader cares for."""
-    if value < 60:
-        return f"{value:.1f}s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def repeat_command(run: RunTests, file: str, test: str | None = None) -> str:
-    """The command that runs one test, or one file, as it ran here."""
+def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
+    """The command that runs one test, or one file, as it ran here; ``facts`` are what it was tested on."""
     words = ["python", os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else "run_test.py"]
-    directory = os.path.relpath(run.test_directory)
-    if directory != _DEFAULT_DIRECTORY:
-        words += ["--test-directory", directory]
+    if run.test_directory != run.default_directory:
+        words += ["--test-directory", os.path.relpath(run.test_directory)]
     inside = f"::{test.replace('.', '::')}" if test and "(" not in test else ""
     words += ["-i", f"{file}{inside}"]
     if test or run.shuffle:  # for a whole file the option would also shuffle, which this run did not
         words += ["--seed", str(run.seed)]
-    for option, value in (("--device", run.device), ("--backend", run.backend), ("--ranks", run.ranks)):
+    for option, value in (("device", run.device), ("backend", run.backend), ("ranks", run.ranks)):
+        value = value or facts.get(option)
         if value is not None:
-            words += [option, str(value)]
+            words += [f"--{option}", str(value)]
     if run.devices is not None:
         words += ["--devices", ",".join(run.devices)]
     if run.timeout is not None:
@@ -58,41 +45,57 @@ def repeat_command(run: RunTests, file: str, test: str | None = None) -> str:
 class Console:
     """Prints to one stream, flushed at once. On a terminal the last line is a status, rewritten in place."""
 
-    def __init__(self, run: RunTests, stream: TextIO, total: int) -> None:
-        self._run, self._stream, self._total = run, stream, total
+    def __init__(self, run: RunTests, stream: TextIO, total: int, under_test: Mapping[str, Any], slots: int) -> None:
+        self._run, self._stream, self._total, self._slots = run, stream, total, slots
+        self.under_test = dict(under_test)  # expected at first; the first file with ranks knows
         self._done = self._failures = 0
         self.is_terminal = stream.isatty()
         self._status = ""
-        self._header: dict[str, Any] | None = None
-        self._held: list[str] = []  # lines that wait for the first one
+        self._introduced = False
         self._width = len(str(total))
 
     def say(self, text: str = "") -> None:
         """Print whole lines."""
-        if self._header is None:
-            self._held.append(text)
-            return
+        if not self._introduced:
+            self.introduce()
         self._clear()
         print(text, file=self._stream, flush=True)
         self._draw()
 
-    def introduce(self, facts: Mapping[str, Any], device_type: str, slots: int) -> None:
-        """The first line. What only a test process can know comes from the first that says so."""
-        if self._header is not None:
+    def begin(self) -> None:
+        """Print the first line at once where it is known; a vendor's device may have to be asked for its backend."""
+        if self.under_test.get("backend"):
+            self.introduce()
+
+    def learn(self, file: str, facts: Mapping[str, Any]) -> None:
+        """Take in what a file says that it tests on. When the first line said otherwise, say so once."""
+        names = ("torch", "device", "backend")
+        told = {name: facts[name] for name in names if facts.get(name) is not None}
+        wrong = any(self.under_test.get(name) != value for name, value in told.items())
+        if not wrong and self._introduced:
             return
-        self._header = dict(facts)
-        torch = facts.get("torch") or devices.torch_version() or "not installed"
-        parts = [f"torch {torch}", f"device {facts.get('device') or device_type}"]
-        parts += [f"{name} {facts[name]}" for name in ("backend", "ranks") if facts.get(name) is not None]
-        if facts.get("shared"):
-            parts.append("ranks share devices")
-        parts += [plural(slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
-        held, self._held = self._held, []
-        for line in [", ".join(parts), *held]:
-            self.say(line)
+        self.under_test |= told | {name: facts[name] for name in ("ranks", "shared") if facts.get(name) is not None}
+        if self._introduced:
+            self.say(f"note: not as the first line says, {file} tests with {self._about_test()}")
+        elif told.get("backend"):
+            self.introduce()
+
+    def _about_test(self) -> str:
+        told = self.under_test
+        parts = [f"torch {told.get('torch') or 'not installed'}", f"device {told.get('device')}"]
+        parts += [f"backend {told.get('backend') or 'not known'}", f"ranks {told.get('ranks')}"]
+        return ", ".join([*parts, "devices shared" if told.get("shared") else "devices not shared"])
+
+    def introduce(self) -> None:
+        """The first line."""
+        self._introduced = True
+        about = [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
+        self.say(f"{self._about_test()}, {', '.join(about)}")
 
     def file_done(self, file: FileResult) -> None:
         """One line a file, and the whole output of one that failed."""
+        self._clear()
+        self._status = ""  # what it says of this file is old
         self._done += 1
         tests = file.tests()
         skipped = file.count(Outcome.SKIPPED)
@@ -102,6 +105,8 @@ class Console:
             word = "stopped"
         if file.attempts[-1].unknown:
             word = "unknown"
+        elif not tests:
+            word = "empty"
         counted = sum(test.outcome is not Outcome.NOT_RUN for test in tests)
         about = [plural(counted, "test")]
         about += [f"{skipped} skipped"] * bool(skipped)
@@ -130,13 +135,16 @@ class Console:
         for test in file.tests():
             if test.outcome.is_bad:
                 # unittest has printed what a test raised, but not what became of one that never came back.
-                raised = "" if test.name in last.output else next(iter(test.text.strip().splitlines()), "")
-                why = test.reason or raised
+                raised = next(iter(test.text.strip().splitlines()), "")
+                why = test.reason or ("" if test.text in last.output or raised.startswith("Traceback") else raised)
                 self.say(f"{test.outcome.value}: {test.name}{f': {why}' if why else ''}")
         left = [test for test in file.tests() if test.outcome is Outcome.NOT_RUN]
         if left:
             self.say(f"tests not reached: {', '.join(test.name for test in left)}")
-        self.say(f"to repeat: {repeat_command(self._run, file.job.part.name)}\n")
+        self.say(f"to repeat: {repeat_command(self._run, file.job.part.name, self._facts(file))}\n")
+
+    def _facts(self, file: FileResult) -> dict[str, Any]:
+        return self.under_test | file.attempts[-1].facts
 
     def slow(self, process: TestProcess, now: float) -> None:
         """A file that takes longer than expected, named while it runs."""
@@ -147,13 +155,14 @@ class Console:
 
     def progress(self, running: Iterable[TestProcess], now: float, left: float | None) -> None:
         """Rewrite the status line; nothing in a log."""
-        if not self.is_terminal or self._header is None:
+        if not self.is_terminal or not self._introduced:
             return
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
         parts = [f"[{self._done}/{self._total}] {self._failures} failed"]
         if left is not None:
             parts.append(f"about {seconds(left)} left")
-        status = f"{', '.join(parts)}: {ages}"[: shutil.get_terminal_size().columns - 1]
+        columns = shutil.get_terminal_size().columns or 80  # some terminals say 0, which Python 3.10 passes on
+        status = f"{', '.join(parts)}: {ages}"[: columns - 1]
         self._clear()
         self._status = status
         self._draw()
@@ -175,7 +184,6 @@ class Console:
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
         """Everything that is said once all files are done; the closing line comes last and alone."""
-        self.introduce({}, results.device_type, len(results.slots))
         self._clear()
         self._status = ""
         self.say()
@@ -195,7 +203,10 @@ class Console:
             self.say(f"{plural(len(results.not_started), 'file')} not started: {', '.join(results.not_started)}")
         for words in remarks:
             self.say(words)
-        if results.files and not results.executed and results.signal is None:
+        if results.files and results.is_left_empty():
+            of = f"shard {results.run.shard} of {results.run.num_shards}"
+            self.say(f"{of} has parts of files only, and no test fell to them")
+        elif results.files and not results.executed and results.signal is None:
             self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
         elif results.executed < results.run.minimum_executed:
             self.say(
@@ -208,17 +219,4 @@ class Console:
     def _failed_test(self, file: FileResult, test: TestResult) -> None:
         name = test.name if test.name != FILE_ITSELF else None
         self.say(f"  {file.name}{f'::{name}' if name else ' (the file itself)'}")
-        self.say(f"    {repeat_command(self._run, file.job.part.name, name)}")
-
-
-def plan_text(jobs: Iterable[tuple[ShardedTest, int]], total: float | None) -> str:
-    """The plan for people, a line a job in order of start."""
-    lines = []
-    for part, needed in jobs:
-        which = f" ({part.shard} of {part.num_shards})" if part.num_shards > 1 else ""
-        about = "unknown" if part.time is None else seconds(part.time)
-        inside = f" [{', '.join(sorted(part.test.included))}]" if part.test.included else ""
-        lines.append(f"{part.name}{which}{inside}  devices {needed}  estimate {about}")
-    if total is not None:
-        lines.append(f"{plural(len(lines), 'job')}, estimate {seconds(total)}")
-    return "\n".join(lines)
+        self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), name)}")

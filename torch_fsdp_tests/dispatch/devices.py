@@ -1,14 +1,15 @@
 """Which devices this run may lend, found without torch: from options, the caller's environment and device nodes.
 
 What is known of each vendor is data (``data/devices.json``): the environment variables that restrict visibility, the
-first of which is set for a job, and the device nodes to count when no variable says anything.
+first of which is set for a job, the device nodes to count when no variable says anything, and the backend that torch
+or the vendor's extension takes by default.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
-import importlib.util
 import json
 import os
 import re
@@ -27,6 +28,7 @@ class DeviceSet:
     type: str
     names: tuple[str, ...]  # empty on the host
     variable: str | None = None  # restricts what a job sees
+    backend: str | None = None  # between ranks, unless another is asked for; None where only the harness can know
 
     @property
     def lendable(self) -> int | None:
@@ -61,7 +63,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     device = device or environment.get(DEVICE_VARIABLE)
     kind = device or _device_of_installed_torch(environment, vendors)
     if kind == HOST:
-        return DeviceSet(HOST, ())
+        return DeviceSet(HOST, (), backend="gloo")
     vendor_key = "hip" if kind == "cuda" and _torch_versions().get("hip") else kind
     vendor = vendors.get(vendor_key, {"variables": [], "nodes": ""})
     # Nothing but a device type is hidden in the vendor's key: ROCm builds of torch call their devices by CUDA's name.
@@ -71,7 +73,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
         names = _visible(environment[variable])
     if names is None:
         names = tuple(str(index) for index in range(len(glob.glob(vendor["nodes"])) if vendor["nodes"] else 0))
-    return DeviceSet(shown, names, variable or next(iter(vendor["variables"]), None))
+    return DeviceSet(shown, names, variable or next(iter(vendor["variables"]), None), vendor.get("backend"))
 
 
 def _visible(text: str) -> tuple[str, ...]:
@@ -98,8 +100,11 @@ def _device_of_installed_torch(environment: Mapping[str, str], vendors: Mapping[
     return HOST
 
 
+@functools.cache
 def _torch_versions() -> dict[str, str]:
-    """What torch was built for, read from its version file, since importing it takes seconds."""
+    """Torch's version and what it was built for, read from its version file, since importing it takes seconds."""
+    import importlib.util
+
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -107,18 +112,12 @@ def _torch_versions() -> dict[str, str]:
         text = Path(next(iter(spec.submodule_search_locations)), "version.py").read_text()
     except OSError:
         return {}
-    found = re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
-    return {("torch" if name == "__version__" else name): version for name, version in found if name != "__version__"}
+    return dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
 
 
 def torch_version() -> str | None:
-    """The version of the installed torch, without importing it; None where there is none."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """The version that the installed torch gives itself, without importing it; None where there is none."""
+    return _torch_versions().get("__version__")
 
 
 def cores() -> int:

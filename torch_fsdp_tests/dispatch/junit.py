@@ -14,6 +14,9 @@ from torch_fsdp_tests.dispatch.results import Results
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+OF_FILE = "file"  # stands where a class would, for what concerns the whole file
+
+
 def clean(text: str) -> str:
     """The text with what XML cannot hold written out, as in ``\\x1b``."""
     return _FORBIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
@@ -34,8 +37,8 @@ def write(folder: Path, results: Results) -> None:
 def _by_class(file: FileResult) -> dict[str, list[list[TestResult]]]:
     found: dict[str, list[list[TestResult]]] = {}
     for name, attempts in file.history().items():
-        of_file = name == FILE_ITSELF or "(" in name
-        found.setdefault("file" if of_file else attempts[-1].class_name or "file", []).append(attempts)
+        cls = "" if name == FILE_ITSELF else attempts[-1].class_name
+        found.setdefault(cls or OF_FILE, []).append(attempts)
     return found
 
 

@@ -42,14 +42,14 @@ class Situation:
     world_size: int | None
 
     @classmethod
-    def of_process(cls, facts: Mapping[str, Any], test: object) -> Situation:
-        """The situation of a test by the facts that its file has recorded, and by what the environment asks for."""
+    def of_process(cls, facts: Mapping[str, Any], test: object, device: str | None) -> Situation:
+        """The situation of a test by what its file has recorded; for want of that, ``device`` is the run's."""
         try:
             size = getattr(test, "world_size", None)
         except Exception:  # a property of the test, which may need what only a running test has
             size = None
         return cls(
-            facts.get("device") or os.environ.get(devices.DEVICE_VARIABLE),
+            facts.get("device") or device,
             facts.get("torch") or devices.torch_version(),
             size if isinstance(size, int) else None,
         )
@@ -150,7 +150,11 @@ def read_own(path: Path) -> list[Entry]:
             raise MalformedList(
                 f"{path}: entry {number} needs test, action and reason, and knows only {sorted(_FIELDS)}"
             )
-        entry = Entry(**fields)
+        for name, value in fields.items():
+            kind = int if name == "world_size" else str
+            if not isinstance(value, kind) and not (value is None and name not in ("test", "action", "reason")):
+                raise MalformedList(f"{path}: entry {number} has {value!r} for {name}, which is no {kind.__name__}")
+        entry = Entry(**(fields | {"link": fields.get("link") or ""}))
         if entry.action not in ACTIONS:
             raise MalformedList(
                 f"{path}: entry {number} has the action {entry.action!r}; there are {', '.join(ACTIONS)}"

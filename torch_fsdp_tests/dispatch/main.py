@@ -6,33 +6,38 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests.dispatch import devices, lists, memory, options, plan, times
-from torch_fsdp_tests.dispatch.console import Console, plan_text
+from torch_fsdp_tests.dispatch import devices, listing, lists, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
-from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.dispatch.runner import Runner
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
 
+if TYPE_CHECKING:  # what only a run needs is imported when one begins, so that a plan is there at once
+    from torch_fsdp_tests.dispatch.compare import Tests
+    from torch_fsdp_tests.dispatch.results import Results
+
 DEFAULT_RANKS = 4  # of a test that states no number; the harness has the same default on the CPU
+NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
 def main(argv: Sequence[str], checkout: Path) -> int:
     """Run the dispatcher and return its exit code. ``checkout`` is put first on the children's path."""
-    run = options.parse(argv, os.environ, checkout)
     try:
-        return _main(run, checkout)
+        return _main(options.parse(argv, os.environ, checkout), checkout)
     except (UnknownTest, lists.MalformedList) as error:
-        return _refuse(str(error))
+        _remark(str(error))
+        return 2
+    except KeyboardInterrupt:  # while planning; a run takes signals itself
+        return 130
     except OSError as error:
         with contextlib.suppress(OSError):
-            print(f"run_test.py: cannot go on: {error}", file=sys.stderr, flush=True)
+            _remark(f"cannot go on: {error}")
         # What is still in stdout's buffer cannot be written either; the interpreter must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 3
@@ -48,43 +53,30 @@ def _main(run: RunTests, checkout: Path) -> int:
     selection = _select(run, list(files.values()), source)
     known = times.load(run.test_times, os.environ)
     entries = _entries(run)
-    for remark in known.remarks:
-        print(f"run_test.py: {remark}", file=sys.stderr, flush=True)
-    if not selection:
-        print("run_test.py: nothing is selected", file=sys.stderr)
-        print("0 passed, 0 failed, 0 skipped", file=sys.stderr if run.as_json else sys.stdout)
-        return 5
+    for words in known.remarks:
+        _remark(words)
     device_set = devices.find(run.device, run.devices, os.environ)
+    if run.devices is not None and device_set.lendable is None:
+        _remark("--devices is of no use on the CPU, where -j says how many files run at a time")
     ranks = run.ranks or DEFAULT_RANKS
     needs = {test.file: files[test.file].needs().ranks(ranks) for test in selection}
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(run.jobs or options.default_jobs(ranks))])
     jobs, default = _plan(run, selection, known, needs, pool, device_set)
-    total = plan.makespan(plan.simulate(jobs, pool.size, default))
+    if not selection:
+        _remark("nothing failed last time" if run.failed_only else "nothing is selected")
+    elif not jobs:
+        _remark(f"shard {run.shard} of {run.num_shards} has no work: there are fewer jobs than shards")
     if run.list_files and not run.list_tests:
-        print(plan_text([(job.part, job.devices) for job in sorted(jobs, key=lambda job: job.key)], None))
-        return 0
-    if run.dry_run:
-        print(
-            json.dumps(plan_json(run, jobs, total))
-            if run.as_json
-            else plan_text([(j.part, j.devices) for j in jobs], total)
-        )
-        return 0
-    if not jobs:
-        print(f"shard {run.shard} of {run.num_shards} has no work: there are fewer jobs than shards")
-        print("0 passed, 0 failed, 0 skipped")
-        return 0
-    console = Console(run, sys.stdout, len(jobs))
-    paths = {name: file.path for name, file in files.items()}
-    if run.list_tests:
-        return _list_tests(
-            Runner(run, jobs, paths, device_set, pool, entries, Console(run, sys.stderr, len(jobs)), checkout)
-        )
-    results = Runner(run, jobs, paths, device_set, pool, entries, console, checkout).run()
-    remarks = results.list_remarks() + [f"unknown test: {words}" for words in results.unknown()]
-    remarks += _record(run, results)
-    console.end(results, remarks)
-    return results.exit_code()
+        print(listing.files_text(jobs, needs), end="\n" if jobs else "")
+    elif run.dry_run:
+        total = plan.makespan(plan.simulate(jobs, pool.size, default))
+        print(json.dumps(listing.plan_json(run, jobs, total)) if run.as_json else listing.plan_text(jobs, total))
+    elif not jobs:
+        print(NOTHING, file=sys.stderr if run.list_tests else sys.stdout)
+    else:
+        paths = {name: file.path for name, file in files.items()}
+        return _run(run, jobs, paths, device_set, pool, entries, checkout)
+    return 0 if selection else 5
 
 
 def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[TestRun]:
@@ -93,6 +85,8 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
         below = set(matching("distributed", [file.name for file in files]))
         selection = [test for test in selection if test.file in below]
     if run.failed_only:
+        from torch_fsdp_tests.dispatch import memory
+
         failed = memory.load(run.reports)
         selection = [memory.narrow(test, failed[test.file]) for test in selection if test.file in failed]
     return selection
@@ -108,7 +102,7 @@ def _plan(
     run: RunTests,
     selection: list[TestRun],
     known: times.Times,
-    needs: dict[str, int],
+    needs: Mapping[str, int],
     pool: DevicePool,
     device_set: DeviceSet,
 ) -> tuple[list[Job], plan.Seconds]:
@@ -122,61 +116,93 @@ def _plan(
     return plan.order(plan.make_jobs(parts, needs, device_set.lendable), pool.size, default), default
 
 
-def plan_json(run: RunTests, jobs: Sequence[Job], total: plan.Seconds) -> dict:
-    """The plan as data; its shape is in ``data/plan.schema.json``."""
+def _run(
+    run: RunTests,
+    jobs: Sequence[Job],
+    paths: Mapping[str, Path],
+    device_set: DeviceSet,
+    pool: DevicePool,
+    entries: Sequence[lists.Entry],
+    checkout: Path,
+) -> int:
+    from torch_fsdp_tests.dispatch import compare
+    from torch_fsdp_tests.dispatch.console import Console
+    from torch_fsdp_tests.dispatch.runner import Runner
+
+    earlier = None if run.compare is None else compare.load(run.compare)
+    if run.save_times is not None:
+        times.check(run.save_times, os.environ)
+    stream = sys.stderr if run.list_tests else sys.stdout
+    console = Console(run, stream, len(jobs), _under_test(run, device_set), pool.size)
+    runner = Runner(run, jobs, paths, device_set, pool, entries, console, checkout)
+    with runner.taking_signals():
+        results = runner.run()
+        if run.list_tests:
+            return _print_tests(results)
+        remarks, all_written = _record(run, results, earlier)
+        console.end(results, remarks)
+    runner.heed_late_signals()
+    return results.exit_code() or (0 if all_written else 3)
+
+
+def _under_test(run: RunTests, device_set: DeviceSet) -> dict[str, Any]:
+    """What the files are expected to test on. One that has ranks says what it really is, and the console compares."""
+    lendable = device_set.lendable or 0
+    ranks = run.ranks or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
     return {
-        "shard": run.shard,
-        "num_shards": run.num_shards,
-        "jobs": [
-            {
-                "file": job.part.name,
-                "shard_id": job.part.shard,
-                "num_shards": job.part.num_shards,
-                "devices": job.devices,
-                "estimate": job.part.time,
-                "tests": sorted(job.part.test.included) or None,
-                **({"excluded": sorted(job.part.test.excluded)} if job.part.test.excluded else {}),
-            }
-            for job in jobs
-        ],
-        "estimate": round(total, 3),
+        "torch": devices.torch_version(),
+        "device": device_set.type,
+        "backend": run.backend or device_set.backend,
+        "ranks": ranks,
+        "shared": 0 < lendable < ranks,
     }
 
 
-def _list_tests(runner: Runner) -> int:
-    results = runner.run()
+def _print_tests(results: Results) -> int:
     for file in sorted(results.files, key=lambda file: file.job.key):
         for test in file.tests():
             if not test.outcome.is_bad:
                 print(f"{file.job.part.name}::{test.name.replace('.', '::')}", flush=True)
     for words in results.unknown():
-        print(f"run_test.py: unknown test: {words}", file=sys.stderr)
+        _remark(f"unknown test: {words}")
     code = results.exit_code()
     return 0 if code == 5 and any(file.tests() for file in results.files) else code
 
 
-def _record(run: RunTests, results: Results) -> list[str]:
-    """Write what was asked for, and what ``--failed`` will read. What cannot be written is said, not hidden."""
-    from torch_fsdp_tests.dispatch import compare, junit, report
+def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[list[str], bool]:
+    """Write what was asked for, and what ``--failed`` will read; remarks on it, and whether all could be written.
 
-    remarks: list[str] = []
+    What cannot be written is said beside what can; it never costs the reader the rest.
+    """
+    from torch_fsdp_tests.dispatch import compare, junit, memory, report
+
+    remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
+    complete = True
+
+    def attempt(wanted: object, write: Callable[[], str | None], must_be: bool = True) -> None:
+        nonlocal complete
+        if not wanted:
+            return
+        try:
+            said = write()
+        except OSError as error:
+            complete, said = complete and not must_be, f"cannot be written: {error}"
+        if said:
+            remarks.append(said)
+
+    def write_report(folder: Path) -> str:
+        report.write(folder, results)
+        return f"report: {os.path.relpath(folder / 'report.html')}"
+
     memory.save(run.reports, results, remarks)
-    if run.pipe_logs:
-        remarks.append(f"logs: {os.path.relpath(report.write_logs(results))}")
-    if run.save_xml is not None:
-        junit.write(run.save_xml, results)
-    if run.save_times is not None:
-        times.save(run.save_times, *report.measured(results), os.environ)
-    if run.report is not None:
-        report.write(run.report, results)
-        remarks.append(f"report: {os.path.relpath(run.report / 'report.html')}")
-    if run.compare is not None:
-        remarks += compare.lines(lists.read_json(run.compare), report.as_json(results))
-    if run.coverage:
-        remarks.append("coverage: python -m coverage combine, then python -m coverage report")
-    return remarks
+    attempt(run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be)
+    attempt(run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
+    attempt(run.save_times, lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ))
+    attempt(run.report, lambda: write_report(run.report or Path()))
+    if earlier is not None:
+        remarks += compare.lines(earlier, compare.tests_of(report.as_json(results)))
+    return remarks, complete
 
 
-def _refuse(message: str) -> int:
-    print(f"run_test.py: {message}", file=sys.stderr)
-    return 2
+def _remark(words: str) -> None:
+    print(f"run_test.py: {words}", file=sys.stderr, flush=True)

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.dispatch.files import try_folder
 from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
-from torch_fsdp_tests.dispatch.results import EXIT_CODES
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_SEED, RunTests
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_SEED, DEFAULT_SLOW_AFTER, RunTests
 
 DEFAULT_DIRECTORY = "test"
 REPORTS = "test-reports"
-
-EPILOG = "exit codes:\n" + "\n".join(f"  {code:3d}  {words}" for code, words in EXIT_CODES.items())
+VARIABLES = """\
+environment variables, as upstream's run_test.py has them (an option wins):
+  CI, VERBOSE_TEST_LOGS                under CI as --pipe-logs, unless VERBOSE_TEST_LOGS shows the output of every file
+  CONTINUE_THROUGH_ERROR               as --keep-going
+  NO_TEST_TIMEOUT                      a file limit of a day
+  TEST_SHOWLOCALS                      as --showlocals
+  DISABLED_TESTS_FILE, SLOW_TESTS_FILE as --disabled-tests and --slow-tests
+  PYTORCH_TEST_WITH_SLOW               run what is listed or marked as slow
+  PYTORCH_TEST_RERUN_DISABLED_TESTS    as --rerun-disabled-tests
+  BUILD_ENVIRONMENT, TEST_CONFIG       which of the recorded times count
+and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks
+"""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def format_help(self) -> str:
+        from torch_fsdp_tests.dispatch.results import EXIT_CODES  # not at import: only the help needs it
+
+        codes = "\n".join(f"  {code:3d}  {words}" for code, words in EXIT_CODES.items())
+        self.epilog = f"{VARIABLES}\nexit codes:\n{codes}"
+        return super().format_help()
 
 
 def _whole(least: int) -> type[int]:
@@ -55,15 +68,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _seed(text: str) -> int:
     if text == "random":
-        return random.SystemRandom().randrange(2**32)
+        return int.from_bytes(os.urandom(4), "big")
     return int(_whole(0)(text))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> _Parser:
     parser = _Parser(
         prog="run_test.py",
         description="Run the FSDP tests below a folder against the installed torch, each file in a process of its own.",
-        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("which tests").add_argument
@@ -121,6 +133,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--keep-going", "--continue-through-error", action="store_true", help="go on after a file has failed")
     add("--timeout", type=_positive, metavar="S", help="limit of a file in seconds (default: from its recorded time)")
     add(
+        "--slow-after",
+        type=_positive,
+        default=DEFAULT_SLOW_AFTER,
+        metavar="S",
+        help="name a file that has run S seconds, and twice its recorded time, every S seconds (default: %(default)g)",
+    )
+    add(
         "--reruns",
         type=_whole(0),
         default=0,
@@ -136,7 +155,11 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"seed of order and RNG, or 'random' (default: source order, {DEFAULT_SEED})",
     )
     add("--showlocals", action="store_true", help="local variables in tracebacks")
-    add("--coverage", action="store_true", help="measure the test processes with coverage.py")
+    add(
+        "--coverage",
+        action="store_true",
+        help=f"measure tests, harness and torch's FSDP with coverage.py, into {REPORTS}/.coverage",
+    )
     add(
         "--disabled-tests",
         "--import-disabled-tests",
@@ -168,7 +191,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     asked = parser.parse_args(own)
 
     def flag(name: str) -> bool:
-        return environment.get(name, "").lower() in ("1", "true", "yes", "on")
+        return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")
 
     directory = (asked.test_directory or root / DEFAULT_DIRECTORY).absolute()
     if not directory.is_dir():
@@ -180,31 +203,30 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         parser.error("--json belongs to --dry-run")
     if asked.tests and not asked.list:
         parser.error("--tests belongs to --list")
-    if asked.coverage and importlib.util.find_spec("coverage") is None:
-        parser.error("--coverage needs coverage.py: pip install coverage")
+    if asked.coverage:
+        from torch_fsdp_tests.dispatch import coverage
+
+        if (lack := coverage.lacking()) is not None:
+            parser.error(f"--coverage needs {lack}")
     if asked.rerun_disabled_tests and not (
         asked.disabled_tests or asked.known_failures or environment.get("DISABLED_TESTS_FILE")
     ):
         parser.error("--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE")
     if asked.compare is not None and not asked.compare.is_file():
         parser.error(f"--compare: {asked.compare} is no file")
-    runs = not (asked.list or asked.dry_run)
-    for option, folder in (
-        ("--save-xml", asked.save_xml),
-        ("--report", asked.report),
-        ("--save-times", asked.save_times),
-    ):
-        if folder is not None and runs:
-            try:
-                try_folder(folder)
-            except OSError as error:
-                parser.error(f"{option}: {folder} cannot be written to: {error.strerror or error}")
+    ranks = asked.ranks
+    if ranks is None and environment.get("TORCH_FSDP_TESTS_RANKS"):
+        try:
+            ranks = _whole(1)(environment["TORCH_FSDP_TESTS_RANKS"])
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"TORCH_FSDP_TESTS_RANKS: {error}")
 
     def from_environment(given: Path | None, name: str) -> Path | None:
         return given or (Path(environment[name]) if environment.get(name) else None)
 
-    return RunTests(
+    run = RunTests(
         test_directory=directory,
+        default_directory=(root / DEFAULT_DIRECTORY).absolute(),
         include=tuple(asked.include),
         exclude=tuple(asked.exclude),
         patterns=tuple(asked.patterns),
@@ -220,12 +242,14 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         split_threshold=asked.split_threshold,
         devices=asked.devices,
         jobs=asked.jobs,
-        device=asked.device,
-        backend=asked.backend,
-        ranks=asked.ranks,
+        device=asked.device or environment.get(devices.DEVICE_VARIABLE) or None,
+        backend=asked.backend or environment.get("TORCH_FSDP_TESTS_BACKEND") or None,
+        ranks=ranks,
         seed=DEFAULT_SEED if asked.seed is None else asked.seed,
         shuffle=asked.seed is not None,
         timeout=asked.timeout,
+        no_limit=bool(environment.get("NO_TEST_TIMEOUT")),
+        slow_after=asked.slow_after,
         keep_going=asked.keep_going or flag("CONTINUE_THROUGH_ERROR"),
         reruns=asked.reruns,
         fail_on_flaky=asked.fail_on_flaky,
@@ -233,7 +257,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         show_locals=asked.showlocals or flag("TEST_SHOWLOCALS"),
         verbose=asked.verbose,
         show_output=flag("VERBOSE_TEST_LOGS"),
-        pipe_logs=asked.pipe_logs or (flag("CI") and not flag("VERBOSE_TEST_LOGS")),
+        pipe_logs=asked.pipe_logs or (bool(environment.get("CI")) and not flag("VERBOSE_TEST_LOGS")),
+        logs_must_be=asked.pipe_logs,
         coverage=asked.coverage,
         save_xml=asked.save_xml and asked.save_xml.absolute(),
         report=asked.report and asked.report.absolute(),
@@ -246,6 +271,27 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         run_slow=flag("PYTORCH_TEST_WITH_SLOW"),
         rerun_disabled=asked.rerun_disabled_tests or flag("PYTORCH_TEST_RERUN_DISABLED_TESTS"),
     )
+    if not (asked.list or asked.dry_run):
+        _try_places(parser, run)
+    return run
+
+
+def _try_places(parser: _Parser, run: RunTests) -> None:
+    """Leave with status 2 when something could not be written at the end of the run."""
+    from torch_fsdp_tests.dispatch.files import try_folder  # not at import: a plan writes nothing
+
+    for option, folder in (
+        ("--save-xml", run.save_xml),
+        ("--report", run.report),
+        ("--save-times", run.save_times),
+        ("--pipe-logs", run.reports / "logs" if run.logs_must_be else None),
+        ("--coverage", run.reports if run.coverage else None),
+    ):
+        if folder is not None:
+            try:
+                try_folder(folder)
+            except OSError as error:
+                parser.error(f"{option}: {folder} cannot be written to: {error.strerror or error}")
 
 
 def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -257,10 +303,10 @@ def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def default_jobs(ranks: int) -> int:
-    """Files at a time on the CPU. Ranks wait for one another much of the time, so cores are handed out twice."""
+    """Files at a time on the CPU. Ranks wait for one another much of the time, so cores are handed out twice.
+
+    With 4 ranks on 2 cores, eight files took 123 s two at a time, 145 s three and 128 s four at a time, beside other
+    work on the machine; more than two only slowed each file down, which its tests' own limits do not forgive.
+    """
     cores = devices.cores()
     return max(min(2, cores), 2 * cores // max(ranks, 1))
-
-
-def environment() -> Mapping[str, str]:
-    return os.environ

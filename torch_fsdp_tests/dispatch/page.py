@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from torch_fsdp_tests.dispatch.junit import clean
 
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1c2330;--dim:#667085;--line:#d9dee7;--paper:#fff;--panel:#f5f7fa;--ok:#2e8b57;
---bad:#c8323c;--skip:#8b95a5;--flaky:#c98a1b}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--dim:#98a2b3;--line:#343c4a;--paper:#14181f;--panel:#1c222c}}
+:root{color-scheme:light dark;--ink:#1c2330;--dim:#5d6778;--line:#d9dee7;--paper:#fff;--panel:#f5f7fa;--ok:#23774a;
+--bad:#b92b36;--skip:#6b7687;--flaky:#9a6200;--on:#fff}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--dim:#a3adbd;--line:#343c4a;--paper:#14181f;--panel:#1c222c;
+--ok:#5cc48c;--bad:#ff7b84;--skip:#98a2b3;--flaky:#e5ad4d;--on:#10141a}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1180px;padding:28px 24px 60px;background:var(--paper);
 color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:34px 0 10px}
-.dim{color:var(--dim)}.sums{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:36px 0 10px}h3{font-size:15px;margin:20px 0 8px}
+p{margin:8px 0}.dim{color:var(--dim)}.ok{color:var(--ok)}.bad{color:var(--bad)}.skip{color:var(--skip)}
+.flaky{color:var(--flaky)}code,h3{overflow-wrap:anywhere}
+.sums{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}
 .sums div{background:var(--panel);border-radius:8px;padding:10px 18px;min-width:110px}
 .sums b{display:block;font-size:24px;line-height:1.2}
-.ok{color:var(--ok)}.bad{color:var(--bad)}
-.skip{color:var(--skip)}.flaky{color:var(--flaky)}table{border-collapse:collapse;width:100%}
-td,th{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
-th{color:var(--dim);font-weight:500}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+table{border-collapse:collapse;width:100%}
+td,th{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
+td:last-child,th:last-child{padding-right:0}th{color:var(--dim);font-weight:500}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;width:1%}
+td.b{width:180px}.bar{background:var(--dim);height:9px;border-radius:3px;display:block;margin-top:7px;opacity:.6}
 code,pre{font:13px/1.45 ui-monospace,monospace}
-pre{background:var(--panel);border-radius:8px;padding:12px;overflow:auto;max-height:420px;white-space:pre-wrap}
+pre{background:var(--panel);border-radius:8px;padding:12px;margin:8px 0 0;overflow:auto;max-height:420px;
+white-space:pre-wrap;overflow-wrap:anywhere}
 details{margin:6px 0;border:1px solid var(--line);border-radius:8px;padding:8px 12px}summary{cursor:pointer}
-svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:#fff}
-svg .grid{stroke:var(--line)}.bar{background:var(--ok);height:9px;border-radius:3px;display:inline-block;opacity:.7}
-.wrap{overflow-wrap:anywhere}
+.scroll{overflow-x:auto}svg{width:100%;min-width:720px;height:auto;display:block}
+svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:var(--on)}svg .grid{stroke:var(--line)}
+.key>span{margin-right:16px;white-space:nowrap}
+@media(max-width:640px){body{padding:18px 14px 40px}.b,.wide{display:none}.sums{gap:8px}
+.sums div{padding:8px 12px;min-width:88px}.sums b{font-size:20px}td,th{padding-right:10px}}
 """
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
+_FEW = 30  # names that are listed in the open; more are folded away
+
+_BAD = ("failed", "error", "unexpected success")
+_KINDS = {"ok": "passed", "bad": "failed", "flaky": "flaky", "skip": "nothing executed"}
 
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
-def _verdict(file: Mapping[str, Any]) -> str:
+def _kind(file: Mapping[str, Any]) -> str:
     if file["failed"]:
         return "bad"
     if len(file["attempts"]) > 1:
@@ -46,9 +56,29 @@ def _verdict(file: Mapping[str, Any]) -> str:
     return "ok" if any(test["outcome"] not in ("skipped", "not run") for test in file["tests"]) else "skip"
 
 
-def _rows(header: Iterable[tuple[str, str]], rows: Iterable[Iterable[str]]) -> str:
-    kinds = [kind for _, kind in header]
-    head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in header)
+def _name(file: Mapping[str, Any]) -> str:
+    of = f" ({file['shard_id']} of {file['num_shards']})" if file["num_shards"] > 1 else ""
+    return f"{file['file']}{of}"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(clean(text))}</code>"
+
+
+def _folded(summary: str, inside: str, is_open: bool = False) -> str:
+    return f"<details{' open' * is_open}><summary>{summary}</summary>{inside}</details>"
+
+
+def _names(what: str, names: Sequence[str]) -> str:
+    """A list of names in one paragraph, folded away when it is long."""
+    text = _code(", ".join(names))
+    return f"<p>{what}: {text}</p>" if len(names) <= _FEW else _folded(f"{what}: {len(names)}", text)
+
+
+def _table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
+    """Columns are given by title and class; cells are HTML."""
+    kinds = [kind for _, kind in columns]
+    head = "".join(f'<th class="{kind}">{escape(title)}</th>' for title, kind in columns)
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
         for row in rows
@@ -56,32 +86,37 @@ def _rows(header: Iterable[tuple[str, str]], rows: Iterable[Iterable[str]]) -> s
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
+def _bar(value: float, longest: float) -> str:
+    return f'<span class=bar style="width:{max(1, 180 * value / (longest or 1)):.0f}px"></span>'
+
+
 def _timeline(data: Mapping[str, Any]) -> str:
     """Slots downwards, seconds to the right, a box for each process on the slots that it was lent."""
     total = max(data["seconds"], 0.001)
-    scale = (_WIDTH - _LEFT - 10) / total
+    scale = (_WIDTH - _LEFT - 20) / total
     height = _ROW * len(data["slots"]) + 24
-    step = next((s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800) if total / s <= 12), 3600)
+    steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200)
+    step = next((s for s in steps if total / s <= 12), 14400)
     parts = []
     for tick in range(int(total / step) + 1):
-        x = _LEFT + tick * step * scale
+        x, at = _LEFT + tick * step * scale, tick * step
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 20}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{tick * step:g} s</text>')
+        words = f"{at:g} s" if step < 60 else f"{at / 60:g} min"
+        parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{words}</text>')
     for row, slot in enumerate(data["slots"]):
         label = slot if not str(slot).isdecimal() else f"{data['device']} {slot}"
         parts.append(f'<text x="0" y="{row * _ROW + 17}">{escape(str(label))}</text>')
-    colours = {"bad": "var(--bad)", "ok": "var(--ok)", "skip": "var(--skip)", "flaky": "var(--flaky)"}
     for file in data["files"]:
         for attempt in file["attempts"]:
             x, width = _LEFT + attempt["began"] * scale, max(2.0, (attempt["ended"] - attempt["began"]) * scale - 1)
-            colour = colours["bad" if attempt["failed"] else _verdict(file)]
-            name = file["file"].rpartition("/")[2].removeprefix("test_")
-            title = escape(f"{file['file']}: {_seconds(attempt['ended'] - attempt['began'])}, {attempt['ending']}")
+            kind = "bad" if attempt["failed"] else _kind(file)
+            name = _name(file).rpartition("/")[2].removeprefix("test_")
+            title = escape(f"{_name(file)}: {_seconds(attempt['ended'] - attempt['began'])}, {attempt['ending']}")
             for slot in attempt["slots"]:
                 y = slot * _ROW + 2
                 parts.append(
                     f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" '
-                    f'rx="3" fill="{colour}"/>'
+                    f'rx="3" fill="var(--{kind})"/>'
                 )
                 room = int((width - 8) / 6.2)
                 if room > 2:
@@ -89,80 +124,141 @@ def _timeline(data: Mapping[str, Any]) -> str:
                     parts.append(f'<text class="name" x="{x + 5:.1f}" y="{y + 15}">{escape(short)}</text>')
                 parts.append("</g>")
     label = "Timeline of slots and the files on them"
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    key = "".join(
+        f'<span><span class="{kind}" aria-hidden=true>■</span> {words}</span>' for kind, words in _KINDS.items()
+    )
+    svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f"<div class=scroll tabindex=0>{svg}</div><div class='dim key'>{key}</div>"
 
 
 def _failures(data: Mapping[str, Any]) -> str:
     parts = []
     for file in data["files"]:
-        bad = [test for test in file["tests"] if test["outcome"] in ("failed", "error", "unexpected success")]
+        bad = [test for test in file["tests"] if test["outcome"] in _BAD]
         if not bad:
             continue
-        parts.append(f'<h3 class="wrap">{escape(file["file"])}</h3>')
+        last = file["attempts"][-1]
+        attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
+        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
         for test in bad:
-            head = f'<b class="bad">{escape(test["outcome"])}</b> <code class="wrap">{escape(test["test"])}</code>'
-            text = escape(clean(test["text"]) or "no traceback")
-            parts.append(f"<details open><summary>{head}</summary><pre>{text}</pre></details>")
+            head = f'<b class="bad">{escape(test["outcome"])}</b> {_code(test["test"])}'
+            text = clean("\n".join(filter(None, (test["reason"], test["text"])))) or "no traceback"
+            parts.append(_folded(head, f"<pre tabindex=0>{escape(text)}</pre>", is_open=True))
         left = [test["test"] for test in file["tests"] if test["outcome"] == "not run"]
         if left:
-            parts.append(f"<p>Not reached: <code class='wrap'>{escape(', '.join(left))}</code></p>")
-        output = file["attempts"][-1]["output"]
-        ending = escape(file["attempts"][-1]["ending"])
-        parts.append(f"<details><summary>whole output ({ending})</summary><pre>{escape(clean(output))}</pre></details>")
+            parts.append(_names("Not reached", left))
+        parts.append(_folded("whole output of the file", f"<pre tabindex=0>{escape(clean(last['output']))}</pre>"))
     return "".join(parts)
+
+
+def _flaky(data: Mapping[str, Any]) -> str:
+    parts = []
+    for file in data["files"]:
+        names = [test["test"] for test in file["tests"] if test["flaky"]]
+        if not names and (file["failed"] or len(file["attempts"]) == 1):
+            continue
+        first = file["attempts"][0]
+        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{len(file['attempts'])} attempts</span></h3>")
+        parts += [_names("Passed only when run again", names)] * bool(names)
+        words = f"output of the first attempt ({escape(first['ending'])})"
+        parts.append(_folded(words, f"<pre tabindex=0>{escape(clean(first['output']))}</pre>"))
+    return "".join(parts)
+
+
+def _slowest(data: Mapping[str, Any]) -> str:
+    tests = [(file, test) for file in data["files"] for test in file["tests"] if test["seconds"] > 0]
+    slowest = sorted(tests, key=lambda item: -item[1]["seconds"])[:_SLOWEST]
+    if not slowest:
+        return ""
+    longest = slowest[0][1]["seconds"]
+    rows = [
+        [
+            f"{_code(test['test'])}<br><span class=dim>{escape(_name(file))}</span>",
+            str(test["subtests"] or ""),
+            _seconds(test["seconds"]),
+            _bar(test["seconds"], longest),
+        ]
+        for file, test in slowest
+    ]
+    return _table([("test", ""), ("subtests", "n wide"), ("time", "n"), ("", "b")], rows)
+
+
+def _skips(data: Mapping[str, Any]) -> str:
+    rows = [
+        [str(item["tests"] or ""), str(item["subtests"] or ""), escape(clean(item["reason"]))] for item in data["skips"]
+    ]
+    return _table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows) if rows else ""
+
+
+def _notes(data: Mapping[str, Any]) -> str:
+    """What is no verdict: leaks, stale entries of lists."""
+    notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
+    notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
+    notes += [("lists", remark) for remark in data["list_remarks"]]
+    rows = [[_code(about), escape(clean(note))] for about, note in dict.fromkeys(notes)]
+    return _table([("about", ""), ("note", "")], rows) if rows else ""
+
+
+def _files(data: Mapping[str, Any]) -> str:
+    def took(file: Mapping[str, Any]) -> float:
+        return sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])
+
+    longest = max(map(took, data["files"]), default=0.0)
+    rows = []
+    for file in data["files"]:
+        outcomes = [test["outcome"] for test in file["tests"]]
+        kind = _kind(file)
+        left_out = outcomes.count("skipped") + outcomes.count("not run")
+        rows.append(
+            [
+                f'<span class="{kind}" title="{_KINDS[kind]}">●</span>&nbsp;{_code(_name(file))}',
+                str(len(outcomes)),
+                f"<span class=bad>{count}</span>" if (count := sum(o in _BAD for o in outcomes)) else "",
+                str(left_out or ""),
+                _seconds(took(file)),
+                _seconds(file["estimate"]) if file["estimate"] is not None else "unknown",
+                _bar(took(file), longest),
+            ]
+        )
+    columns = [("file", ""), ("tests", "n"), ("failed", "n"), ("not executed", "n wide"), ("time", "n")]
+    return _table([*columns, ("estimate", "n wide"), ("", "b")], rows)
+
+
+def _sums(data: Mapping[str, Any]) -> str:
+    tests = [test for file in data["files"] for test in file["tests"]]
+    flaky = sum(test["flaky"] for test in tests)
+    not_run = sum(test["outcome"] == "not run" for test in tests)
+    sums = [(data["passed"], "passed", "ok"), (data["failed"], "failed", "bad"), (data["skipped"], "skipped", "skip")]
+    sums += [(flaky, "flaky", "flaky")] * bool(flaky) + [(not_run, "not reached", "bad")] * bool(not_run)
+    boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)
+    plural = "file" if len(data["files"]) == 1 else "files"
+    return (
+        f"{boxes}<div><b>{_seconds(data['seconds'])}</b>wall time</div><div><b>{len(data['files'])}</b>{plural}</div>"
+    )
 
 
 def render(data: Mapping[str, Any]) -> str:
     """The page of a report, from its data."""
-    tests = [(file["file"], test) for file in data["files"] for test in file["tests"]]
-    slowest = sorted(tests, key=lambda item: -item[1]["seconds"])[:_SLOWEST]
-    longest = max((test["seconds"] for _, test in slowest), default=0.0) or 1.0
-    flaky = [(file, test) for file, test in tests if test["flaky"]]
     about = [f"torch {data['torch']}", f"Python {data['python']}", f"device {data['device']}"]
     about += [f"{name} {data[name]}" for name in ("backend", "ranks") if data[name]]
-    about += ["ranks share devices"] * data["shared"]
-    about += [f"{data['cores']} cores", f"seed {data['seed']}", f"shard {data['shard']} of {data['num_shards']}"]
-    sums = [(data["passed"], "passed", "ok"), (data["failed"], "failed", "bad"), (data["skipped"], "skipped", "skip")]
-    sums += [(len(flaky), "flaky", "flaky")] * bool(flaky)
-    boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)
-    boxes += f"<div><b>{_seconds(data['seconds'])}</b>wall time</div><div><b>{len(data['files'])}</b>files</div>"
-    body = [
-        f"<h1>FSDP test run</h1><div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{boxes}</div>"
-    ]
+    about += ["devices shared" if data["shared"] else "devices not shared", f"{data['cores']} cores"]
+    about += [f"seed {data['seed']}", f"shard {data['shard']} of {data['num_shards']}"]
+    verdict = {0: ("passed", "ok"), 1: ("failed", "bad"), 5: ("nothing ran", "bad"), 130: ("interrupted", "bad")}
+    words, kind = verdict.get(data["exit_code"], (f"exit code {data['exit_code']}", "bad"))
+    body = [f"<h1>FSDP test run: <span class={kind}>{words}</span></h1>"]
+    body += [f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{_sums(data)}</div>"]
     if data["not_started"]:
-        body.append(f"<p>Not started: <code class=wrap>{escape(', '.join(data['not_started']))}</code></p>")
-    body.append(f"<h2>Timeline</h2>{_timeline(data)}")
-    failures = _failures(data)
-    if failures:
-        body.append(f"<h2>Failures</h2>{failures}")
-    if flaky:
-        rows = [[f"<code class=wrap>{escape(file + '::' + test['test'])}</code>"] for file, test in flaky]
-        body.append("<h2>Flaky: failed, then passed in a new process</h2>" + _rows([("test", "")], rows))
-    rows = [
-        [
-            f"<code class=wrap>{escape(test['test'])}</code><br><span class=dim>{escape(file)}</span>",
-            _seconds(test["seconds"]),
-            f'<span class=bar style="width:{max(1, 160 * test["seconds"] / longest):.0f}px"></span>',
-        ]
-        for file, test in slowest
-    ]
-    body.append("<h2>Slowest tests</h2>" + _rows([("test", ""), ("time", "n"), ("", "")], rows))
-    if data["requirements_not_met"]:
-        rows = [
-            [str(item["tests"]), f"<span class=wrap>{escape(item['reason'])}</span>"]
-            for item in data["requirements_not_met"]
-        ]
-        body.append("<h2>Skipped, by reason</h2>" + _rows([("tests", "n"), ("reason", "")], rows))
-    rows = [
-        [
-            f'<span class="{_verdict(file)}">●</span> <code class=wrap>{escape(file["file"])}</code>',
-            str(len(file["tests"])),
-            _seconds(sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])),
-            _seconds(file["estimate"]) if file["estimate"] else "unknown",
-        ]
-        for file in data["files"]
-    ]
-    body.append("<h2>Files</h2>" + _rows([("file", ""), ("tests", "n"), ("time", "n"), ("estimate", "n")], rows))
+        body.append(_names("Files not started", data["not_started"]))
+    sections = {
+        "Timeline": _timeline(data),
+        "Failures": _failures(data),
+        "Flaky: failed, then passed in a new process": _flaky(data),
+        "Slowest tests": _slowest(data),
+        "Skipped, by reason": _skips(data),
+        "Notes": _notes(data),
+        "Files": _files(data),
+    }
+    body += [f"<h2>{title}</h2>{section}" for title, section in sections.items() if section]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>FSDP test run</title>'
     return (
         f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"

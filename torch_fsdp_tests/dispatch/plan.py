@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Seconds = float
 TestTimes = Mapping[str, Seconds]  # by file
@@ -38,37 +38,59 @@ class TestRun:
         """True when every test of the file is in it."""
         return not self.included and not self.excluded
 
+    def contains(self, name: str) -> bool:
+        """Whether it runs this ``Class.test``, or all of this ``Class`` but for tests that are excluded by name."""
+        return (not self.included or _among(name, self.included)) and not _among(name, self.excluded)
+
     def __or__(self, other: TestRun) -> TestRun:
-        """Both parts together. Raises ``ValueError`` for two files."""
+        """Both parts together. Raises ``ValueError`` for two files.
+
+        What cannot be said in these terms (a class that one side excludes, but for a test that the other runs) becomes
+        too much rather than too little: no test is lost.
+        """
         self._same_file(other)
         included = self.included | other.included if self.included and other.included else frozenset[str]()
-        # What one side runs is not excluded from the whole, unless the other side excludes it too.
-        excluded = self.excluded & other.excluded
-        if self.included and not other.included:
-            excluded = other.excluded - self.included
-        elif other.included and not self.included:
-            excluded = self.excluded - other.included
-        return TestRun(self.file, included, excluded)
+        excluded = {name for name in self.excluded if not other._touches(name)}
+        excluded |= {name for name in other.excluded if not self._touches(name)}
+        return TestRun(self.file, included, frozenset(excluded))
 
     def __sub__(self, other: TestRun) -> TestRun | None:
-        """What is left without the other part; None when nothing is. Raises ``ValueError`` for two files."""
+        """What is left without the other part; None when nothing is. Raises ``ValueError`` for two files.
+
+        Where what is left cannot be said in these terms, it is too much rather than too little.
+        """
         self._same_file(other)
-        if other.is_whole:
+        if not other.included:
+            kept = {name for name in other.excluded if self.contains(name)}
+            kept |= {name for name in self.included if _among(name, other.excluded) and self.contains(name)}
+            inside = frozenset(name for name in self.excluded if _among(name, kept))
+            return TestRun(self.file, frozenset(kept), inside) if kept else None
+        # Of a class the other part may run some tests only, and of a test that it excludes it runs nothing.
+        partly = {_class_of(name) for name in other.excluded}
+        taken = frozenset(name for name in other.included if name not in partly and other.contains(name))
+        left = frozenset(name for name in self.included if not _among(name, taken))
+        if self.included and not left:
             return None
-        if other.included:
-            taken = other.included - other.excluded
-            left = frozenset(name for name in self.included if name not in taken and name.split(".")[0] not in taken)
-            if self.included and not left:
-                return None
-            if left:  # only a test of a class that stays still needs to be said
-                taken = frozenset(name for name in taken if name.split(".")[0] in left)
-            return TestRun(self.file, left, self.excluded | taken)
-        kept = other.excluded & self.included if self.included else other.excluded
-        return TestRun(self.file, kept) if kept else None
+        if left:  # only a test of a class that stays still needs to be said
+            taken = frozenset(name for name in taken if _class_of(name) in left)
+        return TestRun(self.file, left, self.excluded | taken)
+
+    def _touches(self, name: str) -> bool:
+        """Whether it runs this test, or any test of this class."""
+        return self.contains(name) or any(_class_of(own) == name and self.contains(own) for own in self.included)
 
     def _same_file(self, other: TestRun) -> None:
         if self.file != other.file:
             raise ValueError(f"{self.file} and {other.file} are two files, so their parts do not combine")
+
+
+def _class_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _among(name: str, names: Collection[str]) -> bool:
+    """Whether a ``Class`` or ``Class.test`` is one of the names, or a test of a class that is."""
+    return name in names or _class_of(name) in names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +142,7 @@ def estimate(test: TestRun, times: TestTimes, class_times: ClassTimes) -> Second
     if test.is_whole:
         return times.get(test.file)
     by_class = class_times.get(test.file, {})
-    names = {name.split(".")[0] for name in test.included} if test.included else set(by_class)
+    names = {_class_of(name) for name in test.included} if test.included else set(by_class)
     names -= {name for name in test.excluded if "." not in name}
     if not names or not names <= by_class.keys():
         return None

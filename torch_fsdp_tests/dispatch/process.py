@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,20 +55,21 @@ class TestProcess:
         lent: tuple[int, ...],
         began: float,
         limit: float,
-        coverage: bool = False,
+        measure: tuple[str, ...] = (),
     ) -> None:
         self.job, self.orders, self.lent, self.began, self.limit = job, orders, lent, began, limit
         self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=directory))
         self.output_path = self.directory / "output"
         self.running: str | None = None
-        self.running_since = began
-        self.remarked_slow = False
+        self._running_since = time.monotonic()
+        self.said_slow: float | None = None  # when it was last named as slow
         self.results: list[TestResult] = []
         self.facts: dict[str, Any] = {}
         self._reader = events.Reader()
         self._announced: list[str] = []
         self._unknown: list[str] = []
-        self._matched: set[int] = set()
+        self._selected = 0
+        self._matched: set[int] | None = None
         self._known: dict[str, int] = {}
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
@@ -77,10 +79,15 @@ class TestProcess:
         self._stop: Ending | None = None
         self._kill_at: float | None = None
         self._killed_by_us = False
-        self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, coverage)
+        self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, measure)
 
     def _start(
-        self, path: Path, arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, coverage: bool
+        self,
+        path: Path,
+        arguments: tuple[str, ...],
+        environment: Mapping[str, str],
+        cwd: Path,
+        measure: tuple[str, ...],
     ) -> tuple[int, int]:
         scratch = self.directory / "tmp"
         scratch.mkdir()
@@ -88,7 +95,6 @@ class TestProcess:
         orders_path.write_text(self.orders.to_json())
         read, write = os.pipe()
         os.set_blocking(read, False)
-        measure = ["-m", "coverage", "run", "--parallel-mode"] if coverage else []
         command = [
             sys.executable, *subprocess._args_from_interpreter_flags(), *measure,  # type: ignore[attr-defined]
             "-m", "torch_fsdp_tests.dispatch.child", str(path), str(orders_path), "--", *arguments,
@@ -130,11 +136,12 @@ class TestProcess:
             case "announced":
                 self._announced += event["tests"]
                 self._unknown += event["unknown"]
-                self._matched |= set(event["matched"])
+                self._selected += event["selected"]
+                self._matched = (self._matched or set()) | set(event["matched"])
                 self._known |= event["known"]
                 self._over = False
             case "started":
-                self.running = event["test"]
+                self.running, self._running_since = event["test"], time.monotonic()
             case "ended":
                 self._take_end(event)
             case "note":
@@ -162,6 +169,7 @@ class TestProcess:
                 event.get("reason", ""),
                 event.get("text", ""),
                 event.get("subtests", 0),
+                event.get("subtests_skipped", {}),
                 tuple(self._notes.pop(name, ())),
                 self._test_facts.pop(name, {}),
             )
@@ -213,7 +221,8 @@ class TestProcess:
         tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
         return Attempt(
             self.job, ending, tuple(tests), self.began, now, self.lent, output, tuple(notes), self.facts,
-            len(self._announced), tuple(self._unknown), frozenset(self._matched), self._known,
+            self._selected, tuple(self._unknown), None if self._matched is None else frozenset(self._matched),
+            self._known,
         )  # fmt: skip
 
     def _blame(self, ending: Ending, output: str) -> list[TestResult]:
@@ -223,7 +232,8 @@ class TestProcess:
         if self.running is not None:
             outcome = Outcome.NOT_RUN if isinstance(ending, Stopped) else Outcome.ERROR
             text = f"{ending} ended the process while this test was running\n{_tail(output)}"
-            return [TestResult(self.running, outcome, reason=f"not run to its end: {ending}", text=text)]
+            seconds = round(time.monotonic() - self._running_since, 3)
+            return [TestResult(self.running, outcome, seconds, f"not run to its end: {ending}", text)]
         if isinstance(ending, Stopped):
             return []
         if self._broken is not None:
@@ -235,7 +245,8 @@ class TestProcess:
             when = "before its tests were known" if not self._announced else "between tests"
             return [TestResult(FILE_ITSELF, Outcome.ERROR, text=f"{ending} ended the process {when}\n{_tail(output)}")]
         failed = any(test.outcome.is_bad or test.outcome is Outcome.KNOWN_FAILURE for test in self.results)
-        fine = {0, 1} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
+        # Where a fixture failed, none of the announced tests may have run either.
+        fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
         if isinstance(ending, Exited) and ending.code in fine:
             return []
         text = f"{ending} ended the process after its tests\n{_tail(output)}"

@@ -20,11 +20,11 @@ def as_json(results: Results) -> dict[str, Any]:
     facts, run = results.facts(), results.run
     return {
         "version": VERSION,
-        "torch": facts.get("torch") or devices.torch_version(),
+        "torch": facts.get("torch"),
         "python": platform.python_version(),
-        "device": facts.get("device") or results.device_type,
-        "backend": facts.get("backend") or run.backend,
-        "ranks": facts.get("ranks") or run.ranks,
+        "device": facts.get("device"),
+        "backend": facts.get("backend"),
+        "ranks": facts.get("ranks"),
         "shared": bool(facts.get("shared", False)),
         "cores": devices.cores(),
         "seed": run.seed,
@@ -37,7 +37,8 @@ def as_json(results: Results) -> dict[str, Any]:
         "failed": results.failed,
         "skipped": results.skipped,
         "not_started": results.not_started,
-        "requirements_not_met": [{"reason": reason, "tests": count} for reason, count in results.skips_by_reason()],
+        "skips": results.skips(),
+        "list_remarks": results.list_remarks(),
         "files": [_file(file) for file in sorted(results.files, key=lambda file: file.job.key)],
     }
 
@@ -75,6 +76,8 @@ def _test(test: TestResult, flaky: bool) -> dict[str, Any]:
         "flaky": flaky,
         "seconds": test.seconds,
         "subtests": test.executed_subtests,
+        "subtests_skipped": test.skipped_subtests,
+        "requirements_not_met": test.requirements_not_met,
         "world_size": test.facts.get("world_size"),
         "reason": test.reason,
         "text": test.text,

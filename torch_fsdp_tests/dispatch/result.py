@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import signal
 from typing import Any
 
@@ -31,6 +32,9 @@ class Outcome(enum.Enum):
         return self not in (Outcome.SKIPPED, Outcome.NOT_RUN)
 
 
+_FIXTURE = re.compile(r"(\w+) \(([\w.]+)\)")  # unittest's stand-in for one that failed: setUpClass (__main__.TestX)
+
+
 @dataclasses.dataclass(frozen=True)
 class TestResult:
     """One test in one process. ``name`` is ``Class.test``."""
@@ -42,17 +46,24 @@ class TestResult:
     seconds: float = 0.0
     reason: str = ""  # of a skip, or why it was not run
     text: str = ""  # tracebacks
-    subtests: int = 0
+    subtests: int = 0  # that ran
+    subtests_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # how many, by reason
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def class_name(self) -> str:
+        """The bare name of its class; empty for a module's fixture and for the file itself."""
+        fixture = _FIXTURE.fullmatch(self.name)
+        if fixture:
+            return fixture[2].removeprefix("__main__").removeprefix(".")
         return self.name.rpartition(".")[0]
 
     @property
     def method(self) -> str:
-        return self.name.rpartition(".")[2] if "(" not in self.name else self.name
+        """The bare name of the test, or of the fixture that stands in its place."""
+        fixture = _FIXTURE.fullmatch(self.name)
+        return fixture[1] if fixture else self.name.rpartition(".")[2]
 
     @property
     def executed_subtests(self) -> int:
@@ -60,8 +71,14 @@ class TestResult:
 
     @property
     def skipped_subtests(self) -> dict[str, int]:
-        """How many subtests skipped, by reason, as the ranks told it."""
-        return dict(self.facts.get("subtests_skipped") or {})
+        """How many subtests skipped, by reason: as the ranks told it, else as unittest did."""
+        return dict(self.facts.get("subtests_skipped") or self.subtests_skipped)
+
+    @property
+    def requirements_not_met(self) -> list[str]:
+        """Why it, or subtests of it, did not run here; what a list says of a test is no requirement."""
+        skipped = self.outcome is Outcome.SKIPPED and not self.reason.startswith(("disabled: ", "slow: "))
+        return list(dict.fromkeys([*[self.reason] * skipped, *self.skipped_subtests]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +150,9 @@ class Attempt:
     output: str = ""
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    announced: int = 0
+    selected: int = 0  # tests, before the file was cut into parts
     unknown: tuple[str, ...] = ()
-    matched: frozenset[int] = frozenset()  # entries of the lists that name a test of it
+    matched: frozenset[int] | None = None  # entries of the lists that name a test of it; None: it never said
     known: dict[str, int] = dataclasses.field(default_factory=dict)  # tests listed as failing, by entry
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_fsdp_tests.dispatch.lists import Entry
@@ -12,7 +12,7 @@ from torch_fsdp_tests.dispatch.result import FileResult, Outcome
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
 EXIT_CODES = {
-    0: "every test that ran passed, or this shard has no work",
+    0: "every test that ran passed, or nothing was left for this shard",
     1: "a test or a file failed (with --fail-on-flaky also: passed only when run again)",
     2: "bad arguments, an unknown test, a malformed input, or a place that cannot be written to",
     3: "the dispatcher itself could not go on: a report or the output could not be written",
@@ -32,7 +32,8 @@ class Results:
     not_started: list[str] = dataclasses.field(default_factory=list)  # files that the end of the run came before
     seconds: float = 0.0
     signal: int | None = None  # that ended the run
-    device_type: str = "cpu"
+    remarks: list[str] = dataclasses.field(default_factory=list)
+    under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # as expected before any file said so
     slots: Sequence[str] = ()
 
     def count(self, *outcomes: Outcome) -> int:
@@ -76,17 +77,29 @@ class Results:
                     counts.update(test.skipped_subtests)
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
+    def skips(self) -> list[dict[str, Any]]:
+        """Every reason to skip with the numbers of tests and of subtests that it kept from running."""
+        tests, subtests = dict(self.skips_by_reason()), dict(self.skipped_subtests_by_reason())
+        return [
+            {"reason": reason, "tests": tests.get(reason, 0), "subtests": subtests.get(reason, 0)}
+            for reason in dict.fromkeys([*tests, *subtests])
+        ]
+
+    def is_left_empty(self) -> bool:
+        """Whether this shard got parts of long files only, and too few tests were selected to fill them."""
+        return self.run.num_shards > 1 and all(not f.tests() and f.attempts[-1].selected for f in self.files)
+
     def facts(self) -> dict[str, Any]:
-        """What the files have said about torch and the device; the first word on each counts."""
+        """What the files have said of torch and the device; the first word on each counts, else what was expected."""
         found: dict[str, Any] = {}
         for file in self.files:
             for attempt in file.attempts:
                 found = {**attempt.facts, **found}
-        return found
+        return {**self.under_test, **found}
 
     def list_remarks(self) -> list[str]:
         """Entries of the lists that match nothing, or whose test passes by now."""
-        matched = {index for file in self.files for attempt in file.attempts for index in attempt.matched}
+        matched = {index for file in self.files for attempt in file.attempts for index in attempt.matched or ()}
         remarks = []
         for file in self.files:
             known = file.attempts[-1].known
@@ -96,12 +109,13 @@ class Results:
                     remarks.append(f"{file.name}::{test.name} passes, and is listed: {words}")
                 elif self.run.rerun_disabled and test.outcome is Outcome.PASSED:
                     remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
-        ran = [file.job.part.name for file in self.files]
+        # Only a run that came to all files that an entry may mean, and heard their tests, can call it stale.
+        silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
+        ran = {file.job.part.name for file in self.files} - silent
+        complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
         for index, entry in enumerate(self.entries):
             its_file = entry.test.partition("::")[0].removesuffix(".py")
-            # Only a run that came to all tests that an entry may mean can call it stale.
-            could_match = not self.run.is_selective if "*" in its_file else its_file in ran and not self.run.patterns
-            if index not in matched and could_match and not self.not_started:
+            if index not in matched and (its_file in ran or complete):
                 remarks.append(f"the entry {entry.test} ({entry.words}) matches no test")
         return remarks
 
@@ -113,5 +127,5 @@ class Results:
         if self.unknown():
             return 2
         if not self.executed:
-            return 5
+            return 0 if self.is_left_empty() else 5
         return 1 if self.executed < self.run.minimum_executed else 0

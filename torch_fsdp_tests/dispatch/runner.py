@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from torch_fsdp_tests import host
-from torch_fsdp_tests.dispatch import plan, process
+from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import DeviceSet
@@ -26,22 +26,23 @@ from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, Outcome, Stopped
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_SLOW_AFTER, RunTests
 
 UNKNOWN_LIMIT = 1800.0  # seconds of a file whose time is not known; upstream's
 LEAST_LIMIT = 600.0  # seconds; a machine under load is slower than the one that recorded the times
 LIMIT_FACTOR = 10.0  # of the known time
 NO_LIMIT = 86400.0  # seconds; a limit is always on
-SLOW_AT_LEAST = 60.0  # seconds after which a running file may be called slow
+SLOW_FACTOR = 2.0  # of the known time, after which a running file may be called slow
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
-assert SLOW_AT_LEAST < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
+assert DEFAULT_SLOW_AFTER < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
+assert SLOW_FACTOR < LIMIT_FACTOR
 
 
-def limit_of(run: RunTests, part: plan.ShardedTest, environment: Mapping[str, str]) -> float:
+def limit_of(run: RunTests, part: plan.ShardedTest) -> float:
     """Seconds that a job may take."""
     if run.timeout is not None:
         return run.timeout
-    if environment.get("NO_TEST_TIMEOUT"):
+    if run.no_limit:
         return NO_LIMIT
     return UNKNOWN_LIMIT if part.time is None else max(LEAST_LIMIT, LIMIT_FACTOR * part.time)
 
@@ -75,9 +76,10 @@ class Runner:
         self._queue = [_Waiting(job) for job in jobs]
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
         self._environment = self._make_environment(checkout)
-        self.results = Results(run, entries, device_type=device_set.type, slots=pool.names)
+        self.results = Results(run, entries, under_test=console.under_test, slots=pool.names)
         self._stopping = False
         self._signals: list[int] = []
+        self._measure: tuple[str, ...] = ()
         self._selector = selectors.DefaultSelector()
         self._epoch = time.monotonic()
         self._drawn = 0.0
@@ -94,18 +96,25 @@ class Runner:
         return {**os.environ, **{name: value for name, value in wishes.items() if value is not None}}
 
     def run(self) -> Results:
-        """Everything, from the first process to the last. What finished is in the results however it ended."""
+        """Everything, from the first process to the last. What finished is in the results however it ended.
+
+        To be called inside of :meth:`taking_signals`.
+        """
+        self._console.begin()
         self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
         self._keeper = Keeper(self._directory)
         host.adopt_orphans()
+        if self._run.coverage:
+            self._measure = coverage.begin(self._directory, self._run.test_directory)
         try:
-            with self._taking_signals():
-                try:
-                    while self._running or (self._queue and not self._stopping):
-                        self._start_what_fits()
-                        self._wait()
-                finally:
-                    self._end_all_now()
+            try:
+                while self._running or (self._queue and not self._stopping):
+                    self._start_what_fits()
+                    self._wait()
+            finally:
+                self._end_all_now()
+            if self._run.coverage:
+                self.results.remarks.append(coverage.end(self._directory, self._run.reports))
         finally:
             self._selector.close()
             self._keeper.close()
@@ -120,8 +129,11 @@ class Runner:
         return time.monotonic() - self._epoch
 
     @contextlib.contextmanager
-    def _taking_signals(self) -> Iterator[None]:
-        """Have signals wake the loop, also where the caller has this program ignore them."""
+    def taking_signals(self) -> Iterator[None]:
+        """Have signals wake the loop, also where the caller has this program ignore them.
+
+        What comes while the reports are written waits for :meth:`heed_late_signals`: reports are short, and whole.
+        """
         read, write = os.pipe()
         os.set_blocking(read, False)
         os.set_blocking(write, False)
@@ -138,6 +150,11 @@ class Runner:
                 signal.signal(number, handler)
             os.close(read)
             os.close(write)
+
+    def heed_late_signals(self) -> None:
+        """Have a signal that came after the last file speak in the exit code."""
+        if self._signals and self.results.signal is None:
+            self.results.signal = self._signals[0]
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:
@@ -162,15 +179,15 @@ class Runner:
         orders = Orders(
             os.getpid(), part.name, tuple(sorted(part.test.included)), tuple(sorted(part.test.excluded)), waiting.only,
             run.patterns, part.shard, part.num_shards, run.seed, run.shuffle, run.list_tests, run.show_locals,
-            self._entries, run.run_slow, run.rerun_disabled,
+            self._entries, run.run_slow, run.rerun_disabled, self._devices.type,
         )  # fmt: skip
         environment = {**self._environment, **self._devices.environment(lent)}
         now = self._now()
-        limit = limit_of(run, part, os.environ)
+        limit = limit_of(run, part)
         try:
             started = TestProcess(
                 job, self._paths[part.name], orders, run.arguments, environment, self._directory, run.test_directory,
-                lent, now, limit, run.coverage,
+                lent, now, limit, self._measure,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             self._pool.give_back(lent)
@@ -199,24 +216,20 @@ class Runner:
         self._collect()
         now = self._now()
         for running, _ in self._running.values():
-            if running.facts.get("device"):
-                self._introduce(running.facts)
+            self._console.learn(running.job.part.name, running.facts)
             running.check(now)
             if now >= self._slow_at(running):
-                running.remarked_slow = True
-                self._introduce(running.facts)
+                running.said_slow = now
                 self._console.slow(running, now)
         if self._running and now >= self._drawn + REFRESH:
             self._drawn = now
             self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
 
-    def _introduce(self, facts: Mapping) -> None:
-        self._console.introduce(facts, self._devices.type, self._pool.size)
-
     def _slow_at(self, running: TestProcess) -> float:
-        if running.remarked_slow:
-            return float("inf")
-        return running.began + max(SLOW_AT_LEAST, 2 * running.job.part.get_time(0.0))
+        """When to name a running file as slow: once it takes longer than it should, and then again and again."""
+        if running.said_slow is not None:
+            return running.said_slow + self._run.slow_after
+        return running.began + max(self._run.slow_after, SLOW_FACTOR * running.job.part.get_time(0.0))
 
     def _time_left(self, now: float) -> float | None:
         jobs = [w.job for w in self._queue]
@@ -234,7 +247,6 @@ class Runner:
                 for running, _ in self._running.values():  # somebody asks a second time
                     running.kill()
             self.results.signal = self.results.signal or number
-            self._introduce({})
             self._console.say(f"{signal.Signals(number).name}: stopping {len(self._running)} running files")
             self._stop()
 
@@ -263,7 +275,7 @@ class Runner:
         attempt = running.conclude(status, self._now(), leaks)
         self._keeper.ended(pid)
         self._pool.give_back(running.lent)
-        self._introduce(attempt.facts)
+        self._console.learn(running.job.part.name, attempt.facts)
         self._finish(waiting, attempt)
 
     def _end_descendants(self, running: TestProcess) -> list[str]:

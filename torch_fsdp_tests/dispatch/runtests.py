@@ -8,6 +8,7 @@ from pathlib import Path
 from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 
 DEFAULT_SEED = 1234  # the harness' own, and upstream's
+DEFAULT_SLOW_AFTER = 60.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,7 @@ class RunTests:
     """One run of the dispatcher. Times are in seconds; paths are absolute."""
 
     test_directory: Path
+    default_directory: Path  # the checkout's own, which needs not be named
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
@@ -39,6 +41,8 @@ class RunTests:
     seed: int = DEFAULT_SEED
     shuffle: bool = False
     timeout: float | None = None
+    no_limit: bool = False
+    slow_after: float = DEFAULT_SLOW_AFTER
     keep_going: bool = False
     reruns: int = 0
     fail_on_flaky: bool = False
@@ -47,6 +51,7 @@ class RunTests:
     verbose: bool = False
     show_output: bool = False
     pipe_logs: bool = False
+    logs_must_be: bool = False  # asked for by option; under CI a checkout that is read-only is no reason to fail
     coverage: bool = False
 
     save_xml: Path | None = None
@@ -68,7 +73,6 @@ class RunTests:
         ) / "test-reports"
 
     @property
-    def is_selective(self) -> bool:
-        """True when less than everything below the test directory was asked for."""
-        by_name = (self.include, self.exclude, self.patterns)
-        return any((*by_name, self.distributed_only, self.failed_only, self.rerun_disabled, self.num_shards > 1))
+    def is_narrowed_by_file(self) -> bool:
+        """True when not every file below the test directory was asked for."""
+        return any((self.include, self.exclude, self.distributed_only, self.failed_only, self.num_shards > 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -95,6 +94,8 @@ def _folders(names: Iterable[str]) -> set[str]:
 
 def _nearest(wanted: str, known: Iterable[str]) -> str:
     """The remark ``; nearest: a, b``: by whole name, else by last component, which people remember best."""
+    import difflib  # not at import: few runs name something unknown
+
     known = sorted(set(known))
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
     last = wanted.rpartition("/")[2]

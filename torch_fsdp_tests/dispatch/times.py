@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch.devices import DATA
-from torch_fsdp_tests.dispatch.files import write_text
 from torch_fsdp_tests.dispatch.lists import MalformedList, read_json
 
 FILE_TIMES = "test-times.json"
@@ -68,10 +66,19 @@ def _seconds(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
+def check(folder: Path, environment: Mapping[str, str]) -> None:
+    """Raise :class:`MalformedList` when the folder has times to which none can be added."""
+    for path in (folder / FILE_TIMES, folder / CLASS_TIMES):
+        if path.exists():
+            _configured(path, environment)
+
+
 def save(
     folder: Path, files: Mapping[str, float], classes: Mapping[str, Mapping[str, float]], environment: Mapping[str, str]
 ) -> None:
-    """Write both shapes into the folder, over what is there about other files."""
+    """Write both shapes into the folder, over what is there about other files. Raises as :func:`check` does."""
+    from torch_fsdp_tests.dispatch.files import write_text  # not at import: a plan writes nothing
+
     keys = [environment.get(variable, "default") for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG")]
     for name, times in ((FILE_TIMES, files), (CLASS_TIMES, classes)):
         path = folder / name
@@ -80,7 +87,3 @@ def save(
         table.update(times)
         data[keys[0]][keys[1]] = dict(sorted(table.items()))
         write_text(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
-
-
-def from_environment() -> Mapping[str, str]:
-    return os.environ

@@ -1,0 +1,463 @@
+"""The real command over tiny trees: lists, times, reports, upstream's environment, what a person sees, coverage."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import pty
+import re
+import resource
+import sys
+import unittest
+import unittest.mock
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, body, fits, schema
+
+from torch_fsdp_tests.dispatch import coverage
+from torch_fsdp_tests.dispatch.devices import torch_version
+
+HOST = ("--device", "cpu")  # the CPU is the subject
+
+
+class TestLists(TreeCase):
+    def test_disabled_slow_and_known_failures(self):
+        self.write({"test_x": body("self.fail()", "pass", "self.fail()", "pass")})
+        disabled, slow, known = (self.root / name for name in ("disabled.json", "slow.json", "known.json"))
+        disabled.write_text(
+            '{"test_1 (__main__.TestX)": ["12", "https://x.org/12", []], "test_9 (__main__.TestX)": ["1", "", []]}'
+        )
+        slow.write_text('{"test_2 (__main__.TestX)": 99.5}')
+        fail = {"action": "fail", "reason": "a known thing"}
+        entries = [
+            {"test": "test_x::TestX::test_3", **fail},
+            {"test": "test_x::TestX::test_4", **fail},
+            {"test": "test_x::TestX::test_2", "action": "disable", "reason": "old", "torch": "<1.0"},
+        ]
+        known.write_text(json.dumps({"version": 1, "entries": entries}))
+        lists = ["--disabled-tests", disabled, "--slow-tests", slow, "--known-failures", known]
+        says = [
+            "disabled: issue 12",
+            "slow: took 99.5 s",
+            r"entry \*::TestX::test_9 .* matches no test",
+            "test_x::TestX.test_4 passes, and is listed: a known thing",
+        ]
+        out = self.check({}, lists, passed=2, skipped=2, says=says)
+        self.assertEqual(out.count("matches no test"), 1, out)
+        self.check({}, [*lists, "--rerun-disabled-tests"], failed=1)
+        self.check({}, lists, passed=3, skipped=1, env={"PYTORCH_TEST_WITH_SLOW": "1"})
+
+    def test_malformed_inputs_exit_2_and_say_which(self):
+        self.write({"test_x": PASS})
+        bad = self.root / "bad.json"
+        for text in ("{", "[]", '{"test_1 (__main__.T)": 1, "x": "y"}'):
+            bad.write_text(text)
+            for option in ("--disabled-tests", "--slow-tests", "--known-failures", "--test-times"):
+                with self.subTest(option, text=text):
+                    self.run_command(option, bad, "--dry-run")
+                    self.assertEqual((self.code, self.out), (2, ""))
+                    self.assertIn("bad.json", self.err)
+
+    def own(self, *entries):
+        """The option for a list in our own shape."""
+        return ["--known-failures", self.write_json("own.json", {"version": 1, "entries": list(entries)})]
+
+    def test_conditions(self):
+        version = torch_version() or "0"
+        number = ".".join(re.findall(r"\d+", version)[:2])
+        disable = {"test": "test_x::TestX::test_1", "action": "disable", "reason": "why", "link": "https://x.org/7"}
+        self.write(
+            {"test_x": body("pass", "pass").replace("(unittest.TestCase):", "(unittest.TestCase):\n    world_size = 2")}
+        )
+        cases = [
+            ({"device": "cpu"}, True),  # the CPU is the subject
+            ({"device": "xpu"}, False),
+            ({"world_size": 2}, True),
+            ({"world_size": 4}, False),
+            ({"device": "cpu", "world_size": 4}, False),  # the CPU is the subject
+        ]
+        if torch_version() is not None:
+            cases += [({"torch": f"=={number}"}, True), ({"torch": f"<{number}"}, False)]
+            cases += [({"torch": f">={number},<{number}.99"}, True)]
+        for condition, applies in cases:
+            with self.subTest(condition):
+                says = [r"1  disabled: why \(https://x.org/7\)"] if applies else []
+                counts = {"passed": 1, "skipped": 1} if applies else {"passed": 2}
+                out = self.check({}, [*HOST, *self.own(disable | condition)], **counts, says=says)
+                self.assertNotIn("matches no test", out)
+
+    def test_stale_entries_and_those_of_which_nothing_is_known(self):
+        fail = {"action": "fail", "reason": "why"}
+        other, gone = {"test": "test_x::TestB::test_1", **fail}, {"test": "test_x::TestC", **fail}
+        unborn, anywhere = {"test": "test_i::TestA::test_1", **fail}, {"test": "*::TestNowhere", **fail}
+        never = {"test": "test_zzz::TestA", **fail}
+        files = {
+            "test_x": body("pass", name="TestA") + body("self.fail()", name="TestB"),
+            "test_i": "import no_such_module\n",
+        }
+        own = self.own(other, gone, unborn, anywhere, never)
+
+        def stale(out):
+            return re.findall(r"the entry (\S+) \(why\) matches no test", out)
+
+        out = self.check(files, [*own, "--keep-going"], passed=2, failed=1)
+        self.assertEqual(stale(out), ["test_x::TestC"])  # what the dead file holds is not known
+        out = self.check({}, [*own, "-i", "test_x::TestA"], passed=1)
+        self.assertEqual(stale(out), ["test_x::TestC"])
+        out = self.check({}, [*own, "-i", "test_x", "-k", "test_1"], passed=2)
+        self.assertEqual(stale(out), ["test_x::TestC"])
+        (self.tree / "test_i.py").write_text((self.tree / "test_x.py").read_text())
+        out = self.check({}, [*own, "--keep-going"], passed=3, failed=1)
+        self.assertEqual(stale(out), ["test_x::TestC", "*::TestNowhere", "test_zzz::TestA"])
+        self.assertIn("test_i::TestA.test_1 passes, and is listed", out)
+
+    def test_a_crash_is_no_known_failure(self):
+        entry = {"test": "test_x::TestX::test_1", "action": "fail", "reason": "why"}
+        self.check({"test_x": body("os.abort()")}, self.own(entry), failed=1, says=["SIGABRT"])
+
+    def test_entries_of_other_platforms_and_passing_disabled_tests(self):
+        data = {"test_1 (__main__.TestX)": ["1", "", ["win"]], "test_2 (__main__.TestX)": ["2", "", ["linux", "macos"]]}
+        disabled = ["--disabled-tests", self.write_json("disabled.json", data)]
+        self.check({"test_x": body("pass", "pass")}, disabled, passed=1, skipped=1)
+        says = ["TestX.test_2 is listed as disabled and passes"]
+        self.check({}, [*disabled, "--rerun-disabled-tests"], passed=1, says=says)
+
+    def test_malformed_entries_of_our_own(self):
+        good = {"test": "test_x::TestX", "action": "fail", "reason": "why"}
+        self.write({"test_x": PASS})
+        bad = [
+            {"action": "explode"},
+            {"torch": "2.13"},
+            {"torch": 2},
+            {"world_size": "2"},
+            {"reason": None},
+            {"more": 1},
+        ]
+        for change in bad:
+            with self.subTest(change):
+                self.run_command("--dry-run", *self.own(good | change))
+                self.assertEqual((self.code, self.out), (2, ""))
+                self.assertIn("own.json: entry 1", self.err)
+        self.run_command("--dry-run", *self.own({name: good[name] for name in ("test", "action")}))
+        self.assertEqual(self.code, 2)
+
+
+class TestEnvironment(TreeCase):
+    """Upstream's variables, one each."""
+
+    def test_continue_through_error(self):
+        files = {"test_a": FAIL, "test_b": PASS}
+        self.check(files, ["-j1"], failed=1)
+        for value in ("1", "true"):
+            self.check({}, ["-j1"], passed=1, failed=1, env={"CONTINUE_THROUGH_ERROR": value})
+        self.check({}, ["-j1"], failed=1, env={"CONTINUE_THROUGH_ERROR": "0"})
+
+    def test_ci_and_verbose_test_logs(self):
+        files = {"test_x": body("print('from the', 'inside')")}
+        out = self.check(files, passed=1)
+        self.assertNotIn("from the inside", out)
+        self.check({}, passed=1, says=["from the inside"], env={"VERBOSE_TEST_LOGS": "1", "CI": "true"})
+        logs = self.root / "test-reports/logs"
+        self.assertFalse(logs.exists())
+        self.assertNotIn("from the inside", self.check({}, passed=1, says=["logs: "], env={"CI": "true"}))
+        (log,) = logs.iterdir()
+        self.assertIn("from the inside", log.read_text())
+        log.unlink()
+        self.check({}, ["--pipe-logs"], passed=1)
+        self.assertEqual([path.name for path in logs.iterdir()], ["test_x_1.1_1.log"])
+
+    def test_no_test_timeout(self):
+        # The limit shows in the stream's other end alone: a test would have to wait for it.
+        from torch_fsdp_tests.dispatch import options, runner
+        from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
+
+        def limit(environment, *arguments, seconds=None):
+            run = options.parse(["--dry-run", *arguments], environment, self.root)
+            return runner.limit_of(run, ShardedTest(TestRun("f"), time=seconds))
+
+        self.assertEqual([limit({}, seconds=seconds) for seconds in (None, 3.0, 100.0)], [1800, 600, 1000])
+        self.assertEqual(limit({"NO_TEST_TIMEOUT": "1"}, seconds=3.0), 86400)
+        self.assertEqual(limit({"NO_TEST_TIMEOUT": "1"}, "--timeout", "7"), 7)
+
+    def test_showlocals(self):
+        files = {"test_x": body("answer = 6 * 7; self.fail()")}
+        self.assertNotIn("answer = 42", self.check(files, failed=1))
+        self.check({}, failed=1, says=["answer = 42"], env={"TEST_SHOWLOCALS": "1"})
+        self.check({}, ["--showlocals"], failed=1, says=["answer = 42"])
+
+    def test_disabled_and_slow_tests_file(self):
+        disabled = self.write_json("disabled.json", {"test_1 (__main__.TestX)": ["12", "https://x.org/12", []]})
+        slow = self.write_json("slow.json", {"test_2 (__main__.TestX)": 99.5})
+        environment = {"DISABLED_TESTS_FILE": str(disabled), "SLOW_TESTS_FILE": str(slow)}
+        files = {"test_x": body("self.fail()", "pass", "pass")}
+        self.check(files, passed=1, skipped=2, says=["disabled: issue 12", "slow: took 99.5 s"], env=environment)
+        self.check({}, passed=2, skipped=1, env=environment | {"PYTORCH_TEST_WITH_SLOW": "1"})
+        self.check({}, failed=1, env=environment | {"PYTORCH_TEST_RERUN_DISABLED_TESTS": "1"})
+
+    def test_build_environment_and_test_config(self):
+        self.write({"test_x": PASS})
+        table = {"default": {"default": {"test_x": 1.0}, "slow": {"test_x": 2.0}}, "linux": {"slow": {"test_x": 3.0}}}
+        times = self.write_json("test-times.json", table)
+        for build, config, expected in (
+            (None, None, 1.0), (None, "slow", 2.0), ("linux", "slow", 3.0), ("other", "slow", 2.0), ("other", "no", 1.0)
+        ):  # fmt: skip
+            names = {"BUILD_ENVIRONMENT": build, "TEST_CONFIG": config}
+            with self.subTest(names):
+                environment = {name: value for name, value in names.items() if value is not None}
+                out = self.run_command("--dry-run", "--json", "--test-times", times, env=environment)
+                self.assertEqual(json.loads(out)["jobs"][0]["estimate"], expected)
+        folder = self.root / "saved"
+        self.check({}, ["--save-times", folder], passed=1, env={"BUILD_ENVIRONMENT": "linux", "TEST_CONFIG": "slow"})
+        self.check({}, ["--save-times", folder], passed=1)
+        for name in ("test-times.json", "test-class-times.json"):
+            saved = json.loads((folder / name).read_text())
+            self.assertEqual(
+                {build: list(configs) for build, configs in saved.items()}, {"default": ["default"], "linux": ["slow"]}
+            )
+
+    def test_class_times(self):
+        self.write({"test_x": body("pass", name="TestA") + body("pass", name="TestB")})
+        times = self.write_json("class.json", {"default": {"default": {"test_x": {"TestA": 5.0, "TestB": 7.0}}}})
+        out = self.run_command("--dry-run", "--json", "--test-times", times, "-i", "test_x::TestA")
+        job = json.loads(out)["jobs"][0]
+        self.assertEqual((job["estimate"], job["tests"]), (5.0, ["TestA"]))
+
+
+class TestReports(TreeCase):
+    def test_report_and_comparison(self):
+        first, second = self.root / "first", self.root / "second"
+        self.check({"test_x": body("pass", "pass"), "test_p": PASS}, ["--report", first], passed=3)
+        changed = body("self.fail()", "self.skipTest('lately')") + body("pass", name="TestNew")
+        says = [
+            "newly failing: test_x::TestX.test_1",
+            "newly skipped: test_x::TestX.test_2: lately",
+            "new: test_x::TestNew.test_1",
+        ]
+        self.check(
+            {"test_x": changed},
+            ["--report", second, "--compare", first / "report.json", "--keep-going"],
+            passed=2,
+            failed=1,
+            skipped=1,
+            says=says,
+        )
+        fits(self, json.loads((second / "report.json").read_text()), schema("report"))
+        page = (second / "report.html").read_text()
+        self.assertNotRegex(page, r"<script|<link|src=|@import|url\(")
+        for words in ("AssertionError: None", "lately", "<svg", "Slowest tests"):
+            self.assertIn(words, page)
+        Balanced(self).feed(page)
+
+    def test_places_that_cannot_be_written_to_are_tried_first(self):
+        self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
+        (self.root / "file").write_text("")
+        for option in ("--report", "--save-xml", "--save-times"):
+            self.run_command(option, self.root / "file" / "below")
+            self.assertEqual(self.code, 2)
+            self.assertIn("cannot be written to", self.err)
+        (self.root / "test-reports").write_text("")
+        for option in ["--pipe-logs", *["--coverage"] * (coverage.lacking() is None)]:
+            self.run_command(option)
+            self.assertEqual(self.code, 2)
+            self.assertIn("cannot be written to", self.err)
+        self.assertFalse((self.root / "ran").exists())
+        # What nobody asked for is no reason to stop: a checkout may be read-only.
+        self.check({}, passed=1, says=["cannot be written: ", "--failed will not know"], env={"CI": "1"})
+
+    def test_full_output(self):
+        self.write({"test_x": PASS})
+        with open("/dev/full", "w") as full:
+            self.run_command(stdout=full)
+        self.assertEqual(self.code, 3)
+        self.assertIn("No space left", self.err)
+
+    def test_times_are_saved_and_used(self):
+        folder = self.root / "times"
+        self.check(
+            {"test_x": body("time.sleep(0.2)"), "test_f": FAIL},
+            ["--save-times", folder, "--keep-going"],
+            passed=1,
+            failed=1,
+        )
+        files = json.loads((folder / "test-times.json").read_text())["default"]["default"]
+        self.assertEqual(list(files), ["test_x"])
+        plan = json.loads(
+            self.run_command("--dry-run", "--json", "--test-times", folder / "test-times.json", "-i", "test_x")
+        )
+        self.assertEqual(plan["jobs"][0]["estimate"], files["test_x"])
+
+    def test_what_is_read_at_the_end_is_tried_first(self):
+        self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
+        for text in ("{", "[]", '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
+            with self.subTest(text):
+                self.run_command("--compare", self.write_json("old.json", text))
+                self.assertEqual(self.code, 2)
+                self.assertIn("old.json", self.err)
+        (self.root / "test-times.json").write_text("[]")
+        self.run_command("--save-times", self.root)
+        self.assertEqual(self.code, 2)
+        self.assertIn("test-times.json", self.err)
+        self.assertFalse((self.root / "ran").exists())
+
+    def test_disk_that_fills_up_costs_only_what_did_not_fit(self):
+        def small_files():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+        arguments = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
+        says = ["cannot be written: .*File too large"]
+        self.check({"test_p": PASS}, arguments, passed=1, code=3, says=says, preexec_fn=small_files)
+        self.assertEqual(os.listdir(self.root / "xml"), ["test_p"])
+        self.assertTrue((self.root / "test-reports/failed.json").exists())
+        self.check({"test_f": FAIL}, [*arguments, "--keep-going"], passed=1, failed=1, code=1, preexec_fn=small_files)
+
+    def test_upstreams_layout(self):
+        self.check({"a/test_x": PASS + body("pass")}, ["--save-xml", self.root / "xml"], passed=2)
+        paths = sorted(str(path.relative_to(self.root / "xml")) for path in (self.root / "xml").glob("*/*"))
+        self.assertEqual(paths, ["a.test_x/TEST-a.test_x.TestP.xml", "a.test_x/TEST-a.test_x.TestX.xml"])
+        suite = ET.parse(self.root / "xml" / paths[0]).getroot()
+        self.assertEqual([suite.get(name) for name in ("tests", "failures", "errors", "skipped")], ["1", "0", "0", "0"])
+        (case,) = suite
+        self.assertEqual([case.get(name) for name in ("name", "classname", "file")], ["test_p", "TestP", "a/test_x.py"])
+        self.assertGreater(float(case.get("time")), 0)
+        self.assertEqual(len(case), 0)
+
+    def test_gone_and_slower(self):
+        first = self.root / "first"
+        self.check({"test_x": body("pass", "pass")}, ["--report", first], passed=2)
+        data = json.loads((first / "report.json").read_text())
+        data["files"][0]["tests"][0]["seconds"] = 0.001
+        data["files"][0]["tests"][1]["test"] = "TestX.test_old"
+        old = self.write_json("old.json", data)
+        says = [
+            "gone: test_x::TestX.test_old",
+            "new: test_x::TestX.test_2",
+            r"slower: test_x::TestX.test_1: 0.0s, now 1\.[1-9]s",
+        ]
+        self.check({"test_x": body("time.sleep(1.15)", "pass")}, ["--compare", old], passed=2, says=says)
+        self.check(
+            {"test_x": body("pass", "pass")}, ["--compare", first / "report.json"], passed=2, says=["nothing differs"]
+        )
+
+
+class TestConsole(TreeCase):
+    """What a person sees while files run."""
+
+    def test_first_line_and_what_it_says(self):
+        first = self.check({"test_p": PASS}, [*HOST, "-j3"], passed=1).splitlines()[0]
+        torch = re.escape(torch_version() or "not installed")
+        expected = (
+            rf"torch {torch}, device cpu, backend gloo, ranks 4, devices not shared, 3 slots, \d+ cores?, seed 1234"
+        )
+        self.assertRegex(first, f"^{expected}$")
+        arguments = ["--device", "cuda", "--devices", "0", "--backend", "ucc", "--seed", "7", "--ranks", "2"]
+        first = self.check({}, arguments, passed=1).splitlines()[0]
+        words = "device cuda, backend ucc, ranks 2, devices shared, 1 slot"
+        self.assertIn(words, first)
+        self.assertIn("seed 7", first)
+
+    def test_file_that_tests_on_something_else_corrects_the_first_line(self):
+        facts = {"torch": "9.9.9", "device": "foo", "backend": "foocl", "ranks": 3, "shared": False}
+        record = f"from torch_fsdp_tests import events; events.record(**{facts})\n"
+        out = self.check({"test_x": record + PASS, "test_y": record + PASS}, [*HOST, "-j1"], passed=2)
+        words = "torch 9.9.9, device foo, backend foocl, ranks 3"
+        self.assertEqual(out.count(words), 1, out)
+        self.assertRegex(out, f"note: not as the first line says, test_x tests with {words}")
+        out = self.check({}, ["-j1", "--device", "foo"], passed=2)  # whose backend only its own extension knows
+        self.assertTrue(out.startswith(words), out)
+        self.assertEqual(out.count(words), 1, out)
+
+    def test_repeat_command_pins_what_was_tested_on(self):
+        facts = {"device": "foo", "backend": "foocl", "ranks": 3}
+        record = f"from torch_fsdp_tests import events; events.record(**{facts})\n"
+        pinned = "--seed 1234 --device foo --backend foocl --ranks 3$"
+        guessed = r"--seed 1234 --device \w+ --backend \w+ --ranks \d+$"
+        says = [f"(?m)-i test_x::TestF::test_f {pinned}", f"(?m)-i test_g::TestF::test_f {guessed}"]
+        self.check({"test_x": record + FAIL, "test_g": FAIL}, ["--keep-going", "-j1"], failed=2, says=says)
+
+    def test_slow_files_are_named_again_and_again(self):
+        out = self.check({"test_x": body("time.sleep(1.5)")}, ["--slow-after", "0.4"], passed=1)
+        named = re.findall(r"slow: test_x has run for ([\d.]+)s", out)
+        self.assertGreater(len(named), 1, out)
+        self.assertIn("now at TestX.test_1", out)
+        times = self.write_json("times.json", {"default": {"default": {"test_x": 5}}})
+        self.assertNotIn("slow:", self.check({}, ["--slow-after", "0.4", "--test-times", times], passed=1))
+
+    def test_every_line_is_flushed_into_a_pipe(self):
+        """The first line before any file has ended, and then a line a file."""
+
+        def waits(name):
+            return f"while not os.path.exists({str(self.root / name)!r}): time.sleep(0.02)\n"
+
+        self.write({"test_a": waits("a") + PASS, "test_b": waits("b") + PASS})
+        process = self.start("-j1", *HOST)
+        self.assertIn("backend gloo", process.stdout.readline())
+        (self.root / "a").touch()
+        self.assertIn("[1/2] ok      test_a", process.stdout.readline())
+        (self.root / "b").touch()
+        out, _ = process.communicate()
+        self.assertEqual(CLOSING.findall(out), [("2", "0", "0")])
+
+    def test_line_that_updates_on_a_terminal(self):
+        times = self.write_json("times.json", {"default": {"default": {"test_a": 2, "test_b": 2}}})
+        self.write({"test_a": FAIL, "test_b": body("time.sleep(1.5)")})
+        ours, theirs = pty.openpty()
+        process = self.start("-j1", "--keep-going", "--test-times", times, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+            while data := os.read(ours, 1 << 16):
+                seen += data
+        os.close(ours)
+        self.assertEqual(process.wait(), 1)
+        text = seen.decode()
+        self.assertRegex(text, r"\[1/2\] 1 failed, about \d\.\ds left: test_b \d\.\ds\r\x1b\[2K\[2/2\] ok")
+        self.assertNotRegex(text, r"(?s)\[2/2\] ok.*test_b \d\.\ds\r\x1b")
+        self.assertIn("\r\x1b[2K", text)
+        self.assertTrue(text.endswith("1 passed, 1 failed, 0 skipped\r\n"), text)
+
+    def test_verbose(self):
+        says = [r"passed +TestX.test_1  \d", r"skipped +TestX.test_2  .*: not now"]
+        self.check({"test_x": body("pass", "self.skipTest('not now')")}, ["-v"], passed=1, skipped=1, says=says)
+
+
+@unittest.skipUnless(coverage.lacking() is None, "needs coverage.py 7.10 or later")
+class TestCoverage(TreeCase):
+    def test_forked_processes_that_leave_at_once_are_measured(self):
+        lines = [
+            "def inside():", "    return 1", "def never():", "    return 2",
+            "def inside_a_fork():", "    os._exit(inside())",
+            "class TestX(unittest.TestCase):", "    def test_x(self):", "        pid = os.fork()",
+            "        pid or inside_a_fork()", "        os.waitpid(pid, 0)",
+        ]  # fmt: skip
+        self.check(
+            {"test_x": "\n".join(lines) + "\n"}, ["--coverage"], passed=1, says=["coverage: python -m coverage report"]
+        )
+        import coverage as library
+
+        data = library.CoverageData(str(self.root / "test-reports/.coverage"))
+        data.read()
+        (file,) = (file for file in data.measured_files() if file.endswith("/test/test_x.py"))
+        covered = {lines[number - 2].strip() for number in data.lines(file) if 2 <= number < 2 + len(lines)}
+        self.assertLessEqual({"return 1", "os._exit(inside())", "os.waitpid(pid, 0)"}, covered)
+        self.assertNotIn("return 2", covered)
+        self.assertEqual([path.name for path in self.tree.glob(".coverage*")], [])
+
+
+class TestCoverageAbsent(unittest.TestCase):
+    def test_says_what_to_install(self):
+        def absent(name):
+            raise importlib.metadata.PackageNotFoundError
+
+        for version, words in (
+            (absent, "pip install coverage"),
+            (lambda _: "7.9.1", "7.10 or later"),
+            (lambda _: "8.0", None),
+        ):
+            with unittest.mock.patch("importlib.metadata.version", version):
+                self.assertIn(words, coverage.lacking()) if words else self.assertIsNone(coverage.lacking())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,137 @@
+"""Tiny trees of test files, the real command over them, and one helper that checks what came out as a whole."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import unittest
+from html.parser import HTMLParser
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LIMIT = 30  # seconds for one command
+CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.MULTILINE)
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
+for name in [name for name in ENVIRONMENT if name.startswith(("TORCH_FSDP_TESTS_", "PYTORCH_TEST_"))] + [
+    *("CI", "CONTINUE_THROUGH_ERROR", "VERBOSE_TEST_LOGS", "NO_TEST_TIMEOUT", "TEST_SHOWLOCALS", "PYTHONPATH"),
+    *("DISABLED_TESTS_FILE", "SLOW_TESTS_FILE", "BUILD_ENVIRONMENT", "TEST_CONFIG", "PYTHONUNBUFFERED"),
+]:
+    ENVIRONMENT.pop(name, None)
+
+PASS = "class TestP(unittest.TestCase):\n    def test_p(self): pass\n"
+FAIL = "class TestF(unittest.TestCase):\n    def test_f(self): self.assertEqual(1, 2)\n"
+
+
+def body(*lines, name="TestX"):
+    """A class with the tests test_1, test_2, ... that each consist of one line."""
+    tests = [f"    def test_{number}(self): {line}\n" for number, line in enumerate(lines, 1)]
+    return f"class {name}(unittest.TestCase):\n{''.join(tests)}"
+
+
+class TreeCase(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.tree = self.root / "test"
+        self.tree.mkdir()
+
+    def write(self, files):
+        for name, text in files.items():
+            path = self.tree / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            head = "import unittest, os, sys, time, signal, subprocess, json\n"
+            tail = "" if "unittest.main" in text or text.startswith("#bare") else "unittest.main()\n"
+            path.write_text(head + textwrap.dedent(text) + tail)
+
+    def command(self, *arguments):
+        return [sys.executable, str(CHECKOUT / "run_test.py"), "--test-directory", str(self.tree), *map(str, arguments)]
+
+    def start(self, *arguments, **more):
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace", **more}
+        options["env"] = ENVIRONMENT | more.get("env", {})
+        process = subprocess.Popen(self.command(*arguments), **options)
+        limit = threading.Timer(LIMIT, process.kill)  # for a test that waits for it to say something
+        limit.start()
+        self.addCleanup(limit.cancel)
+        return process
+
+    def run_command(self, *arguments, **more):
+        process = self.start(*arguments, **more)
+        out, err = process.communicate()
+        self.out, self.err, self.code = out or "", err or "", process.returncode
+        return self.out
+
+    def write_json(self, name, data):
+        """A file beside the tree."""
+        path = self.root / name
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    def check(self, files, arguments=(), passed=0, failed=0, skipped=0, code=None, says=(), **more):
+        """Run a tree, and compare counts, exit code and words with what is expected."""
+        self.write(files)
+        out = self.run_command(*arguments, **more)
+        closing = CLOSING.findall(out)
+        self.assertEqual(closing, [(str(passed), str(failed), str(skipped))], out + self.err)
+        self.assertRegex(out.splitlines()[-1], CLOSING)
+        expected = code if code is not None else 1 if failed else 0 if passed else 5
+        self.assertEqual(self.code, expected, out + self.err)
+        for words in says:
+            self.assertRegex(out, words)
+        return out
+
+
+def schema(name):
+    return json.loads((CHECKOUT / f"torch_fsdp_tests/dispatch/data/{name}.schema.json").read_text())
+
+
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
+
+
+def fits(test, value, shape, where="$"):
+    """Fail the test unless a value has a shape, for the words of JSON Schema that ours use."""
+    if "const" in shape:
+        test.assertEqual(value, shape["const"], where)
+    if "enum" in shape:
+        test.assertIn(value, shape["enum"], where)
+    kinds = [shape["type"]] if isinstance(shape.get("type"), str) else shape.get("type", [])
+    if value is None and "null" in kinds:
+        return
+    if kinds:
+        test.assertTrue(any(isinstance(value, TYPES[kind]) for kind in kinds if kind != "null"), f"{where}: {value!r}")
+    for name, part in shape.get("properties", {}).items():
+        if name in value or name in shape["required"]:
+            test.assertIn(name, value, where)
+            fits(test, value[name], part, f"{where}.{name}")
+    if shape.get("additionalProperties") is False:
+        test.assertLessEqual(value.keys(), shape["properties"].keys(), where)
+    for number, item in enumerate(value if "items" in shape else ()):
+        fits(test, item, shape["items"], f"{where}[{number}]")
+
+
+def alive(pid):
+    """Whether a process runs; one that ended and waits for its parent does not."""
+    try:
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+
+
+class Balanced(HTMLParser):
+    """Fails the test for an element that is closed out of turn."""
+
+    def __init__(self, test):
+        super().__init__()
+        self.test, self.open = test, []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "!doctype"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        self.test.assertEqual(self.open.pop(), tag)

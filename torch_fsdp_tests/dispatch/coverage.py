@@ -1,0 +1,58 @@
+"""``--coverage``: coverage.py in every test process and in the ranks that are forked for it.
+
+Measured are the test files, this package and torch's FSDP. Not measured is what runs in interpreters of its own
+(spawned ranks, programs that a test starts), and what a killed process had seen: it cannot save that any more.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, by which ranks leave
+RESULT = ".coverage"  # in the folder of reports
+COMBINE_LIMIT = 300.0  # seconds; thousands of ranks leave thousands of small files
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSIDE = "coverage"  # folder inside the run's own
+
+
+def lacking() -> str | None:
+    """What must be installed first, in words; None when nothing is lacking."""
+    try:
+        version = importlib.metadata.version("coverage")
+    except importlib.metadata.PackageNotFoundError:
+        return "coverage.py: pip install coverage"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST:
+        return f"coverage.py {LEAST[0]}.{LEAST[1]} or later, and {version} is installed: pip install -U coverage"
+    return None
+
+
+def begin(directory: Path, test_directory: Path) -> tuple[str, ...]:
+    """Prepare a folder inside the run's, and return the arguments to the interpreter that measure a process."""
+    folder = directory / _INSIDE
+    folder.mkdir()
+    settings = folder / "settings"
+    of_torch = [f"*/torch/distributed/{name}/*" for name in ("fsdp", "_composable")]
+    measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
+    lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}", "include ="]
+    settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))
+    return "-m", "coverage", "run", "--rcfile", str(settings)
+
+
+def end(directory: Path, reports: Path) -> str:
+    """Make one file of what all processes saw, in the folder of reports, and say where."""
+    folder, result = directory / _INSIDE, reports / RESULT
+    reports.mkdir(parents=True, exist_ok=True)
+    command = ["combine", "--quiet", "--rcfile", str(folder / "settings"), "--data-file", str(result), str(folder)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "coverage", *command], capture_output=True, text=True, timeout=COMBINE_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return f"coverage: the results were not combined within {COMBINE_LIMIT:g} s"
+    if done.returncode != 0:
+        return f"coverage: {(done.stdout + done.stderr).strip() or 'combining failed'}"
+    return f"coverage: python -m coverage report --data-file {result}"

@@ -1,0 +1,66 @@
+"""What would run, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch_fsdp_tests.dispatch.plan import Job, Seconds
+from torch_fsdp_tests.dispatch.runtests import RunTests
+
+
+def seconds(value: float) -> str:
+    """``4.2s``, ``3m05s``, ``1h02m``: as exact as a reader cares for."""
+    if value < 59.95:
+        return f"{value:.1f}s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def files_text(jobs: Iterable[Job], needs: Mapping[str, int]) -> str:
+    """The files in path order, each with the ranks of its widest test, the devices that it is lent and its estimate."""
+    in_order = sorted(jobs, key=lambda job: job.key)
+    return "\n".join(f"{_name(job)}  {plural(needs[job.part.name], 'rank')}{_about(job)}" for job in in_order)
+
+
+def plan_text(jobs: Sequence[Job], total: Seconds) -> str:
+    """The plan, a line a job in order of start."""
+    lines = [f"{_name(job)}{_about(job)}" for job in jobs]
+    return "\n".join([*lines, f"{plural(len(jobs), 'job')}, estimate {seconds(total)}"])
+
+
+def _name(job: Job) -> str:
+    part = job.part
+    which = f" ({part.shard} of {part.num_shards})" if part.num_shards > 1 else ""
+    inside = f" [{', '.join(sorted(part.test.included))}]" if part.test.included else ""
+    without = f" without [{', '.join(sorted(part.test.excluded))}]" if part.test.excluded else ""
+    return f"{part.name}{which}{inside}{without}"
+
+
+def _about(job: Job) -> str:
+    about = "unknown" if job.part.time is None else seconds(job.part.time)
+    return f"  devices {job.devices}  estimate {about}"
+
+
+def plan_json(run: RunTests, jobs: Sequence[Job], total: Seconds) -> dict:
+    """The plan as data; its shape is in ``data/plan.schema.json``."""
+    return {
+        "shard": run.shard,
+        "num_shards": run.num_shards,
+        "jobs": [
+            {
+                "file": job.part.name,
+                "shard_id": job.part.shard,
+                "num_shards": job.part.num_shards,
+                "devices": job.devices,
+                "estimate": job.part.time,
+                "tests": sorted(job.part.test.included) or None,
+                **({"excluded": sorted(job.part.test.excluded)} if job.part.test.excluded else {}),
+            }
+            for job in jobs
+        ],
+        "estimate": round(total, 3),
+    }
