@@ -53,9 +53,9 @@ def _one_fake_mode_at_a_time() -> Iterator[None]:
 def _device_guard_that_outlives_threads() -> Iterator[None]:
     """Let this thread, not those of the ranks, install the device guard that fake tensors need where no CUDA device is.
 
-    ``torch._C._ensureCUDADeviceGuardSet``, called whenever a fake mode is entered, puts a guard into a table of the whole
-    process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling thread: the
-    next caller reads it after that thread's end, and crashes. Two threads, one after the other, are enough.
+    ``torch._C._ensureCUDADeviceGuardSet``, called whenever a fake mode is entered, puts a guard into a table of the
+    whole process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling
+    thread: the next caller reads it after that thread's end, and crashes. Two threads, one after the other, will do.
     """
     if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # 2.9
         yield
