@@ -59,6 +59,9 @@ FSDP2_CASTS_RECOMPUTED = VERSION > (2, 11)
 # Since 2.11 (2.9 does not) FSDP2's lazy initialization leaves shards that are padded already in the storage they have.
 FSDP2_KEEPS_PADDED_STORAGE = "same_local_tensor" in fsdp2_param.FSDPParam.reset_sharded_param.__code__.co_varnames
 
+# 2.11 and older refuse a ModuleList or ModuleDict even if it has a forward of its own.
+TAKES_CONTAINERS_WITH_FORWARD = VERSION > (2, 11)
+
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
 PRELOAD = (

@@ -1,0 +1,1181 @@
+"""FSDP2 before its first step: which modules and states ``fully_shard`` takes, where it puts them, how it cuts them.
+
+Then what may lie between that and the first forward: models on the meta device, values loaded or broadcast, meshes made
+of process groups, parameters exchanged by the user.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+import unittest
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._logging import warning_once
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _get_managed_modules,
+    _get_managed_states,
+    _move_states_to_device,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.func import functional_call
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.two_tensor import TwoTensor
+
+HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
+META = torch.device("meta")
+MARK = 1337.0
+
+needs_mesh_per_parameter = requires(
+    lambda: None if torch_facts.HAS_MESH_PER_PARAMETER else "this torch has one mesh for all parameters of a module"
+)
+
+
+def make_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
+
+
+def seeded(module: nn.Module, seed: int = 42) -> nn.Module:
+    """Give every rank the same parameters (threads share torch's own generator), mostly positive for the ReLUs."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.rand(param.shape, generator=generator) - 0.3)
+    return module
+
+
+def three_layer_transformer() -> Transformer:
+    return seeded(Transformer(ModelArgs(n_layers=3, dropout_p=0.0)))
+
+
+def tensor_parallel_mlp(mlp: MLP, tp_mesh: DeviceMesh) -> MLP:
+    return parallelize_module(mlp, tp_mesh, {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()})
+
+
+def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """The rows that ``rank`` owns: torch.chunk's, or none."""
+    chunks = whole.chunk(world_size)
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def full_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().full_tensor() for name, param in module.named_parameters()}
+
+
+def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    for param in module.parameters():
+        dist.all_reduce(param.grad, group=group)
+        param.grad.div_(dist.get_world_size(group))
+
+
+def largest_dim(param: nn.Parameter) -> Shard:
+    return Shard(max(range(param.ndim), key=param.size))  # max keeps the first of equals
+
+
+class InitTest(FSDPTestMultiThread):
+    """Threads share one device, so ``device`` is the same for every rank."""
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device()
+
+    def _input(self, *shape: int, seed: int | None = None) -> torch.Tensor:
+        """Positive numbers, others for each rank, or for each seed where one is given."""
+        generator = torch.Generator().manual_seed(1 + (self.rank if seed is None else seed))
+        return torch.rand(shape, generator=generator).to(self.device)
+
+    def _tokens(self, seed: int | None = None) -> torch.Tensor:
+        return (8 * self._input(2, 16, seed=seed)).long()
+
+    def _check_same_names_and_values(self, ref_model: nn.Module, model: nn.Module) -> None:
+        wholes = full_tensors(model)
+        self.assertEqual(list(wholes), [name for name, _ in ref_model.named_parameters()])
+        for name, param in ref_model.named_parameters():
+            self.assertEqual(wholes[name], param.detach(), msg=name, rtol=0, atol=0)
+
+
+class TestFullyShardDeviceTensor(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @skip_if_lt_x_gpu(1)
+    def test_move_states_to_device_tensor(self):
+        model = MLP(8, HOST, with_buffer=True)
+        before = {name: state.clone() for name, state in model.state_dict().items()}
+        buffer = model.buffer
+        fully_shard(model)
+        for param in model.parameters():
+            self.assertIsInstance(param, DTensor)
+            self.assertEqual((param.device, param.to_local().device), (self.device, self.device))
+        self.assertIs(model.buffer, buffer)
+        self.assertEqual(buffer.device, self.device)
+        for name, state in model.state_dict().items():
+            self.assertEqual((state.to_local() if name != "buffer" else state).to(HOST), before[name])
+
+    @skip_if_lt_x_gpu(1)
+    def test_move_states_to_device_ignored_param_device(self):
+        model = MLP(8, HOST, with_buffer=True)
+        # All of one layer, so that it is not managed at all, and one of the two parameters of the other.
+        ignored = {name: model.get_parameter(name) for name in ("out_proj.weight", "out_proj.bias", "in_proj.bias")}
+        fully_shard(model, ignored_params=set(ignored.values()))
+        for name, param in ignored.items():
+            self.assertIs(model.get_parameter(name), param)
+            self.assertNotIsInstance(param, DTensor)
+            self.assertEqual(param.device, HOST)
+        self.assertIsInstance(model.in_proj.weight, DTensor)
+        self.assertEqual(model.in_proj.weight.device, self.device)
+        model.to(self.device)
+        self.assertEqual({param.device for param in model.parameters()}, {self.device})
+        self.assertNotIsInstance(model.out_proj.weight, DTensor)
+
+    @skip_if_lt_x_gpu(1)
+    def test_move_subclass_keeps_the_object(self):
+        """Beyond upstream: a parameter that wraps tensors moves with them and stays the object that it was.
+
+        The target is the meta device, which a machine without any accelerator has too.
+        """
+        param = nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)), requires_grad=True)
+        buffer = TwoTensor(torch.ones(2), torch.zeros(2))
+        held = nn.ParameterList([param])
+        _move_states_to_device([param], [buffer], META)
+        self.assertIs(held[0], param)
+        for tensor in (param, buffer):
+            self.assertIsInstance(tensor, TwoTensor)
+            self.assertEqual([part.device for part in (tensor.a, tensor.b)], [META, META])
+        self.assertTrue(param.requires_grad)
+
+
+class TestFullyShardDeviceDTensor(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(1)
+    def test_move_states_to_device_dtensor_valid(self):
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        model = tensor_parallel_mlp(MLP(8, HOST, with_buffer=True), mesh["tp"])
+        for param in model.parameters():
+            self.assertIsInstance(param, DTensor)
+            self.assertEqual((param.device, param.to_local().device), (self.device, self.device))
+        self.assertEqual(model.buffer.device, HOST)
+        fully_shard(model, mesh=mesh["dp"])
+        for param in model.parameters():
+            self.assertEqual(param.device_mesh.mesh_dim_names, ("dp", "tp"))
+            self.assertEqual((param.device, param.to_local().device), (self.device, self.device))
+        self.assertEqual(model.buffer.device, self.device)
+
+    @skip_if_lt_x_gpu(1)
+    def test_move_states_to_device_dtensor_invalid(self):
+        # Any device that is not the DTensor's will do; the meta device is one that every machine has.
+        host_mesh = init_device_mesh(HOST.type, (2, 2), mesh_dim_names=("dp", "tp"))
+        model = tensor_parallel_mlp(MLP(8, HOST, with_buffer=True), host_mesh["tp"])
+        message = (
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got {} for DTensor and {} for FSDP"
+        )
+        with self.assertRaisesRegex(ValueError, message.format(HOST.type, META.type)):
+            _move_states_to_device(list(model.parameters()), [], META)
+        if accelerator.current().has("device_memory"):
+            mesh = make_mesh(2, 2, names=("dp", "tp"))
+            with self.assertRaisesRegex(ValueError, message.format(HOST.type, self.device.type)):
+                fully_shard(model, mesh=mesh["dp"])
+
+
+class TestFullyShardMeshArg(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(1)
+    def test_invalid_mesh_ndim(self):
+        mesh = make_mesh(self.world_size, 1, 1)
+        with self.assertRaisesRegex(ValueError, "fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh"):
+            fully_shard(MLP(8), mesh=mesh)
+
+    @skip_if_lt_x_gpu(1)
+    def test_2d_mesh_without_mesh_dim_names(self):
+        message = "Please init the 2D mesh for HSDP with mesh_dim_names specified"
+        with self.assertRaisesRegex(AssertionError, message):
+            fully_shard(MLP(8), mesh=make_mesh(2, 2))
+
+    def _resharding_mesh(self, mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | None:
+        """The mesh over which a layer is sharded after forward."""
+        layer = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard_after_forward)
+        info = layer._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info
+        return None if info is None else info.mesh
+
+    @skip_if_lt_x_gpu(1)
+    def test_reshard_after_forward_values(self):
+        """Beyond upstream: an int is a factor of the number of shards, and nothing but bool, int and None is taken."""
+        hybrid = make_mesh(1, 4, names=("replicate", "shard"))
+        for mesh in (make_mesh(4), hybrid, make_mesh(2, 2, names=("replicate", "shard"))["shard"]):
+            shards = mesh.size()
+            for value in (0, -1, -2, 3, 5, 8):
+                message = f"reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
+                with self.assertRaisesRegex(ValueError, message):
+                    self._resharding_mesh(mesh, value)
+            for value in ("2", 2.0, (2,)):
+                message = f"should be a bool or an int .*, not {re.escape(str(value))}"
+                with self.assertRaisesRegex(ValueError, message):
+                    self._resharding_mesh(mesh, value)
+            for value in (None, True, shards):
+                self.assertIs(self._resharding_mesh(mesh, value), mesh)
+            self.assertIsNone(self._resharding_mesh(mesh, False))
+        self.assertEqual(self._resharding_mesh(make_mesh(4), 2).mesh.tolist(), [[0, 1], [2, 3]])
+        self.assertEqual(self._resharding_mesh(hybrid, 2).mesh.tolist(), [[0, 1], [2, 3]])
+
+    @skip_if_lt_x_gpu(1)
+    def test_reshard_after_forward_one(self):
+        """Beyond upstream: 1 is no bool; it warns, and keeps the whole parameter after forward as False does."""
+        mesh = make_mesh(4)
+        layer = nn.Linear(4, 4, device=self.device)
+        shard = functools.partial(fully_shard, layer, mesh=mesh, reshard_after_forward=1)
+        if self.rank == 0:  # the warning comes once in a process, whichever rank is first
+            warning_once.cache_clear()
+            with self.assertLogs("torch.distributed.fsdp.fully_shard", "WARNING") as logs:
+                shard()
+            (record,) = logs.records
+            self.assertIn("reshard_after_forward=1 (int)", record.getMessage())
+        dist.barrier()
+        if self.rank != 0:
+            shard()
+        model = fully_shard(nn.Sequential(layer), mesh=mesh)  # which makes the layer no root
+        model(self._input(2, 4))
+        self.assertNotIsInstance(layer.weight, DTensor)
+
+
+class TestFullyShardManagedModulesAndStates(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def _check_managed_modules(self, managed: list[nn.Module], expected: Iterable[nn.Module]) -> None:
+        expected = list(expected)
+        self.assertEqual(len(managed), len(expected))
+        self.assertTrue(set(managed) == set(expected), f"{managed} is not {expected}")
+
+    def _check_managed_states(
+        self,
+        managed: tuple[list[nn.Parameter], list[torch.Tensor]],
+        params: Iterable[nn.Parameter],
+        buffers: Iterable[torch.Tensor],
+    ) -> None:
+        for found, expected in zip(managed, (list(params), list(buffers)), strict=True):
+            self.assertEqual(len(found), len(expected))
+            self.assertTrue(set(found) == set(expected))
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_modules_single(self):
+        model = MLP(8)
+        self._check_managed_modules(_get_managed_modules((model,)), model.modules())
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_modules_nested(self):
+        model = nn.Sequential(*(MLP(8) for _ in range(2)))
+        fully_shard(model[0])
+        self._check_managed_modules(_get_managed_modules((model,)), [*model[1].modules(), model])
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_modules_nested_fully_shard_and_replicate(self):
+        model = nn.Sequential(*(MLP(8, self.device) for _ in range(3)))
+        replicate(model[0])
+        fully_shard(model[2])
+        self._check_managed_modules(_get_managed_modules((model,)), [*model[1].modules(), model])
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_modules_duplicate(self):
+        mlp = MLP(8)
+        model = nn.Sequential(mlp, mlp)
+        self._check_managed_modules(_get_managed_modules((model,)), [*mlp.modules(), model])
+        model = nn.Sequential(MLP(8), MLP(8))
+        model[1].in_proj = model[0].in_proj  # once more, below another parent
+        self._check_managed_modules(_get_managed_modules((model,)), model.modules())
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_modules_list_of_mlps(self):
+        model = nn.Sequential(*(MLP(8) for _ in range(5)))
+        for chosen in ((0, 1, 2), (1, 3)):
+            roots = tuple(model[i] for i in chosen)
+            expected = itertools.chain.from_iterable(root.modules() for root in roots)
+            self._check_managed_modules(_get_managed_modules(roots), expected)
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_states_shared_params_and_buffers(self):
+        model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(3)))
+        for mlp in model[1:]:
+            mlp.in_proj.weight = model[0].in_proj.weight
+        model[2].buffer = model[1].buffer
+        states = _get_managed_states(_get_managed_modules((model,)))
+        self.assertEqual([len(each) for each in states], [3 * 4 - 2, 3 - 1])
+        self._check_managed_states(states, model.parameters(), model.buffers())
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_states_nested_fully_shard(self):
+        model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(2)))
+        fully_shard(model[0])
+        states = _get_managed_states(_get_managed_modules((model,)))
+        self._check_managed_states(states, model[1].parameters(), model[1].buffers())
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_states_list_of_mlps(self):
+        model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(5)))
+        roots = tuple(model[:3])
+        params = itertools.chain.from_iterable(root.parameters() for root in roots)
+        buffers = itertools.chain.from_iterable(root.buffers() for root in roots)
+        self._check_managed_states(_get_managed_states(_get_managed_modules(roots)), params, buffers)
+
+    @skip_if_lt_x_gpu(1)
+    def test_managed_states_with_ignored_params(self):
+        """Beyond upstream: a module goes with the last of its parameters, unless it or a child owns a buffer."""
+        model = nn.Sequential(MLP(8), MLP(8, with_buffer=True), MLP(8))
+        ignored = {
+            *model[0].parameters(),
+            *model[1].parameters(),
+            *model[2].in_proj.parameters(),
+            model[2].out_proj.bias,
+        }
+        modules = _get_managed_modules((model,), ignored)
+        self._check_managed_modules(modules, [model, model[1], model[2], model[2].out_proj])
+        self._check_managed_states(_get_managed_states(modules, ignored), [model[2].out_proj.weight], [model[1].buffer])
+
+
+class TestFullyShardParamModuleInfos(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _infos(self, *roots: nn.Module) -> list[ParamModuleInfo]:
+        params, _ = _get_managed_states(_get_managed_modules(roots))
+        return _get_param_module_infos(params, roots)
+
+    def _unshared(self, *linears: nn.Linear) -> list[ParamModuleInfo]:
+        return [ParamModuleInfo(linear, name, [], []) for linear in linears for name in ("weight", "bias")]
+
+    @skip_if_lt_x_gpu(1)
+    def test_get_param_module_infos_shared_params(self):
+        first, second = MLP(8), MLP(8)
+        second.in_proj.weight = first.in_proj.weight
+        expected = [
+            ParamModuleInfo(first.in_proj, "weight", [second.in_proj], ["weight"]),
+            ParamModuleInfo(first.in_proj, "bias", [], []),
+            *self._unshared(first.out_proj),
+            ParamModuleInfo(second.in_proj, "bias", [], []),
+            *self._unshared(second.out_proj),
+        ]
+        infos = self._infos(nn.Sequential(first, second))
+        self.assertEqual(len(infos), 7)
+        self.assertTrue(infos == expected, infos)
+
+    @skip_if_lt_x_gpu(1)
+    def test_get_param_module_infos_duplicates(self):
+        mlp = MLP(8)
+        infos = self._infos(nn.Sequential(mlp, mlp))
+        expected = [
+            ParamModuleInfo(linear, name, [linear], [name])
+            for linear in (mlp.in_proj, mlp.out_proj)
+            for name in ("weight", "bias")
+        ]
+        self.assertTrue(infos == expected, infos)
+
+        first, second = MLP(8), MLP(8)
+        second.in_proj = shared = first.in_proj
+        infos = self._infos(nn.Sequential(first, second))
+        expected = [ParamModuleInfo(shared, name, [shared], [name]) for name in ("weight", "bias")]
+        expected += self._unshared(first.out_proj, second.out_proj)
+        self.assertTrue(infos == expected, infos)
+
+    @skip_if_lt_x_gpu(1)
+    def test_get_param_module_infos_list_of_mlps(self):
+        first, second = MLP(8), MLP(8)
+        infos = self._infos(first, second)
+        expected = self._unshared(first.in_proj, first.out_proj, second.in_proj, second.out_proj)
+        self.assertEqual(len(infos), 8)
+        self.assertTrue(infos == expected, infos)
+
+
+class TestFullyShardShardedParameterTensor(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _check_1d_sharded_parameters(self, originals: list[torch.Tensor], sharded: list[nn.Parameter]) -> None:
+        self.assertEqual(len(originals), len(sharded))
+        mesh = make_mesh(self.world_size)
+        for original, param in zip(originals, sharded):
+            self.assertIsInstance(param, DTensor)
+            self.assertEqual(param.device_mesh, mesh)
+            self.assertEqual((param.size(), param.stride()), (original.size(), original.stride()))
+            self.assertEqual(param.placements, (Shard(0),))
+            self.assertEqual(param.to_local().detach(), rows_of(original, self.rank, self.world_size))
+
+    @skip_if_lt_x_gpu(1)
+    def test_shard_tensor_parameters(self):
+        for shared in (False, True):
+            model = seeded(nn.Sequential(*(MLP(3, self.device, dim_multiplier=3) for _ in range(3))))
+            if shared:
+                model[1].in_proj = model[0].in_proj
+            originals = [param.detach().clone() for param in model.parameters()]
+            fully_shard(model)
+            self._check_1d_sharded_parameters(originals, list(model.parameters()))
+            self.assertEqual(len(originals), 10 if shared else 12)
+
+    @skip_if_lt_x_gpu(1)
+    def test_raise_scalar_parameter(self):
+        model = nn.Sequential(*(MLP(3, dim_multiplier=3) for _ in range(3)))
+        model.register_parameter("scalar_p", nn.Parameter(torch.tensor(1.0)))
+        with self.assertRaisesRegex(ValueError, "Change scalar_p to a 1D tensor with numel equal to 1."):
+            fully_shard(model)
+
+    @skip_if_lt_x_gpu(1)
+    def test_raise_noncontiguous_parameter(self):
+        conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+        with self.assertRaisesRegex(NotImplementedError, "FSDP does not support non-contiguous parameters"):
+            fully_shard(conv)
+
+
+class TestFullyShardShardedParameterDTensor(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(1)
+    def test_shard_dtensor_parameters(self):
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        strided = (_StridedShard(0, split_factor=2), Shard(0))
+        expected = {
+            "in_proj.weight": (strided, 0),
+            "in_proj.bias": (strided, 0),
+            "out_proj.weight": ((Shard(0), Shard(1)), 1),
+            "out_proj.bias": ((Shard(0), Replicate()), None),
+        }
+        for dim in (8, 9):
+            model = seeded(MLP(dim, self.device, dim_multiplier=3))
+            originals = {name: param.detach().clone() for name, param in model.named_parameters()}
+            tensor_parallel_mlp(model, mesh["tp"])
+            fully_shard(model, mesh=mesh["dp"])
+            self.assertEqual(list(originals), list(expected))
+            for name, param in model.named_parameters():
+                placements, tp_dim = expected[name]
+                self.assertIsInstance(param, DTensor)
+                self.assertEqual(param.device_mesh, mesh)
+                self.assertEqual(
+                    (param.size(), param.stride()), (originals[name].size(), originals[name].stride()), msg=name
+                )
+                self.assertEqual(param.placements, placements, msg=name)
+                of_tp = originals[name]
+                if tp_dim is not None:
+                    of_tp = of_tp.chunk(2, dim=tp_dim)[mesh.get_local_rank("tp")]
+                self.assertEqual(param.to_local().detach(), rows_of(of_tp, mesh.get_local_rank("dp"), 2), msg=name)
+
+    def _layer(self, layout: str, rows: int) -> tuple[nn.Linear, DeviceMesh]:
+        """A linear layer of some rows in the given layout, and its data parallel mesh."""
+        layer = seeded(nn.Linear(4, rows, device=self.device))
+        if layout in ("colwise", "rowwise"):
+            mesh = make_mesh(2, 2, names=("dp", "tp"))
+            style = ColwiseParallel(output_layouts=Replicate()) if layout == "colwise" else None
+            parallelize_module(layer, mesh["tp"], style or RowwiseParallel(input_layouts=Replicate()))
+            return fully_shard(layer, mesh=mesh["dp"]), mesh["dp"]
+        mesh = make_mesh(2, 2, names=("replicate", "shard")) if layout == "hsdp" else make_mesh(4)
+        return fully_shard(layer, mesh=mesh), mesh
+
+    @skip_if_lt_x_gpu(1)
+    def test_uneven_and_empty_shards(self):
+        """Beyond upstream: fewer rows than ranks, and numbers that no mesh divides.
+
+        Whole parameters come back, a step of Adam is that of a plain layer, and a state dict fills another model.
+        """
+        self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
+
+    @requires(
+        lambda: None if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else "this torch mixes up uneven strided shards"
+    )
+    @skip_if_lt_x_gpu(1)
+    def test_uneven_and_empty_shards_with_tensor_parallelism(self):
+        """Beyond upstream: the same where tensor parallelism has cut first, along the same dimension or the other."""
+        self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
+        self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(1)
+    def test_rank_without_rows(self):
+        """Beyond upstream: tensor parallelism may leave a rank without any row, and its FSDP group with nothing to cut.
+
+        Gathering it works; reducing its gradient does not: "_chunk_cat expects non-empty tensor", seen with torch
+        2.13.0, 2.11.0 and 2.9.1: the operator refuses the gradient without elements that
+        ``foreach_reduce_scatter_copy_in`` hands it. In two ranks, without tensor parallelism::
+
+            layer = nn.Linear(4, 4)
+            layer.nothing = nn.Parameter(torch.empty(0, 4))
+            fully_shard(layer).register_forward_hook(lambda layer, args, out: out + layer.nothing.sum())
+            layer(torch.ones(2, 4)).sum().backward()
+        """
+        self._test_uneven_and_empty_shards("colwise", 1)
+
+    def _test_uneven_and_empty_shards(self, layout: str, rows: int):
+        ref_layer = seeded(nn.Linear(4, rows, device=self.device))
+        layer, dp_mesh = self._layer(layout, rows)
+        if rows == 1:
+            empty = torch.tensor([float(layer.weight.to_local().numel() == 0)], device=self.device)
+            dist.all_reduce(empty)
+            self.assertEqual(empty.item(), {"fsdp": 3, "hsdp": 2, "colwise": 3, "rowwise": 2}[layout])
+        self._check_same_names_and_values(ref_layer, layer)
+
+        ref_optim, optim = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (ref_layer, layer))
+        replicas = 2 if layout in ("colwise", "rowwise") else 1
+        for step in range(2):
+            # Ranks 0 and 1 are one tensor parallel group, 2 and 3 the other: the data is alike within it.
+            inp = self._input(3, 4, seed=10 * step + self.rank // replicas)
+            for each in (ref_layer, layer):
+                each.zero_grad()
+                each(inp).square().sum().backward()
+            average_gradients(ref_layer, None if replicas == 1 else dp_mesh.get_group())
+            ref_optim.step()
+            optim.step()
+        wholes = full_tensors(layer)
+        for name, param in ref_layer.named_parameters():
+            self.assertEqual(wholes[name], param.detach(), msg=name)
+
+        other, _ = self._layer(layout, rows)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        other.load_state_dict(layer.state_dict())
+        self.assertEqual(full_tensors(other), wholes, rtol=0, atol=0)
+        self.assertEqual(other(inp), layer(inp), rtol=0, atol=0)
+
+
+class TestFullyShardLazyInit(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _two_mlps(self) -> nn.Sequential:
+        """Both projections of the first MLP are wrapped, and the root with what is left."""
+        model = nn.Sequential(MLP(8), MLP(8))
+        for module in (model[0].in_proj, model[0].out_proj, model):
+            fully_shard(module)
+        return model
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_is_root(self):
+        model = self._two_mlps()
+        states = [module._get_fsdp_state() for module in (model, model[0].in_proj, model[0].out_proj)]
+        states[0]._lazy_init()
+        self.assertEqual([state._is_root for state in states], [True, False, False])
+        all_states = states[0]._state_ctx.all_states
+        self.assertEqual(len(all_states), 3)
+        for found, expected in zip(all_states, states):
+            self.assertIs(found, expected)
+            self.assertIs(expected._state_ctx, states[0]._state_ctx)
+            self.assertIs(expected._fsdp_param_group.comm_ctx, states[0]._comm_ctx)
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_module_and_param_fqns(self):
+        model = self._two_mlps()
+        fully_shard.state(model)._lazy_init()
+        expected = {
+            "": [f"1.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")],
+            "0.in_proj": ["0.in_proj.weight", "0.in_proj.bias"],
+            "0.out_proj": ["0.out_proj.weight", "0.out_proj.bias"],
+        }
+        groups = [state._fsdp_param_group for state in fully_shard.state(model)._state_ctx.all_states]
+        found = {group._module_fqn: [param._param_fqn for param in group.fsdp_params] for group in groups}
+        self.assertEqual(found, expected)
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_double_lazy_init(self):
+        model = self._two_mlps()
+        model[0].in_proj._get_fsdp_state()._lazy_init()
+        message = (
+            "FSDP state has already been lazily initialized for 0.in_proj\n"
+            "FSDP requires running forward through the root module first"
+        )
+        with self.assertRaisesRegex(RuntimeError, message):
+            model._get_fsdp_state()._lazy_init()
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_multi_module_root(self):
+        model = nn.Sequential(MLP(8), MLP(8))
+        fully_shard([model[0], model[1]])
+        with self.assertRaisesRegex(RuntimeError, "FSDP requires a single root module but got "):
+            fully_shard.state(model[0])._lazy_init()
+
+    @skip_if_lt_x_gpu(1)
+    def test_reset_sharded_param_in_lazy_init(self):
+        # Three rows over two ranks: what is put in place of the parameter must be padded as that was.
+        ref_model = seeded(Magnitude().to(self.device))
+        ref_model.set_magnitude()
+        with META:
+            model = Magnitude()
+        for module in (model.left, model.right, model):
+            fully_shard(module)
+        for name in ("left", "right"):
+            getattr(model, name).to_empty(device=self.device)
+        for name in ("left.weight", "right.weight"):
+            whole = ref_model.get_parameter(name).detach()
+            with torch.no_grad():
+                model.get_parameter(name).to_local().copy_(rows_of(whole, self.rank, self.world_size))
+        model.set_magnitude()
+        self.assertIsInstance(model.magnitude, DTensor)
+
+        optim, ref_optim = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ref_model))
+        for step in range(2):
+            inp = self._input(3, 3, seed=10 * step + self.rank)
+            out, ref_out = model(inp), ref_model(inp)
+            self.assertEqual(out, ref_out)
+            out.square().sum().backward()
+            ref_out.square().sum().backward()
+            average_gradients(ref_model)
+            check_sharded_parity(self, ref_model, model)
+            for each in (optim, ref_optim):
+                each.step()
+                each.zero_grad()
+
+
+class Magnitude(nn.Module):
+    """Two layers whose sum is scaled by row; the scale is made of the weights, when these have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 3, bias=False)
+        self.right = nn.Linear(3, 3, bias=False)
+        self.magnitude = nn.Parameter(torch.empty(3))
+
+    def set_magnitude(self) -> None:
+        with torch.no_grad():
+            norms = [layer.weight.norm(dim=1) for layer in (self.left, self.right)]
+        self.magnitude = nn.Parameter(norms[0] + norms[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.magnitude * (self.left(x) + self.right(x))
+
+
+class TestFullyShardMetaDeviceInit(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(1)
+    def test_meta_device_1d_init(self):
+        policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
+        self.run_subtests({"dim": [8, 3, 1], "mp_policy": policies}, self._test_meta_device_1d_init)
+        self.run_subtests(
+            {"dim": [8], "mp_policy": policies[:1], "mesh_on_meta": [True]}, self._test_meta_device_1d_init
+        )
+
+    def _test_meta_device_1d_init(self, dim: int, mp_policy: MixedPrecisionPolicy, mesh_on_meta: bool = False):
+        mesh = None if mesh_on_meta else make_mesh(self.world_size)
+        with META:
+            mesh = mesh or make_mesh(self.world_size)
+            model = nn.Sequential(*self._two_mlps(dim))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh, mp_policy=mp_policy)
+        for param in model.parameters():
+            self.assertEqual((param.device, param.to_local().device), (META, META))
+        ref_model = nn.Sequential(*self._two_mlps(dim)).to(self.device)
+        self._test_to_empty_and_reset_parameters(ref_model, model, dim, mesh, mp_policy.param_dtype)
+
+    def _two_mlps(self, dim: int) -> list[MLP]:
+        return [MLP(dim, bias=False, dim_multiplier=1, with_buffer=with_buffer) for with_buffer in (True, False)]
+
+    @skip_if_lt_x_gpu(1)
+    def test_meta_device_2d_init(self):
+        self.run_subtests({"dim": [8, 3]}, self._test_meta_device_2d_init)
+
+    def _test_meta_device_2d_init(self, dim: int):
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        with META:
+            model = nn.Sequential(tensor_parallel_mlp(MLP(dim, with_buffer=True), mesh["tp"]))
+            for module in (model[0].in_proj, model[0].out_proj, model):
+                fully_shard(module, mesh=mesh["dp"])
+        for param in model.parameters():
+            self.assertEqual((param.device, param.to_local().device), (META, META))
+        ref_model = nn.Sequential(MLP(dim, with_buffer=True)).to(self.device)
+        self._test_to_empty_and_reset_parameters(ref_model, model, dim, mesh["dp"])
+
+    def _test_to_empty_and_reset_parameters(
+        self,
+        ref_model: nn.Sequential,
+        model: nn.Sequential,
+        dim: int,
+        dp_mesh: DeviceMesh,
+        param_dtype: torch.dtype | None = None,
+    ):
+        """Storage comes, values come, and one iteration is that of the plain ``ref_model`` with these values."""
+        model.to_empty(device=self.device)
+        states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        locals_ = {name: state.to_local() if isinstance(state, DTensor) else state for name, state in states.items()}
+        self.assertEqual({each.device for each in (*states.values(), *locals_.values())}, {self.device})
+        with torch.no_grad():
+            for state in states.values():
+                state.fill_(MARK)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name, local in locals_.items():
+            self.assertFalse((local == MARK).any().item(), name)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if name.endswith("bias"):  # on some devices replicas draw different values; let them agree
+                    param.zero_()
+
+        ref_model.load_state_dict({**full_tensors(model), **dict(model.named_buffers())})
+        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, ref_model))
+        inp = self._input(4, dim, seed=dp_mesh.get_local_rank())
+        out, ref_out = model(inp), inp
+        for mlp in ref_model:
+            rounded = {name: param.to(param_dtype) for name, param in mlp.named_parameters()}
+            ref_out = functional_call(mlp, rounded, ref_out.to(param_dtype))
+        self.assertEqual(out, ref_out)
+        out.sum().backward()
+        ref_out.sum().backward()
+        average_gradients(ref_model, dp_mesh.get_group())
+        ref_optim.step()
+        optim.step()
+        self.assertEqual(full_tensors(model), {name: param.detach() for name, param in ref_model.named_parameters()})
+
+    @skip_if_lt_x_gpu(1)
+    def test_invalid_meta_device_init(self):
+        mesh = make_mesh(self.world_size)
+        with META:
+            model = nn.Sequential(MLP(8))
+            for module in (model[0], model):
+                fully_shard(module, mesh=mesh)
+        names = [f"0.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")]
+        message = f"should be materialized from meta device before training.*{re.escape(str(names))}"
+        with self.assertRaisesRegex(RuntimeError, message):
+            model(self._input(4, 8))
+
+    @skip_if_lt_x_gpu(1)
+    def test_rank0_broadcast_meta_device_init(self):
+        args = ModelArgs(dropout_p=0.0)
+        ref_model = seeded(Transformer(args), seed=self.rank)  # the others must not matter
+        saved = ref_model.state_dict() if self.rank == 0 else {}
+        with META:
+            model = self._wrapped(Transformer(args))
+        loaded = {}
+        for name, param in model.state_dict().items():
+            self.assertEqual(param.device, META)
+            whole = saved[name] if self.rank == 0 else torch.empty(param.size())
+            whole = whole.detach().to(self.device)
+            dist.broadcast(whole, src=0)
+            loaded[name] = nn.Parameter(distribute_tensor(whole, param.device_mesh, param.placements))
+        if self.rank == 0:
+            self.assertEqual(list(loaded), list(saved))
+        model.load_state_dict(loaded, assign=True)
+        for param in model.parameters():
+            self.assertIsInstance(param, DTensor)
+            self.assertEqual((param.device, param.to_local().device), (self.device, self.device))
+
+        ref_model.to(self.device)
+        for param in ref_model.parameters():
+            dist.broadcast(param.detach(), src=0)
+        plain_model = copy.deepcopy(ref_model)
+        self._wrapped(ref_model)
+        self.assertEqual(list(model.state_dict()), list(ref_model.state_dict()))
+        for step in range(2):
+            losses = []
+            for each in (model, ref_model, plain_model):
+                each.zero_grad()
+                losses.append(each(self._tokens(seed=10 * step + self.rank)).square().mean())
+                losses[-1].backward()
+            self.assertEqual(losses[0], losses[1], rtol=0, atol=0)
+            self.assertEqual(losses[0], losses[2])
+        average_gradients(plain_model)
+        check_sharded_parity(self, plain_model, model)
+        check_sharded_parity(self, plain_model, ref_model)
+
+    def _wrapped(self, model: Transformer) -> Transformer:
+        for layer in model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+
+class TestFullyShardProcessGroupInit(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def _check_same_mesh(self, ref_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+        self.assertEqual(mesh.mesh, ref_mesh.mesh)
+        self.assertEqual(mesh.get_coordinate(), ref_mesh.get_coordinate())
+        self.assertEqual(mesh._dim_group_names, ref_mesh._dim_group_names)
+        for dim in range(mesh.ndim):
+            ranks = [dist.get_process_group_ranks(each.get_group(dim)) for each in (mesh, ref_mesh)]
+            self.assertEqual(ranks[0], ranks[1])
+
+    def _train_on_both(self, ref_mesh: DeviceMesh, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, nn.Module]:
+        """Two steps of one MLP on each mesh and of a plain one, which all agree."""
+        plain = seeded(MLP(8, self.device))
+        models = [copy.deepcopy(plain) for _ in range(2)]
+        for model, its_mesh in zip(models, (ref_mesh, mesh)):
+            for module in (model.in_proj, model.out_proj, model):
+                fully_shard(module, mesh=its_mesh)
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, *models)]
+        group = None if mesh.ndim == 2 else ref_mesh.get_group()
+        for step in range(2):
+            losses = [each(self._input(4, 8, seed=10 * step + seed)).sum() for each in (plain, *models)]
+            self.assertEqual(losses[1:], [losses[0]] * 2)
+            for optim, loss in zip(optims, losses):
+                optim.zero_grad()
+                loss.backward()
+            average_gradients(plain, group)
+            for model in models:
+                check_sharded_parity(self, plain, model)
+            for optim in optims:
+                optim.step()
+        return models[0], models[1]
+
+    @skip_if_lt_x_gpu(1)
+    def test_1d_process_group_init(self):
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        ref_mesh = mesh["dp"]
+        dp_mesh = DeviceMesh.from_group(mesh.get_group("dp"), accelerator.current().type, mesh_dim_names=("dp",))
+        self._check_same_mesh(ref_mesh, dp_mesh)
+        ref_model, model = self._train_on_both(ref_mesh, dp_mesh, seed=ref_mesh.get_local_rank())
+        for ref_param, param in zip(ref_model.parameters(), model.parameters(), strict=True):
+            self.assertEqual(param.to_local(), ref_param.to_local())
+            self.assertEqual(param.grad.to_local(), ref_param.grad.to_local())
+            self.assertEqual(param.device_mesh.mesh, ref_param.device_mesh.mesh)
+
+    @skip_if_lt_x_gpu(1)
+    def test_2d_process_group_init(self):
+        names = ("replicate", "shard")
+        ref_mesh = make_mesh(2, 2, names=names)
+        groups = [ref_mesh.get_group(name) for name in names]
+        device_type = accelerator.current().type
+        mesh = DeviceMesh.from_group(groups, device_type, mesh=ref_mesh.mesh, mesh_dim_names=names)
+        self._check_same_mesh(ref_mesh, mesh)
+        for name in names:
+            self.assertEqual(mesh[name], ref_mesh[name])
+            self._check_same_mesh(ref_mesh[name], mesh[name])
+        ref_model, model = self._train_on_both(ref_mesh, mesh, seed=self.rank)
+        for ref_param, param in zip(ref_model.parameters(), model.parameters(), strict=True):
+            self.assertEqual(param, ref_param)
+            self.assertEqual(param.grad, ref_param.grad)
+            self.assertEqual(param.device_mesh, ref_param.device_mesh)
+
+
+class TestFullyShardHSDPBroadcast(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(1)
+    def test_hsdp_broadcast_across_replicas(self):
+        mesh = make_mesh(2, 2, names=("replicate", "shard"))
+        group = mesh.get_group("replicate")
+        model = seeded(Transformer(ModelArgs(dropout_p=0.0)))
+        model.register_buffer("extra", torch.arange(4.0))
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        states = [*(param.to_local().detach() for param in model.parameters()), *model.buffers()]
+        if mesh.get_local_rank("replicate") == 1:
+            for state in states:
+                state.fill_(MARK)
+
+        def agreements() -> list[bool]:
+            gathered = [[torch.empty_like(state) for _ in range(2)] for state in states]
+            for outs, state in zip(gathered, states):
+                dist.all_gather(outs, state, group=group)
+            return [torch.equal(*outs) for outs in gathered]
+
+        self.assertEqual(agreements(), [False] * len(states))
+        for state in states:
+            dist.broadcast(state, src=dist.get_process_group_ranks(group)[0], group=group)
+        self.assertEqual(agreements(), [True] * len(states))
+
+        before = [state.clone() for state in states]
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        model(self._tokens()).square().sum().backward()
+        optim.step()
+        self.assertEqual(agreements(), [True] * len(states))
+        changed = [not torch.equal(old, new) for old, new in zip(before, states)]
+        self.assertEqual(changed, [True] * (len(states) - 1) + [False])
+
+
+class TestHSDPWithCustomHook(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+        """Both dimensions, that between the two groups, and that within a group."""
+        mesh = make_mesh(2, 2, names=("inter", "intra"))
+        return mesh, mesh["inter"], mesh["intra"]
+
+    @skip_if_lt_x_gpu(1)
+    def test_custom_hook_custom_stream(self):
+        mesh, _, intra = self._meshes()
+        device_module = torch.get_device_module(accelerator.current().type)
+        stream = device_module.Stream()
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        with self.assertRaisesRegex(ValueError, "stream cannot be set when using native HSDP"):
+            model.set_all_reduce_hook(lambda reduced: None, stream=stream)
+
+        seen = []
+        model = fully_shard(nn.Linear(4, 4), mesh=intra)
+        model.set_all_reduce_hook(lambda reduced: seen.append(device_module.current_stream()), stream=stream)
+        model(self._input(2, 4)).sum().backward()
+        self.assertEqual(len(seen), 1)
+        if accelerator.current().has("streams"):  # elsewhere a stream is nothing that one could be in
+            self.assertEqual(seen, [stream])
+
+    @skip_if_lt_x_gpu(1)
+    def test_custom_hsdp_all_reduce_hook(self):
+        _, inter, intra = self._meshes()
+        model = MLP(10, self.device, bias=False)
+        index = inter.get_local_rank()
+        nn.init.constant_(model.in_proj.weight, index)
+        nn.init.constant_(model.out_proj.weight, 2 * index)
+        fully_shard(model, mesh=intra)
+        calls = []
+
+        def average_between_groups(reduced: torch.Tensor) -> None:
+            calls.append(reduced.numel())
+            dist.all_reduce(reduced, op=dist.ReduceOp.AVG, group=inter.get_group())
+
+        model.set_all_reduce_hook(average_between_groups)
+        inp = torch.arange(10.0, device=self.device).view(1, 10).requires_grad_()
+        model(inp).sum().backward()
+        # Group 0 has closed ReLUs and no gradient. In group 1 the ten inputs, 45 in sum, reach each of 40 hidden units.
+        self.assertEqual(calls, [2 * 10 * 40 // 2])
+        self.assertEqual(model.out_proj.weight.grad.to_local(), torch.full((5, 40), 45 / 2, device=self.device))
+        self.assertEqual(model.in_proj.weight.grad.to_local(), (10 * inp.detach()).expand(20, 10))
+
+
+class TestFullyShardShardPlacementFn(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 8
+
+    def _init_models(self) -> tuple[Transformer, Transformer]:
+        return three_layer_transformer().to(self.device), three_layer_transformer()
+
+    def _shard_transformer(self, model: Transformer, fn: Callable, mesh: DeviceMesh | None = None) -> None:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, shard_placement_fn=fn)
+
+    @skip_if_lt_x_gpu(1)
+    def test_init_1d_transformer_shard_largest_dim(self):
+        ref_model, model = self._init_models()
+        self._shard_transformer(model, largest_dim)
+        dims = set()
+        for name, param in model.named_parameters():
+            (placement,) = param.placements
+            self.assertEqual(placement, largest_dim(ref_model.get_parameter(name)), name)
+            dims.add(placement.dim)
+        self.assertEqual(dims, {0, 1})
+        self._check_same_names_and_values(ref_model, model)
+        self._check_two_steps(ref_model, model)
+
+    @skip_if_lt_x_gpu(1)
+    def test_init_1d_transformer_shard_dim_neg1(self):
+        ref_model, model = self._init_models()
+        self._shard_transformer(model, lambda param: Shard(-1))
+        for name, param in model.named_parameters():
+            self.assertEqual(param.placements, (Shard(param.ndim - 1),), name)
+        self._check_same_names_and_values(ref_model, model)
+        self._check_two_steps(ref_model, model)
+
+    def _check_two_steps(self, ref_model: nn.Module, model: nn.Module) -> None:
+        """What is cut along another dimension is put together again in forward and backward, on the second step too."""
+        optims = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (ref_model, model)]
+        for step in range(2):
+            for each, optim in zip((ref_model, model), optims):
+                optim.zero_grad()
+                each(self._tokens(seed=10 * step + self.rank)).square().mean().backward()
+            average_gradients(ref_model)
+            check_sharded_parity(self, ref_model, model)
+            for optim in optims:
+                optim.step()
+
+    @skip_if_lt_x_gpu(1)
+    def test_init_2d_transformer_shard_diff_dim(self):
+        mesh = make_mesh(4, 2, names=("dp", "tp"))
+        ref_model, model = self._init_models()
+        model = Transformer.parallelize(model.to(self.device), mesh["tp"], use_seq_parallel=True)
+
+        def other_dim(param: nn.Parameter) -> Shard:
+            taken = [placement.dim for placement in param.placements if isinstance(placement, Shard)]
+            return Shard(1 - taken[0]) if taken and param.ndim == 2 else Shard(0)
+
+        self._shard_transformer(model, other_dim, mesh["dp"])
+        matrices = []
+        for name, param in model.named_parameters():
+            shards = [placement for placement in param.placements if isinstance(placement, (Shard, _StridedShard))]
+            self.assertGreaterEqual(len(shards), 1, name)
+            if re.search(r"(wq|wk|wv|wo|w1|w2)\.weight$", name):
+                matrices.append(name)
+                self.assertEqual(sorted(placement.dim for placement in shards), [0, 1], name)
+        self.assertEqual(len(matrices), 3 * 6)
+        self._check_same_names_and_values(ref_model, model)
+
+    @skip_if_lt_x_gpu(1)
+    def test_init_1d_uneven_shard_largest_dim(self):
+        model = nn.Sequential(nn.Linear(16, 17), nn.Linear(17, 8))
+        with self.assertRaisesRegex(NotImplementedError, "FSDP does not support uneven sharding on dim 1"):
+            fully_shard(model, shard_placement_fn=largest_dim)
+
+    @skip_if_lt_x_gpu(1)
+    def test_invalid_shard_dim(self):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
+        with self.assertRaisesRegex(AssertionError, "Shard dim 1 is invalid for 1D tensor"):
+            fully_shard(model, shard_placement_fn=lambda param: Shard(1))
+
+    @needs_mesh_per_parameter
+    @skip_if_lt_x_gpu(1)
+    def test_invalid_placement_result(self):
+        """Beyond upstream: what the function returns is a shard, a placement with its mesh, or None."""
+        for result in (Replicate(), 0, "0", (Shard(0),)):
+            with self.assertRaisesRegex(ValueError, "Invalid shard_placement_fn result"):
+                fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda param, result=result: result)
+
+    @needs_mesh_per_parameter
+    @skip_if_lt_x_gpu(1)
+    def test_distinct_mesh_infos_of_one_group(self):
+        """Beyond upstream: parameters of one process group name one mesh info, not one that only equals it."""
+        mesh = make_mesh(self.world_size)
+
+        def placed(param: nn.Parameter) -> Any:
+            return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+        with self.assertRaisesRegex(ValueError, "must use the same FSDPMeshInfo object"):
+            fully_shard(nn.Linear(8, 8), mesh=mesh, shard_placement_fn=placed)
+
+    @needs_mesh_per_parameter
+    @skip_if_lt_x_gpu(1)
+    def test_two_meshes_in_one_module(self):
+        """Beyond upstream: each parameter is gathered and averaged over the mesh that the function names for it."""
+        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_two_meshes_in_one_module)
+
+    def _test_two_meshes_in_one_module(self, reshard_after_forward: bool):
+        mesh = make_mesh(2, 4, names=("outer", "inner"))
+        info = _fsdp_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
+        ref_layer, layer = (seeded(nn.Linear(8, 8, device=self.device)) for _ in range(2))
+        chosen = layer.bias
+
+        def placed(param: nn.Parameter) -> Any:
+            return _fsdp_common.ShardPlacementResult(Shard(0), info) if param is chosen else None
+
+        whole_mesh = make_mesh(self.world_size)
+        fully_shard(layer, mesh=whole_mesh, shard_placement_fn=placed, reshard_after_forward=reshard_after_forward)
+        groups = layer._get_fsdp_state()._fsdp_param_groups
+        self.assertEqual([group.mesh_info.mesh for group in groups], [whole_mesh, mesh["inner"]])
+        self.assertEqual((layer.weight.device_mesh, layer.bias.device_mesh), (whole_mesh, mesh["inner"]))
+        with self.assertRaisesRegex(ValueError, "set_all_reduce_hook is not supported with multiple param groups"):
+            layer.set_all_reduce_hook(lambda reduced: None)
+        for step in range(2):
+            inp = self._input(2, 8, seed=10 * step + self.rank)
+            for each in (ref_layer, layer):
+                each.zero_grad()
+                each(inp).square().sum().backward()
+            dist.all_reduce(ref_layer.weight.grad.div_(8))
+            dist.all_reduce(ref_layer.bias.grad.div_(4), group=mesh.get_group("inner"))
+            check_sharded_parity(self, ref_layer, layer)
+            with torch.no_grad():  # the bias has parted from its counterpart in the other four ranks
+                for param in (*ref_layer.parameters(), *layer.parameters()):
+                    param.sub_(param.grad, alpha=0.01)
+
+
+class TestFullyShardOldImport(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(1)
+    def test_old_import_training(self):
+        from torch.distributed._composable import fsdp as old
+        from torch.distributed._composable.fsdp.fully_shard import FSDPModule as OldFSDPModule
+
+        policy = old.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        ref_model = seeded(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device))
+        model = copy.deepcopy(ref_model)
+        for module in (*model, model):
+            old.fully_shard(module, mp_policy=policy)
+            self.assertIsInstance(module, OldFSDPModule)
+        self.assertIs(OldFSDPModule, FSDPModule)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        inp = self._input(8, 16)
+        out = model(inp)
+        self.assertEqual(out, copy.deepcopy(ref_model).bfloat16()(inp.bfloat16()), rtol=0, atol=0)
+        out.sum().backward()
+        before = full_tensors(model)
+        optim.step()
+        for name, after in full_tensors(model).items():
+            self.assertNotEqual(after, before[name], msg=name)
+
+
+class Dequantizing(nn.Module):
+    """A frozen parameter in a type of its own beside a trained one; the input does not matter."""
+
+    def __init__(self, frozen_dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        # Small integers, which each of the types holds without loss.
+        values = torch.arange(256 * 256, device=device).remainder(7).view(256, 256)
+        self.frozen = nn.Parameter(values.to(frozen_dtype), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(256, 256, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen.float() * self.trained
+
+
+class TestFullyShardMixedDtypeParam(InitTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _test_frozen_dtype(self, frozen_dtype: torch.dtype):
+        model = Dequantizing(frozen_dtype, self.device)
+        expected = model.frozen.detach().float()
+        fully_shard(model, reshard_after_forward=True)
+        self.assertEqual(model.frozen.dtype, frozen_dtype)
+        for _ in range(2):
+            out = model(self._input(1))
+            self.assertEqual(out, expected, rtol=0, atol=0)
+            (out.sum() * (self.rank + 1)).backward()
+            self.assertIsNone(model.frozen.grad)
+            self.assertEqual(model.trained.grad.to_local(), 1.5 * rows_of(expected, self.rank, 2))
+            model.zero_grad()
+
+    @skip_if_lt_x_gpu(1)
+    def test_mixed_dtypes_no_grad_param(self):
+        self._test_frozen_dtype(torch.float8_e4m3fn)
+
+    @requires(lambda: None if torch_facts.SHARDS_INTEGER_PARAMETERS else "this torch shards floating point types only")
+    @skip_if_lt_x_gpu(1)
+    def test_integer_no_grad_param(self):
+        """Beyond upstream: the frozen parameter may be of a type that has no gradients at all."""
+        self._test_frozen_dtype(torch.int8)
+
+    @skip_if_lt_x_gpu(1)
+    def test_mixed_dtypes_of_trained_params(self):
+        """Beyond upstream: what is reduced together must be of one type."""
+        model = nn.Linear(8, 8, device=self.device)
+        model.bias = nn.Parameter(model.bias.detach().bfloat16())
+        fully_shard(model)
+        with self.assertRaisesRegex(AssertionError, "FSDP expects uniform original parameter dtype"):
+            model(self._input(2, 8))
+
+
+if __name__ == "__main__":
+    run_tests()

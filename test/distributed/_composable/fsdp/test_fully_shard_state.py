@@ -1,0 +1,293 @@
+"""What ``fully_shard`` makes of a module: a state of its own, a class made on the fly, and what that class refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_utils import run_tests
+
+
+class RunnableList(nn.ModuleList):
+    """A container that knows how to run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def lineage(self) -> list[str]:
+        return ["base"]
+
+
+class Child(Base):
+    """Overrides by way of ``super()``, and has attributes, a property and a class method of its own."""
+
+    kind = "child"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = "mine"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+    def lineage(self) -> list[str]:
+        return [*super().lineage(), self.kind]
+
+    @property
+    def shouted(self) -> str:
+        return self.note.upper()
+
+    @classmethod
+    def name_of_class(cls) -> str:
+        return cls.kind
+
+
+class CountedSequential(nn.Sequential):
+    """Counts how often instances are initialised."""
+
+    initialised = 0
+
+    def __init__(self, *modules: Any) -> None:
+        type(self).initialised += 1
+        super().__init__(*modules)
+
+
+class TestFullyShardState(FSDPTestMultiThread):
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device()
+
+    def _input(self, dim: int) -> torch.Tensor:
+        return torch.arange(1.0, 2 * dim + 1, device=self.device).view(2, dim) / dim
+
+    def _two_wrapped_in_one(self) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module)
+        return model
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_state(self):
+        model = nn.Sequential(*(MLP(8) for _ in range(3)))
+        for module in (*model, model):
+            self.assertIsNone(fully_shard.state(module))
+            fully_shard(module)
+        states = [fully_shard.state(module) for module in (model, *model)]
+        self.assertNotIn(None, states)
+        self.assertEqual(len(set(states)), 4)
+        for module, state in zip((model, *model), states):
+            self.assertIs(module._get_fsdp_state(), state)
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_reapply(self):
+        model = fully_shard(MLP(8))
+        state, weight = fully_shard.state(model), model.in_proj.weight
+        message = "Each distinct composable distributed API can only be applied to a module once."
+        with self.assertRaisesRegex(AssertionError, message):
+            fully_shard(model)
+        self.assertIs(fully_shard.state(model), state)
+        self.assertIs(model.in_proj.weight, weight)
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_cls(self):
+        model = fully_shard(MLP(8))
+        self.assertIsInstance(model, MLP)
+        self.assertIsInstance(model, FSDPModule)
+        self.assertEqual(type(model).__name__, "FSDPMLP")
+        self.assertEqual([module for module in model.modules() if isinstance(module, FSDPModule)], [model])
+
+        model = fully_shard(nn.Sequential(*(MLP(8) for _ in range(3))))
+        self.assertEqual(type(model).__name__, "FSDPSequential")
+        part = model[:2]
+        self.assertIs(type(part), nn.Sequential)
+        self.assertNotIsInstance(part, FSDPModule)
+        self.assertEqual([id(module) for module in part], [id(module) for module in model[:2]])
+        self.assertIs(part[0], model[0])
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_unsupported_module_cls(self):
+        linear = nn.Linear(4, 4)
+        for container in (nn.ModuleList([linear]), nn.ModuleDict({"linear": linear})):
+            message = "fully_shard does not support containers that do not implement forward"
+            with self.assertRaisesRegex(ValueError, message):
+                fully_shard(container)
+            self.assertNotIsInstance(linear.weight, DTensor)
+
+    @skip_if_lt_x_gpu(1)
+    def test_fully_shard_deepcopy(self):
+        model = fully_shard(MLP(8))
+        for whole in (model, nn.Sequential(model)):
+            with self.assertRaisesRegex(AssertionError, "FSDP does not support deepcopy"):
+                copy.deepcopy(whole)
+
+    @requires(lambda: None if torch_facts.TAKES_CONTAINERS_WITH_FORWARD else "this torch refuses every container")
+    @skip_if_lt_x_gpu(1)
+    def test_container_with_forward(self):
+        """Beyond upstream: a container that says how it runs is taken, and trains."""
+        ref_model = RunnableList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(self.device)
+        model = fully_shard(copy.deepcopy(ref_model))
+        self.assertEqual(type(model).__name__, "FSDPRunnableList")
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
+        for _ in range(3):
+            for each, optim in zip((ref_model, model), optims):
+                optim.zero_grad()
+                each(self._input(4)).square().sum().backward()
+                optim.step()
+            check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(1)
+    def test_prefetch_setters(self):
+        """Beyond upstream: only FSDP modules are prefetched, and a refusal leaves the former ones in place."""
+        model = self._two_wrapped_in_one()
+        first, second = model
+        for direction in ("forward", "backward"):
+            setter = getattr(first, f"set_modules_to_{direction}_prefetch")
+            setter([second])
+            for wrong in ([nn.Linear(4, 4)], [second, nn.Linear(4, 4)], [None]):
+                with self.assertRaisesRegex(ValueError, "Expects FSDPModule but got"):
+                    setter(wrong)
+            states = getattr(first._get_fsdp_state(), f"_states_to_{direction}_prefetch")
+            self.assertEqual(states, [second._get_fsdp_state()])
+            setter([])
+            self.assertEqual(getattr(first._get_fsdp_state(), f"_states_to_{direction}_prefetch"), [])
+
+    @skip_if_lt_x_gpu(1)
+    def test_reshard_setter(self):
+        """Beyond upstream: after ``fully_shard`` only a bool is taken, also where an int would mean the same."""
+        model = self._two_wrapped_in_one()
+
+        def reshards() -> list[bool]:
+            groups = [module._get_fsdp_state()._fsdp_param_group for module in model]
+            return [group.post_forward_mesh_info is not None for group in groups]
+
+        for wrong in (0, 1, 2, None, "True"):
+            with self.assertRaisesRegex(ValueError, "reshard_after_forward should be a bool"):
+                model.set_reshard_after_forward(wrong)
+            self.assertEqual(reshards(), [True, True])
+        model.set_reshard_after_forward(False)
+        self.assertEqual(reshards(), [False, False])
+        model[1].set_reshard_after_forward(True)
+        self.assertEqual(reshards(), [False, True])
+        model.set_reshard_after_forward(True, recurse=False)
+        self.assertEqual(reshards(), [False, True])
+
+    @requires(lambda: None if torch_facts.SHARES_COMM_CONTEXT else "this torch has no share_comm_ctx")
+    @skip_if_lt_x_gpu(1)
+    def test_share_comm_ctx(self):
+        """Beyond upstream: FSDP modules share the first one's context, anything else is refused, none is no mistake."""
+        share = _fully_shard.share_comm_ctx
+        first, second, third = (fully_shard(nn.Linear(4, 4)) for _ in range(3))
+        contexts = [module._get_fsdp_state()._comm_ctx for module in (first, second, third)]
+        self.assertEqual(len({id(context) for context in contexts}), 3)
+        share([])
+        with self.assertRaisesRegex(ValueError, "Expects list of FSDPModules but got"):
+            share([first, second, nn.Linear(4, 4)])
+        self.assertIs(second._get_fsdp_state()._comm_ctx, contexts[1])
+        share([first, second])
+        for module, context in zip((first, second, third), (contexts[0], contexts[0], contexts[2])):
+            state = module._get_fsdp_state()
+            self.assertIs(state._comm_ctx, context)
+            if module is second:
+                self.assertIs(state._fsdp_param_group.comm_ctx, context)
+
+    @skip_if_lt_x_gpu(1)
+    def test_user_class_keeps_working(self):
+        """Beyond upstream: FSDP's class comes before the user's, and what the user wrote is found behind it."""
+        plain = Child().to(self.device)
+        model = fully_shard(copy.deepcopy(plain))
+        self.assertEqual(type(model).__mro__[1:], (FSDPModule, *Child.__mro__)[: len(type(model).__mro__) - 1])
+        self.assertEqual([type(model).__name__, type(plain)], ["FSDPChild", Child])
+        self.assertEqual((model.lineage(), model.shouted), (["base", "child"], "MINE"))
+        self.assertEqual((model.name_of_class(), model.kind), ("child", "child"))
+        model.note = "yours"
+        model.added = 3
+        self.assertEqual((model.shouted, model.added), ("YOURS", 3))
+        self.assertEqual(model(self._input(4)), plain(self._input(4)))
+
+    @skip_if_lt_x_gpu(1)
+    def test_generated_classes(self):
+        """Beyond upstream: one class for each class of the user, whatever it is called."""
+
+        def another_mlp() -> nn.Module:
+            return type("MLP", (nn.Linear,), {})(4, 4)
+
+        first, second, stranger = (fully_shard(module) for module in (MLP(8), MLP(8), another_mlp()))
+        self.assertIs(type(first), type(second))
+        self.assertEqual(type(stranger).__name__, type(first).__name__)
+        self.assertIsNot(type(stranger), type(first))
+        self.assertNotIsInstance(stranger, MLP)
+        self.assertIs(_fully_shard.cls_to_fsdp_cls[MLP], type(first))
+
+    @skip_if_lt_x_gpu(1)
+    def test_slice_is_initialised_once(self):
+        """Beyond upstream: a part of a wrapped container is made as a part of a plain one is."""
+        model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        before = CountedSequential.initialised
+        part = model[:1]
+        self.assertEqual((type(part), len(part)), (CountedSequential, 1))
+        self.assertEqual(CountedSequential.initialised, before + 1)
+
+    @skip_if_lt_x_gpu(1)
+    def test_state_dict_is_pickled(self):
+        """Beyond upstream: a state dict goes through a file, though the module's class exists in this process only."""
+        model = fully_shard(Child())
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        other = fully_shard(Child())
+        self.assertNotEqual(other.linear.weight.to_local(), model.linear.weight.to_local())
+        other.load_state_dict(loaded)
+        for name, param in model.named_parameters():
+            self.assertIsInstance(loaded[name], DTensor)
+            self.assertEqual(other.get_parameter(name).to_local(), param.to_local(), rtol=0, atol=0)
+
+    @requires(lambda: None if torch_facts.RESETS_ITERATION else "this torch has no reset_iter_state")
+    @skip_if_lt_x_gpu(1)
+    def test_reset_iter_state(self):
+        """Beyond upstream: the root alone resets; afterwards an iteration that broke off has left no trace."""
+        model = self._two_wrapped_in_one()
+        expected = model(self._input(4)).detach()
+        for module in model:
+            with self.assertRaisesRegex(RuntimeError, "reset_iter_state must be called on the root FSDP module"):
+                module.reset_iter_state()
+        with self.assertRaisesRegex(RuntimeError, "shapes cannot be multiplied"):
+            model(self._input(5))
+        self.assertIs(model._get_fsdp_state()._state_ctx.iter_forward_root, model._get_fsdp_state())
+        model.reset_iter_state()
+        self.assertIsNone(model._get_fsdp_state()._state_ctx.iter_forward_root)
+        for module in model:
+            self.assertIsInstance(module.weight, DTensor)
+        out = model(self._input(4))
+        self.assertEqual(out, expected, rtol=0, atol=0)
+        out.sum().backward()
+        self.assertTrue(all(param.grad is not None for param in model.parameters()))
+
+
+if __name__ == "__main__":
+    run_tests()
