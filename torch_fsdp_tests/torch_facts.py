@@ -37,9 +37,6 @@ HAS_MESH_PER_PARAMETER = hasattr(fsdp2_common, "ShardPlacementResult")
 # Since 2.13 ``fully_shard`` takes ``dp_mesh_dims``, by which it works on dimensions of the mesh of its DTensors.
 FSDP2_HAS_DP_MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 
-# Since 2.13 dynamo never traces FSDP2's hooks; before, ``torch._dynamo.config.skip_fsdp_hooks`` said so (the default).
-FSDP2_HOOKS_ARE_NEVER_TRACED = hasattr(fsdp2_common, "_dynamo_disable")
-
 # 2.9 puts the rows of uneven shards in the wrong order where FSDP2 and tensor parallelism cut the same dimension.
 GATHERS_UNEVEN_STRIDED_SHARDS = VERSION > (2, 9)
 
@@ -61,6 +58,9 @@ FSDP2_KEEPS_PADDED_STORAGE = "same_local_tensor" in fsdp2_param.FSDPParam.reset_
 
 # 2.11 and older refuse a ModuleList or ModuleDict even if it has a forward of its own.
 TAKES_CONTAINERS_WITH_FORWARD = VERSION > (2, 11)
+
+# Before 2.13 FSDP1's hybrid strategies broadcast a module's buffers from rank 0 to the ranks of one group only.
+HYBRID_SHARD_SYNCS_BUFFERS = VERSION > (2, 11)
 
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
