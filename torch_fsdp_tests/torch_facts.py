@@ -62,6 +62,24 @@ TAKES_CONTAINERS_WITH_FORWARD = VERSION > (2, 11)
 # Before 2.13 FSDP1's hybrid strategies broadcast a module's buffers from rank 0 to the ranks of one group only.
 HYBRID_SHARD_SYNCS_BUFFERS = VERSION > (2, 11)
 
+# Since 2.13 FSDP2 can keep the inputs of several reduce-scatters, so that the compute stream waits for none of them.
+KEEPS_REDUCE_SCATTER_INPUTS = hasattr(fsdp2_module.FSDPModule, "set_reduce_scatter_max_input_buffers")
+
+# 2.11 and older end the backward of ``fully_shard([a, b])`` once more for each further module, with nothing left to do.
+ENDS_GROUP_ONCE = VERSION > (2, 11)
+
+# Since 2.13 a group of modules of which only some ran is completed at the end of the root's forward.
+COMPLETES_PARTIAL_GROUPS = hasattr(fsdp2_state.FSDPState, "_force_complete_incomplete_states")
+
+# Since 2.11 (2.9 does not) what a checkpoint recomputes is not resharded, nor noted for the order of prefetching.
+KEEPS_RECOMPUTED_GROUPS = hasattr(fsdp2_common, "is_bw")
+
+# Since 2.11 FSDP2 copies a gradient that only one rank has; 2.9 reduces it over that rank, by the same operations.
+COPIES_GRADIENT_OF_ONE_RANK = VERSION > (2, 9)
+
+# Since 2.11 FSDP2 averages where a divide factor is the number of shards; 2.9 where it is that of all ranks.
+AVERAGES_OVER_SHARDS = VERSION > (2, 9)
+
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
 PRELOAD = (
