@@ -1,0 +1,644 @@
+"""FSDP2 with ``torch.compile``: dynamo never looks into FSDP's hooks, and what it compiles between them trains alike.
+
+Compiled models are compared with the same model sharded and eager, and with a plain one that has seen all ranks' rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch._inductor.pattern_matcher  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import (
+    TIMEOUT_OVERRIDE,
+    get_required_world_size,
+    requires,
+    requires_world_size,
+    skip_if_lt_x_gpu,
+)
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_all_gather, patch_reduce_scatter
+from torch_fsdp_tests.common_utils import flags, run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
+
+DIM = 16
+ITERATIONS = 10
+FSDP_FOLDER = os.path.dirname(_fsdp_state.__file__)
+HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # what dynamo meets in the place of a hook; before 2.13 the latter
+
+INDUCTOR_TESTS = (
+    "test_simple_mlp_fullgraph_backend_inductor",
+    "test_nested_fully_shard_backend_inductor_fullgraph_True",
+    "test_nested_fully_shard_backend_inductor_fullgraph_False",
+    "test_transformer_backend_inductor_fullgraph_True",
+    "test_transformer_backend_inductor_fullgraph_False",
+)
+TIMEOUT_OVERRIDE |= dict.fromkeys(INDUCTOR_TESTS, 600)  # for a C++ compiler on a busy machine
+
+
+def why_no_inductor() -> str | None:
+    if not accelerator.current().is_host:
+        return why_no_device_compiler()
+    if not flags.TEST_WITH_SLOW:
+        return "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+    return why_no_host_compiler()
+
+
+requires_inductor = requires(why_no_inductor)
+
+
+class Mod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (784, 1024, 1024, 4096)
+        with accelerator.current().device(dist.get_rank()):
+            self.encoder = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
+class Layers(nn.Module):
+    """A sequence in a class that is not torch's own: dynamo compiles no forward of torch.nn that eager code calls, and
+    after the break at its hook that of the root is called so."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ScaledProduct(nn.Module):
+    """One of three alike that are called again and again. Not of zeros, whose gradients would be zeros too."""
+
+    def __init__(self, breaks_graph: bool) -> None:
+        super().__init__()
+        self.breaks_graph = breaks_graph
+        self.weight = nn.Parameter(torch.eye(DIM) + 0.02 * torch.rand(DIM, DIM))
+        self.scale = nn.Parameter(1 + 0.1 * torch.rand(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.weight
+        if self.breaks_graph:
+            torch._dynamo.graph_break()
+        return F.relu(x * self.scale)
+
+
+class Repeating(nn.Module):
+    def __init__(self, breaks_graph: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledProduct(breaks_graph) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(layer(x))
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+class CountingBackend:
+    """A backend of ``torch.compile`` by name, which remembers the graphs that it was given."""
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self._compile = torch._dynamo.lookup_backend(name)
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        self.graphs.append(graph)
+        return self._compile(graph, inputs)
+
+    @property
+    def op_count(self) -> int:
+        return sum(node.op.startswith("call_") for graph in self.graphs for node in graph.graph.nodes)
+
+
+class Step(NamedTuple):
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor]  # of this rank's shards
+
+
+class CompileTest(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return get_required_world_size(self, 2)
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(self.rank)
+
+    def _rows(self, iteration: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * iteration + rank)
+        return torch.rand((2, DIM), generator=generator).to(self.device)
+
+    def _shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.world_size)[self.rank]
+
+
+class TestFullyShardCompileCompute(CompileTest):
+    @skip_if_lt_x_gpu(2)
+    def test_disable_compiling_hooks(self):
+        self.run_subtests({"backend": ["eager", "aot_eager"]}, self._test_disable_compiling_hooks)
+
+    def _test_disable_compiling_hooks(self, backend: str) -> None:
+        """Dynamo is asked about the functions that stand for hooks, never about FSDP's own code behind them."""
+        torch._dynamo.reset()
+        seen: collections.Counter[str] = collections.Counter()
+        check = torch._dynamo.trace_rules.check
+
+        def counting_check(obj: Any, *args: Any, **kwargs: Any) -> bool:
+            if os.path.dirname(getattr(obj, "co_filename", "")) == FSDP_FOLDER:
+                seen[obj.co_name] += 1
+            return check(obj, *args, **kwargs)
+
+        counting = CountingBackend(backend)
+        torch.manual_seed(42)
+        ref_model = MLP(4, self.device)
+        model = fully_shard(copy.deepcopy(ref_model))
+        inp = torch.randn((4, 4), device=self.device)
+        dist.barrier()
+        with mock.patch.object(torch._dynamo.trace_rules, "check", counting_check):
+            model.compile(backend=counting)
+            out = model(inp)
+            out.sum().backward()
+            dist.barrier()
+        torch._dynamo.reset()
+        self.assertEqual(sum(count for name, count in seen.items() if name not in HOOK_WRAPPERS), 0, f"{seen}")
+        # Otherwise a count of zero would prove nothing: the hooks were there to be seen, the model's code was compiled.
+        self.assertGreater(sum(seen.values()), 0)
+        self.assertGreater(self._count_op_in_graphs(counting, "linear"), 0)
+        self.assertEqual(out, ref_model(inp))
+
+    def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
+        return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
+
+
+class TestFullyShardCompile(CompileTest):
+    def test_dynamo_trace_use_training_state(self):
+        torch._dynamo.reset()
+        group = FSDPParamGroup([], (nn.Linear(1, 1),), None, None, self.device, None, None, None)
+
+        def add_in_forward_state(x: torch.Tensor) -> torch.Tensor:
+            group._training_state = TrainingState.IDLE
+            with group.use_training_state(TrainingState.FORWARD):
+                if group._training_state == TrainingState.FORWARD:
+                    x = x + 1
+            return x
+
+        inp = torch.zeros(1, device=self.device)
+        self.assertEqual(group._training_state, TrainingState.IDLE)
+        self.assertEqual(add_in_forward_state(inp), inp + 1)
+        self.assertEqual(group._training_state, TrainingState.IDLE)
+        counting = CountingBackend()
+        self.assertEqual(torch.compile(add_in_forward_state, backend=counting, fullgraph=True)(inp), inp + 1)
+        self.assertEqual(group._training_state, TrainingState.IDLE)
+        self.assertEqual((len(counting.graphs), counting.op_count), (1, 1))
+        torch._dynamo.reset()
+
+    def test_trace_fsdp_copy_(self):
+        """What is copied has seen a write through another view, whether it was taken before that write or after."""
+        self.run_subtests({"view_taken_first": [False, True]}, self._test_trace_fsdp_copy_)
+
+    def _test_trace_fsdp_copy_(self, view_taken_first: bool) -> None:
+        with torch.library._scoped_library("torch_fsdp_tests", "DEF") as library:
+            library.define("add_one_out(Tensor x, Tensor(a!) out) -> ()")
+
+            @torch.library.impl(library, "add_one_out", "CompositeExplicitAutograd")
+            def add_one_out(x: torch.Tensor, out: torch.Tensor) -> None:
+                out.copy_(x + 1)
+
+            def write_through_views(write: Callable, x: torch.Tensor) -> None:
+                whole = torch.zeros(2, device=x.device)
+                early_view = whole.view(-1)
+                write(x, whole.view(-1))
+                torch.ops.fsdp.copy_(x, early_view if view_taken_first else whole.view(-1))
+
+            def add_one_and_clear(x: torch.Tensor, out: torch.Tensor) -> None:
+                out.copy_(x + 1)
+                x.view(-1).zero_()  # must reach x before the copy does, not undo it later
+
+            custom_op = torch.ops.torch_fsdp_tests.add_one_out
+            ref_x, x, functional_x = (torch.zeros(2, device=self.device) for _ in range(3))
+            write_through_views(custom_op, ref_x)
+            counting = CountingBackend()
+            torch.compile(write_through_views, backend=counting, fullgraph=True)(custom_op, x)
+            # What AOTAutograd puts in the place of both operations needs none of copy_'s own rules; this does.
+            torch.func.functionalize(functools.partial(write_through_views, add_one_and_clear))(functional_x)
+            self.assertEqual(ref_x, torch.ones(2, device=self.device))
+            self.assertEqual(x, ref_x)
+            self.assertEqual(functional_x, ref_x)
+            self.assertEqual(self._count_op_in_graph(counting.graphs[0], torch.ops.fsdp.copy_), 1)
+            torch._dynamo.reset()
+
+    def _count_op_in_graph(self, graph: torch.fx.GraphModule, op: Any) -> int:
+        return sum(node.target in (op, op.default) for node in graph.graph.nodes)
+
+    @skip_if_lt_x_gpu(2)
+    def test_compiled_autograd_ctx(self):
+        """There is no full graph of a backward any more; gradients are those of eager, from a warm start."""
+
+        def model_init_fn() -> nn.Module:
+            torch.manual_seed(42)
+            return Layers(nn.Linear(DIM, DIM, device=self.device))
+
+        self._test_traceable_fsdp((model_init_fn, fully_shard), self._rows, "aot_eager", fwd_fullgraph=True)
+
+    def _test_traceable_fsdp(
+        self,
+        model_init_fns: tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]],
+        input_creation_fn: Callable[[int, int], torch.Tensor],
+        backend: str,
+        fwd_fullgraph: bool,
+    ) -> CountingBackend:
+        """Train plainly, sharded, and sharded and compiled; compare losses and gradients of every iteration.
+
+        The model functions build a plain model and shard it. With ``fwd_fullgraph`` the model has no graph break of
+        its own. Returns the backend with the graphs that it compiled.
+        """
+        build, shard = model_init_fns
+
+        def make_optim(model: nn.Module) -> torch.optim.Optimizer:
+            # A rate of 1e-4, as upstream's, would leave the losses as they are, whatever the gradients.
+            return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3, momentum=0.9)
+
+        def fwd_bwd(model: Callable, iteration: int, rank: int, divide_by: int = 1) -> torch.Tensor:
+            inp = input_creation_fn(iteration, rank)
+            torch.manual_seed(100 * iteration + rank)  # for dropout
+            loss = model(inp).square().mean()
+            (loss / divide_by).backward()
+            return loss.detach()
+
+        def run_iters(model: nn.Module, call: Callable, iterations: int = ITERATIONS) -> list[Step]:
+            optim, steps = make_optim(model), []
+            for iteration in range(iterations):
+                loss = fwd_bwd(call, iteration, self.rank)
+                grads = {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
+                steps.append(Step(loss, grads))
+                optim.step()
+                optim.zero_grad(set_to_none=True)
+            return steps
+
+        def test_plain() -> list[Step]:
+            model, steps = build(), []
+            optim = make_optim(model)
+            for iteration in range(ITERATIONS):
+                losses = [fwd_bwd(model, iteration, rank, self.world_size) for rank in range(self.world_size)]
+                grads = {n: self._shard_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+                steps.append(Step(losses[self.rank], grads))
+                optim.step()
+                optim.zero_grad(set_to_none=True)
+            return steps
+
+        def test_eager() -> list[Step]:
+            model = build()
+            shard(model)
+            return run_iters(model, model)
+
+        def test_compiled() -> list[Step]:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            model = build()
+            shard(model)
+            compiled = torch.compile(model, backend=counting)
+            with torch.compiler.set_stance("force_eager"):  # so that FSDP's lazy initialization is done
+                fwd_bwd(compiled, 0, self.rank)
+            model.zero_grad(set_to_none=True)
+            self.assertEqual(counting.graphs, [])
+            steps = run_iters(model, compiled)
+            self._check_graphs(counting, fwd_fullgraph)
+            torch._dynamo.reset()
+            return steps
+
+        counting = CountingBackend(backend)
+        plain_steps, eager_steps = test_plain(), test_eager()
+        self._check_steps(eager_steps, plain_steps, "eager")
+        self._check_steps(test_compiled(), plain_steps, "compiled")
+        self.assertEqual(len({step.loss.item() for step in plain_steps}), ITERATIONS)
+        return counting
+
+    def _check_graphs(self, counting: CountingBackend, fwd_fullgraph: bool) -> None:
+        """Something was compiled, nothing of FSDP among it; and the forward broke where it was told to, if it was.
+
+        The breaks at hooks cannot be counted: in a loop dynamo gives up the whole frame, and counts no break.
+        """
+        self.assertGreater(counting.op_count, 0)
+        for graph in counting.graphs:
+            for node in graph.graph.nodes:
+                self.assertNotRegex(str(node.target), "fsdp|c10d")
+        reasons = torch._dynamo.utils.counters["graph_break"]
+        self.assertEqual(any("torch._dynamo.graph_break()" in reason for reason in reasons), not fwd_fullgraph)
+
+    def _check_steps(self, steps: list[Step], expected: list[Step], what: str) -> None:
+        self.assertEqual(len(steps), len(expected))
+        for iteration, (step, ref) in enumerate(zip(steps, expected)):
+            self.assertEqual(step.loss, ref.loss, rtol=1e-5, atol=1e-8, msg=f"{what}, loss {iteration}")
+            self.assertEqual(step.grads, ref.grads, msg=f"{what}, gradients {iteration}")
+            for name, grad in ref.grads.items():
+                self.assertGreater(grad.abs().max().item(), 0, name)
+
+    def _create_simple_mlp_factory_fns(self) -> tuple[Any, Any]:
+        def model_init_fn() -> nn.Module:
+            torch.manual_seed(42)
+            layers: list[nn.Module] = []
+            for _ in range(3):
+                layers += [nn.Linear(DIM, DIM, device=self.device), nn.ReLU()]
+            return Layers(*layers[:-1])
+
+        return (model_init_fn, functools.partial(fully_shard, reshard_after_forward=True)), self._rows
+
+    @skip_if_lt_x_gpu(2)
+    def test_simple_mlp_fullgraph_backend_aot_eager(self):
+        self._test_traceable_fsdp(*self._create_simple_mlp_factory_fns(), "aot_eager", fwd_fullgraph=True)
+
+    @skip_if_lt_x_gpu(2)
+    def test_simple_mlp_fullgraph_backend_aot_eager_decomp_partition(self):
+        fns = self._create_simple_mlp_factory_fns()
+        self._test_traceable_fsdp(*fns, "aot_eager_decomp_partition", fwd_fullgraph=True)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_simple_mlp_fullgraph_backend_inductor(self):
+        with self._inductor():
+            self._test_traceable_fsdp(*self._create_simple_mlp_factory_fns(), "inductor", fwd_fullgraph=True)
+
+    @contextlib.contextmanager
+    def _inductor(self) -> Iterator[None]:
+        """Without a pool of processes, which would outlive the rank, with eager's random numbers, and with what is
+        built in a folder that the ranks share and that goes away."""
+        with (
+            torch._inductor.config.patch(compile_threads=1, fallback_random=True),
+            mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=self.temp_dir),
+        ):
+            yield
+
+    def _create_nested_fully_shard_factory_fns(self, fwd_fullgraph: bool) -> tuple[Any, Any]:
+        def model_init_fn() -> nn.Module:
+            torch.manual_seed(42)
+            return Repeating(breaks_graph=not fwd_fullgraph).to(self.device)
+
+        def shard(model: Repeating) -> None:
+            for layer in model.layers:
+                fully_shard(layer, reshard_after_forward=True)
+            fully_shard(model, reshard_after_forward=True)
+
+        return (model_init_fn, shard), self._rows
+
+    def _test_nested(self, backend: str, fwd_fullgraph: bool) -> CountingBackend:
+        fns = self._create_nested_fully_shard_factory_fns(fwd_fullgraph)
+        return self._test_traceable_fsdp(*fns, backend, fwd_fullgraph)
+
+    @skip_if_lt_x_gpu(2)
+    def test_nested_fully_shard_backend_aot_eager(self):
+        self.run_subtests({"backend": ["aot_eager"], "fwd_fullgraph": [True, False]}, self._test_nested)
+
+    @skip_if_lt_x_gpu(2)
+    def test_nested_fully_shard_backend_aot_eager_decomp_partition(self):
+        config = {"backend": ["aot_eager_decomp_partition"], "fwd_fullgraph": [True, False]}
+        self.run_subtests(config, self._test_nested)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_nested_fully_shard_backend_inductor_fullgraph_True(self):
+        with self._inductor():
+            self._test_nested("inductor", fwd_fullgraph=True)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_nested_fully_shard_backend_inductor_fullgraph_False(self):
+        with self._inductor():
+            counting = self._test_nested("inductor", fwd_fullgraph=False)
+        self.assertGreaterEqual(len(counting.graphs), 2)  # what is before the break and what is after it
+
+    def _create_transformer_factory_fns(
+        self, all_requires_grad: bool, activation_checkpoint: bool = False
+    ) -> tuple[Any, Any]:
+        args = ModelArgs(n_layers=3, vocab_size=8, max_seq_len=16)
+
+        def model_init_fn() -> nn.Module:
+            torch.manual_seed(42)
+            model = Transformer(args).to(self.device)
+            if activation_checkpoint:
+                # Inside of what FSDP wraps: dynamo compiles nothing in a checkpoint that it has not traced itself,
+                # and one around a wrapped layer it cannot trace.
+                for layer in model.layers:
+                    layer.feed_forward = checkpoint_wrapper(layer.feed_forward)
+            if not all_requires_grad:
+                trainable = 0
+                for name, param in model.named_parameters():
+                    param.requires_grad_("attention.wq" in name or "attention.wv" in name)
+                    trainable += param.requires_grad
+                assert trainable == 6, trainable
+            return model
+
+        def shard(model: Transformer) -> None:
+            for layer in model.layers:
+                fully_shard(layer, reshard_after_forward=True)
+            fully_shard(model, reshard_after_forward=True)
+
+        def input_creation_fn(iteration: int, rank: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(100 * iteration + rank)
+            return torch.randint(0, args.vocab_size, (2, args.max_seq_len), generator=generator).to(self.device)
+
+        return (model_init_fn, shard), input_creation_fn
+
+    @contextlib.contextmanager
+    def _maybe_add_graph_break_to_sdpa(self, fwd_fullgraph: bool) -> Iterator[None]:
+        """Unless ``fwd_fullgraph``, have attention break the graph."""
+        attend = F.scaled_dot_product_attention
+
+        def breaking(*args: Any, **kwargs: Any) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return attend(*args, **kwargs)
+
+        with contextlib.nullcontext() if fwd_fullgraph else mock.patch.object(F, attend.__name__, breaking):
+            yield
+
+    def _test_transformer(
+        self, backend: str, all_requires_grad: bool, activation_checkpoint: bool = False, fwd_fullgraph: bool = True
+    ) -> None:
+        fns = self._create_transformer_factory_fns(all_requires_grad, activation_checkpoint)
+        inductor = self._inductor() if backend == "inductor" else torch._inductor.config.patch(fallback_random=True)
+        with inductor, self._maybe_add_graph_break_to_sdpa(fwd_fullgraph):
+            counting = self._test_traceable_fsdp(*fns, backend, fwd_fullgraph)
+        if not fwd_fullgraph:
+            self.assertGreater(len(counting.graphs), 2)
+
+    @skip_if_lt_x_gpu(2)
+    def test_transformer_backend_aot_eager(self):
+        config = {"backend": ["aot_eager"], "all_requires_grad": [True, False]}
+        self.run_subtests(config, self._test_transformer)
+
+    @skip_if_lt_x_gpu(2)
+    def test_transformer_backend_aot_eager_decomp_partition(self):
+        config = {"backend": ["aot_eager_decomp_partition"], "all_requires_grad": [True, False]}
+        self.run_subtests(config, self._test_transformer)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_transformer_backend_inductor_fullgraph_True(self):
+        config = {"backend": ["inductor"], "all_requires_grad": [True, False], "activation_checkpoint": [True, False]}
+        self.run_subtests(config, self._test_transformer)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_transformer_backend_inductor_fullgraph_False(self):
+        config = {"backend": ["inductor"], "all_requires_grad": [True, False], "fwd_fullgraph": [False]}
+        self.run_subtests(config, self._test_transformer)
+
+    @skip_if_lt_x_gpu(2)
+    def test_dynamo_recompiles_on_fsdp_layers(self):
+        """FSDP1 around layers that were compiled one by one, which keep their names and weights."""
+        torch.manual_seed(42)
+        model = Mod()
+        ref_model = copy.deepcopy(model)
+        counting = CountingBackend("eager")
+        for name, layer in list(model.encoder.named_children()):
+            setattr(model.encoder, name, torch.compile(layer, backend=counting))
+        model = FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True)
+        inp = torch.randn((32, 784), device=self.device)
+        for _ in range(2):
+            self.assertEqual(model(inp), ref_model(inp))
+        self.assertEqual(self._count_op_in_graphs(counting, "linear"), 3)
+
+    def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
+        return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
+
+    def _mlps(self) -> nn.Sequential:
+        torch.manual_seed(42)
+        return nn.Sequential(*(MLP(DIM, self.device) for _ in range(2)))
+
+    def _mean_backward(self, ref_model: nn.Module, iteration: int) -> None:
+        """The mean over all ranks' rows, without communication."""
+        for rank in range(self.world_size):
+            (ref_model(self._rows(iteration, rank)).square().sum() / self.world_size).backward()
+
+    @requires_world_size(4)
+    def test_no_recompiles(self):
+        """Beyond upstream: after two iterations there is nothing left to compile."""
+        config = {"reshard_after_forward": [True, False, 2], "per_layer": [False, True]}
+        self.run_subtests(config, self._test_no_recompiles)
+
+    def _test_no_recompiles(self, reshard_after_forward: bool | int, per_layer: bool) -> None:
+        model, counting = self._mlps(), CountingBackend("aot_eager")
+        for mlp in model:
+            fully_shard(mlp, reshard_after_forward=reshard_after_forward)
+            if per_layer:
+                mlp.compile(backend=counting)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+        if not per_layer:
+            model.compile(backend=counting)
+        graphs = []
+        for iteration in range(6):
+            model(self._rows(iteration, self.rank)).square().sum().backward()
+            graphs.append(len(counting.graphs))
+        self.assertGreater(graphs[0], 0)
+        self.assertEqual(graphs[2:], [graphs[1]] * 4)
+
+    @skip_if_lt_x_gpu(2)
+    def test_compile_per_layer(self):
+        """Beyond upstream: layers compiled after they are sharded, or before; both train as a plain model does."""
+        config = {"compile_first": [True, False], "reshard_after_forward": [True, False]}
+        self.run_subtests(config, self._test_compile_per_layer)
+
+    def _test_compile_per_layer(self, compile_first: bool, reshard_after_forward: bool) -> None:
+        ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
+        for mlp in model:
+            if compile_first:
+                mlp.compile(backend=counting)
+            fully_shard(mlp, reshard_after_forward=reshard_after_forward)
+            if not compile_first:
+                mlp.compile(backend=counting)
+        fully_shard(model)
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
+        for iteration in range(5):
+            self._mean_backward(ref_model, iteration)
+            model(self._rows(iteration, self.rank)).square().sum().backward()
+            check_sharded_parity(self, ref_model, model)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        self.assertGreater(self._count_op_in_graphs(counting, "linear"), 0)
+        check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_compiled_gradient_sync(self):
+        """Beyond upstream: microbatches that do not reduce: as many collectives as eagerly, and the same gradients."""
+        self.run_subtests({"per_layer": [True, False]}, self._test_compiled_gradient_sync)
+
+    @contextlib.contextmanager
+    def _counting_collectives(self) -> Iterator[collections.Counter[str]]:
+        """FSDP's calls, counted by a patch: where a dispatch mode is active dynamo compiles nothing."""
+        calls: collections.Counter[str] = collections.Counter()
+
+        def counted(what: str, name: str) -> Callable:
+            original = getattr(dist, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[what] += 1
+                return original(*args, **kwargs)
+
+            return call
+
+        gather = counted("all-gather", torch_facts.ALL_GATHER_NAME)
+        reduce = counted("reduce-scatter", torch_facts.REDUCE_SCATTER_NAME)
+        with patch_all_gather(gather), patch_reduce_scatter(reduce):
+            yield calls
+
+    def _test_compiled_gradient_sync(self, per_layer: bool) -> None:
+        ref_model, counting, counts = self._mlps(), CountingBackend("aot_eager"), []
+        for iteration in range(3):
+            self._mean_backward(ref_model, iteration)
+        for compiled in (False, True):
+            model = self._mlps()
+            for mlp in model:
+                fully_shard(mlp)
+            fully_shard(model)
+            if compiled:
+                for module in model if per_layer else [model]:
+                    module.compile(backend=counting)
+            counts.append([])
+            for _ in range(2):
+                model.zero_grad()
+                for iteration in range(3):
+                    model.set_requires_gradient_sync(iteration == 2)
+                    with self._counting_collectives() as calls:
+                        model(self._rows(iteration, self.rank)).square().sum().backward()
+                    counts[-1].append(dict(calls))
+                check_sharded_parity(self, ref_model, model)
+        self.assertEqual([each.get("reduce-scatter", 0) for each in counts[0]], [0, 0, 2] * 2)
+        self.assertEqual(counts[1], counts[0])
+        self.assertGreater(len(counting.graphs), 0)
+
+
+if __name__ == "__main__":
+    run_tests()
