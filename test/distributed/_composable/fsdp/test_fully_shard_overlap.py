@@ -1,0 +1,532 @@
+"""FSDP2 overlaps its communication with compute, and with itself where it may.
+
+Time is the device's. A device without streams gets virtual ones, on which work takes no time but says how much it
+would take. What waits for what is then exact: a lost overlap makes a step longer, and a lost wait shorter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import unittest
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import implicit_replication
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    FSDPTest,
+    check_sharded_parity,
+    patch_all_gather,
+    patch_all_reduce,
+    patch_foreach_all_gather,
+    patch_foreach_reduce,
+    patch_reduce_scatter,
+)
+from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
+
+DIM = 4
+LAYERS = 3
+
+Collective = Callable[..., Any]
+
+
+class VirtualStream:
+    """A stream that keeps the time, in ms, at which its work so far would be done."""
+
+    all: weakref.WeakSet[VirtualStream] = weakref.WeakSet()
+
+    def __init__(self, priority: int = 0) -> None:
+        self.time = 0.0
+        VirtualStream.all.add(self)
+
+    def wait_stream(self, stream: VirtualStream) -> None:
+        self.time = max(self.time, stream.time)
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        self.time = max(self.time, event.time)
+
+    def record_event(self) -> VirtualEvent:
+        event = VirtualEvent()
+        event.record(self)
+        return event
+
+
+class VirtualEvent:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        self.time = (stream or device_module().current_stream()).time
+
+
+def is_virtual() -> bool:
+    """Whether there is nothing to be late on, so that time has to be counted."""
+    return accelerator.current().lacks("streams", "sleep_kernel") is not None
+
+
+def device_module() -> Any:
+    return torch.get_device_module(accelerator.current().type)
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[None]:
+    """For the length of a test: virtual streams where there are no others."""
+    with contextlib.ExitStack() as stack:
+        if is_virtual():
+            module = device_module()
+            replaced = {"Stream": VirtualStream, "Event": VirtualEvent, "_current_stream": VirtualStream()}
+            stack.enter_context(mock.patch.multiple(module, **replaced))
+            # FSDP asks here when a gather was begun in vain.
+            stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", module.current_stream))
+        yield
+
+
+def sleep(milliseconds: float) -> None:
+    """Keep the current stream busy."""
+    if is_virtual():
+        device_module().current_stream().time += milliseconds
+    else:
+        kind = accelerator.current().type
+        device_sleep(kind, int(milliseconds * get_cycles_per_ms(kind)))
+
+
+def synchronize() -> None:
+    """Wait until all streams are done: nothing that follows can begin before."""
+    if is_virtual():
+        latest = max(stream.time for stream in VirtualStream.all)
+        for stream in VirtualStream.all:
+            stream.time = latest
+    else:
+        device_module().synchronize()
+
+
+def delayed(original: Collective, milliseconds: float, stream_of: Callable[[Any], Any] | None = None) -> Collective:
+    """The collective, late: on the current stream, or on another that is joined to it, which its group may choose."""
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if stream_of is None:
+            sleep(milliseconds)
+            return original(*args, **kwargs)
+        current, stream = device_module().current_stream(), stream_of(kwargs.get("group"))
+        stream.wait_stream(current)
+        with device_module().stream(stream):
+            sleep(milliseconds)
+            result = original(*args, **kwargs)
+        current.wait_stream(stream)
+        return result
+
+    return late
+
+
+class Matmul(torch.autograd.Function):
+    """``input @ weight`` that takes ``sleep_ms`` in forward and twice that in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, sleep_ms: float) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.sleep_ms = sleep_ms
+        sleep(sleep_ms)
+        return input @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        input, weight = ctx.saved_tensors
+        sleep(2 * ctx.sleep_ms)
+        return grad_output @ weight.T, input.T @ grad_output, None
+
+
+class LinearWithSleep(nn.Module):
+    def __init__(self, dim: int, sleep_ms: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+        self.sleep_ms = sleep_ms
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(Matmul.apply(x, self.weight, self.sleep_ms))
+
+
+exact_time = requires(lambda: None if is_virtual() else "time is real here, and not exact")
+
+
+class TestFullyShardOverlap(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 4 if self._testMethodName.startswith("test_hsdp") else 2
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(self.rank)
+
+    def _time_fn(self, fn: Callable[[], object]) -> float:
+        """Milliseconds of the device: exact if virtual, else the median of three."""
+        times = []
+        for _ in range(1 if is_virtual() else 3):
+            dist.barrier()
+            synchronize()
+            if is_virtual():
+                start = device_module().current_stream().time
+                fn()
+                times.append(device_module().current_stream().time - start)
+            else:
+                start, end = (device_module().Event(enable_timing=True) for _ in range(2))
+                start.record()
+                fn()
+                end.record()
+                synchronize()
+                times.append(start.elapsed_time(end))
+        return statistics.median(times)
+
+    def _check_time(self, found: float, exactly: float, at_most: float | None = None) -> None:
+        """``exactly`` is what the schedule comes to; a real device is only asked for not more than ``at_most``."""
+        if is_virtual():
+            self.assertEqual(found, exactly)
+        if at_most is not None:
+            self.assertLessEqual(found, at_most)
+
+    def _models(self, compute_ms: float, layers: int = LAYERS, **kwargs: Any) -> tuple[nn.Module, Any]:
+        """A plain model, and its copy whose layers, of one parameter each, and root are wrapped. Warmed up."""
+        torch.manual_seed(42)
+        ref_model = nn.Sequential(*(LinearWithSleep(DIM, compute_ms) for _ in range(layers))).to(self.device)
+        for param in ref_model.parameters():
+            param.data.abs_()  # with positive inputs no ReLU is closed
+        model = copy.deepcopy(ref_model)
+        for layer in model:
+            self.assertEqual(len(list(layer.parameters())), 1)
+            fully_shard(layer, reshard_after_forward=True, **kwargs)
+        fully_shard(model, reshard_after_forward=True, **kwargs)
+        self._step(model)
+        model.zero_grad()
+        return ref_model, model
+
+    def _inputs(self) -> torch.Tensor:
+        torch.manual_seed(42 + self.rank + 1)
+        return torch.rand((2, DIM), device=self.device)
+
+    def _step(self, model: nn.Module) -> None:
+        model(self._inputs()).sum().backward()
+
+    def _check_gradients(self, ref_model: nn.Module, model: nn.Module) -> None:
+        """Those of one step without any delay; a collective that comes late must not be read early."""
+        model.zero_grad()
+        self._step(model)
+        ref_model.zero_grad()
+        self._step(ref_model)
+        for param in ref_model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(self.world_size)
+        synchronize()
+        check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_fully_shard_training_overlap(self):
+        """The first gather and the last reduction show in a step, all others hide behind compute.
+
+        The reference does everything in turn. Beyond upstream: gradients equal those of a run without delays.
+        """
+        compute_ms, comm_ms = 25, 10
+        with streams():
+            ref_model, model = self._models(compute_ms)
+            stream = device_module().Stream()
+            late_gather, late_reduce = (
+                delayed(getattr(dist, name), comm_ms, lambda group: stream)
+                for name in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME)
+            )
+            shard, whole = torch.zeros(1, device=self.device), torch.zeros(self.world_size, device=self.device)
+
+            def ref_forward() -> torch.Tensor:
+                for _ in range(LAYERS):
+                    late_gather(whole, shard)
+                return ref_model(self._inputs())
+
+            def ref_step() -> None:
+                loss = ref_forward().sum()
+                for _ in range(LAYERS):
+                    late_gather(whole, shard)
+                loss.backward()
+                for _ in range(LAYERS):
+                    late_reduce(shard, whole)
+
+            with torch.no_grad():
+                expected_forward = self._time_fn(ref_forward)
+            expected_step = self._time_fn(ref_step)
+            self._check_time(expected_forward, LAYERS * (comm_ms + compute_ms))
+            self._check_time(expected_step, LAYERS * (3 * comm_ms + 3 * compute_ms))
+            with patch_all_gather(late_gather), patch_reduce_scatter(late_reduce):
+                step = self._time_fn(lambda: self._step(model))
+                with torch.no_grad():
+                    forward = self._time_fn(lambda: model(self._inputs()))
+                self._check_time(step, 2 * comm_ms + 3 * LAYERS * compute_ms, expected_step)
+                self._check_time(forward, comm_ms + LAYERS * compute_ms, expected_forward)
+                self._check_gradients(ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_fully_shard_backward_comm_overlap(self):
+        """Where communication takes longer than compute, gathers and reductions hide behind each other.
+
+        They cannot where one stream, as one communicator, does them in turn.
+        """
+        compute_ms, comm_ms = 5, 15
+        with streams():
+            ref_model, model = self._models(compute_ms)
+            shared, for_gathers, for_reductions = (device_module().Stream() for _ in range(3))
+
+            def time_with(gather_stream: Any, reduce_stream: Any) -> float:
+                gather, reduce = (
+                    delayed(getattr(dist, name), comm_ms, stream and (lambda group, stream=stream: stream))
+                    for name, stream in (
+                        (torch_facts.ALL_GATHER_NAME, gather_stream),
+                        (torch_facts.REDUCE_SCATTER_NAME, reduce_stream),
+                    )
+                )
+                with patch_all_gather(gather), patch_reduce_scatter(reduce):
+                    time = self._time_fn(lambda: self._step(model))
+                    self._check_gradients(ref_model, model)
+                return time
+
+            in_turn = time_with(shared, shared)
+            self._check_time(in_turn, 9 * comm_ms)  # six gathers and three reductions hide all compute
+            for own_streams in (time_with(None, None), time_with(for_gathers, for_reductions)):
+                # After four gathers and the backward of the last layer the reductions follow without a gap.
+                self._check_time(own_streams, 4 * comm_ms + 2 * compute_ms + 3 * comm_ms, in_turn)
+
+    @unittest.skipUnless(
+        hasattr(FSDPModule, "set_separate_reduce_scatter_group"), "this torch reduces in the group that gathers"
+    )
+    @skip_if_lt_x_gpu(2)
+    def test_separate_reduce_scatter_group_overlap(self):
+        """Beyond upstream: with a group of their own the reductions stop waiting for gathers, until it is given up.
+
+        A communicator does one collective at a time, so each group has a stream on which its collectives are late.
+        """
+        compute_ms, comm_ms = 5, 15
+        with streams():
+            ref_model, model = self._models(compute_ms)
+            of_group: dict[Any, Any] = {}
+
+            def stream_of(group: Any) -> Any:
+                return of_group.setdefault(group, device_module().Stream())
+
+            gather, reduce = (
+                delayed(getattr(dist, name), comm_ms, stream_of)
+                for name in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME)
+            )
+            times = []
+            for separate in (False, True, False):
+                model.set_separate_reduce_scatter_group(separate)
+                with patch_all_gather(gather), patch_reduce_scatter(reduce):
+                    times.append(self._time_fn(lambda: self._step(model)))
+                    self._check_gradients(ref_model, model)
+            self._check_time(times[0], 9 * comm_ms)
+            self._check_time(times[1], 7 * comm_ms + 2 * compute_ms, times[0])
+            self._check_time(times[2], 9 * comm_ms)
+
+    @skip_if_lt_x_gpu(2)
+    def test_fully_shard_post_optim_event_overlap(self):
+        """With an event after the optimizer's step the gather does not wait for what came after that step."""
+        compute_ms, comm_ms, iterations, slack_ms = 25, 10, 5, 4
+        with streams():
+            torch.manual_seed(42)
+            ref_model = nn.Sequential(LinearWithSleep(DIM, compute_ms), nn.Linear(DIM, DIM)).to(self.device)
+            model: Any = copy.deepcopy(ref_model)
+            fully_shard(model[1], reshard_after_forward=False)
+            optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+            def train(with_event: bool) -> None:
+                for _ in range(iterations):
+                    self._step(model)
+                    with implicit_replication():
+                        optim.step()
+                    if with_event:
+                        event = device_module().Event()
+                        event.record()
+                        model[1].set_post_optim_event(event)
+                    optim.zero_grad()
+
+            train(False)  # lazy initialization, and the optimizer's state
+            gather = delayed(getattr(dist, torch_facts.ALL_GATHER_NAME), comm_ms)
+            with patch_all_gather(gather):
+                without = self._time_fn(lambda: train(False))
+                with_event = self._time_fn(lambda: train(True))
+            step_ms = 3 * compute_ms
+            self._check_time(without, iterations * (step_ms + comm_ms), iterations * (step_ms + comm_ms + slack_ms))
+            # A real device has measured three times, of which the second and third begin with an event.
+            self._check_time(with_event, iterations * step_ms + comm_ms, iterations * (step_ms + slack_ms) + comm_ms)
+            self.assertGreater(without, with_event)
+
+    @exact_time
+    @skip_if_lt_x_gpu(2)
+    def test_gathered_buffers_are_freed_in_time(self):
+        """Beyond upstream: a gather waits for its copy-in, which waits until the last buffer but one is copied out.
+
+        The layers compute for 25 ms. A copy-in lasts from the time that its buffer is allocated, a gather after it.
+        """
+        copy_in_ms, comm_ms = 3, 10
+        started: list[float] = []
+
+        class LateGather(collectives.DefaultAllGather):
+            def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                sleep(copy_in_ms)
+                return super().allocate(*args, **kwargs)
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                started.append(device_module().current_stream().time - start)
+                sleep(comm_ms)
+                return super().__call__(*args, **kwargs)
+
+        with streams():
+            _, model = self._models(25, layers=4)
+            for layer in model:
+                layer.set_custom_all_gather(LateGather())
+            for _ in range(2):
+                synchronize()
+                start = device_module().current_stream().time
+                with torch.no_grad():
+                    model(self._inputs())
+                # The fourth copy-in begins at 38, when the second gather, done at 23, is needed and copied out.
+                self.assertEqual(started, [3, 13, 23, 38 + copy_in_ms])
+                started.clear()
+
+    @exact_time
+    @skip_if_lt_x_gpu(2)
+    def test_reduced_buffers_are_freed_in_time(self):
+        """Beyond upstream: no gradient is copied into a buffer that is still being reduced, nor kept from another.
+
+        Each layer's backward takes 10 ms and its reduction 15. With one buffer the third layer, which could begin after
+        20 ms, waits for the first reduction, which is done after 25; with two buffers it does not.
+        """
+        caps = [None, 1, 2, 3] if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else [None]
+        reduce = delayed(getattr(dist, torch_facts.REDUCE_SCATTER_NAME), 15)
+        backward = Matmul.backward
+        started: list[float] = []
+
+        def recorded(ctx: Any, grad: torch.Tensor) -> Any:
+            started.append(device_module().current_stream().time)
+            return backward(ctx, grad)
+
+        for cap in caps:
+            with streams(), self.subTest(cap=cap):
+                _, model = self._models(0)
+                for layer in model:
+                    layer.sleep_ms = 5
+                if cap is not None:
+                    model.set_reduce_scatter_max_input_buffers(cap)
+                    model._get_fsdp_state()._init_shared_state()  # which else happens once, in the first forward
+                with patch_reduce_scatter(reduce), mock.patch.object(Matmul, "backward", staticmethod(recorded)):
+                    for _ in range(2):
+                        synchronize()
+                        self._step(model)
+                        times = [time - started[0] for time in started]
+                        self.assertEqual(times, [0, 10, 25 if cap in (None, 1) else 20])
+                        # Reductions follow one another, and all are done when the backward is.
+                        self.assertEqual(device_module().current_stream().time - started[0], 10 + 3 * 15)
+                        started.clear()
+
+    @requires(lambda: None if is_virtual() else "streams are real here, and cannot be mocked")
+    @skip_if_lt_x_gpu(2)
+    def test_post_optim_event_is_waited_for_once(self):
+        """Beyond upstream: the streams that gather wait for the event, once, and else for the current stream."""
+        with streams():
+            _, model = self._models(0)
+            state = model._get_fsdp_state()
+            names = ("all_gather_copy_in_stream", "all_gather_stream")
+            for event in (None, VirtualEvent(), None, VirtualEvent(), VirtualEvent()):
+                if event is not None:
+                    model.set_post_optim_event(event)
+                mocks = {name: mock.MagicMock(**{"record_event.return_value": VirtualEvent()}) for name in names}
+                with mock.patch.multiple(state._comm_ctx, **mocks), torch.no_grad():
+                    model(self._inputs())
+                for_current = mock.call.wait_stream(device_module().current_stream())
+                first = for_current if event is None else mock.call.wait_event(event)
+                for stream in mocks.values():
+                    self.assertEqual(stream.mock_calls[0], first)
+                    self.assertEqual(stream.mock_calls.count(first), 1)
+                    self.assertEqual(stream.mock_calls.count(for_current), 1 if event is None else 0)
+                self.assertIsNone(state._state_ctx.post_optim_event)
+
+    @skip_if_lt_x_gpu(2)
+    def test_host_order(self):
+        """Beyond upstream: the host asks for a gather before the compute that hides it, in backward a layer ahead."""
+        with streams():
+            _, model = self._models(0)
+            events: list[str] = []
+
+            def gather(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
+                events.append(f"gather {fsdp_params[0]._param_fqn[0]}")
+                return collectives.foreach_all_gather(fsdp_params, *args, **kwargs)
+
+            def reduce(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
+                events.append(f"reduce {fsdp_params[0]._param_fqn[0]}")
+                return collectives.foreach_reduce(fsdp_params, *args, **kwargs)
+
+            for index, layer in enumerate(model):
+                layer.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
+            backward = Matmul.backward
+            order = iter("210" * 2)
+
+            def recorded(ctx: Any, grad: torch.Tensor) -> Any:
+                grads = backward(ctx, grad)
+                events.append(f"backward {next(order)}")
+                return grads
+
+            with (
+                patch_foreach_all_gather(gather),
+                patch_foreach_reduce(reduce),
+                mock.patch.object(Matmul, "backward", staticmethod(recorded)),
+            ):
+                for _ in range(2):
+                    output = model(self._inputs())
+                    self.assertEqual(events, [f"{what} {i}" for i in range(LAYERS) for what in ("gather", "forward")])
+                    events.clear()
+                    output.sum().backward()
+                    expected = "gather 2, gather 1, backward 2, reduce 2, gather 0, backward 1, reduce 1, backward 0"
+                    self.assertEqual(events, [*expected.split(", "), "reduce 0"])
+                    events.clear()
+
+    @skip_if_lt_x_gpu(4)
+    def test_hsdp_delayed_all_reduce(self):
+        """Beyond upstream: all-reduces in bfloat16 that come late spoil no gradient of a later layer.
+
+        Each buffer lives until the backward is over, though what becomes the gradient is its copy in float32: else
+        the next layer's reduction might write into it while it is still being reduced.
+        """
+        mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        with streams():
+            _, twin = self._models(1, mesh=mesh, mp_policy=policy)
+            _, model = self._models(1, mesh=mesh, mp_policy=policy)
+            all_reduce = delayed(dist.all_reduce, 15)
+            buffers: list[weakref.ref[torch.Tensor]] = []
+
+            def late(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                self.assertEqual([buffer() is not None for buffer in buffers], [True] * len(buffers))
+                self.assertEqual(tensor.dtype, torch.bfloat16)
+                buffers.append(weakref.ref(tensor))
+                return all_reduce(tensor, *args, **kwargs)
+
+            for _ in range(2):
+                self._step(twin)
+                with patch_all_reduce(late):
+                    time = self._time_fn(lambda: self._step(model)) if is_virtual() else self._step(model)
+                # All-reduces hide behind each other's compute and gathers, not behind one another.
+                self._check_time(time, 3 + 2 + 3 * 15) if is_virtual() else synchronize()
+                self.assertEqual([buffer() for buffer in buffers], [None] * LAYERS)
+                buffers.clear()
+                for param, twin_param in zip(model.parameters(), twin.parameters()):
+                    self.assertTrue(torch.equal(param.grad.to_local(), twin_param.grad.to_local()))
+                    self.assertGreater(param.grad.to_local().abs().max().item(), 0)
+
+
+if __name__ == "__main__":
+    run_tests()
