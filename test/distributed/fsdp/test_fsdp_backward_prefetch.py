@@ -1,0 +1,239 @@
+"""Which parameters FSDP1 gathers ahead in backward, when it does, and that this changes no gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as fsdp_runtime
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import HandleTrainingState, _get_handle_fqns_from_root
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+
+NUM_ITERS = 2
+PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
+STATES = {
+    BackwardPrefetch.BACKWARD_PRE: HandleTrainingState.BACKWARD_PRE,
+    BackwardPrefetch.BACKWARD_POST: HandleTrainingState.BACKWARD_POST,
+}
+
+# The parameters of a layer of ``nn.Transformer`` in the order in which FSDP flattens them.
+_ATTENTION = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+
+
+def _weight_and_bias(*modules):
+    return [f"{module}.{name}" for module in modules for name in ("weight", "bias")]
+
+
+ENCODER_PARAM_FQNS = [
+    *(f"self_attn.{name}" for name in _ATTENTION),
+    *_weight_and_bias("linear1", "linear2", "norm1", "norm2"),
+]
+DECODER_PARAM_FQNS = [
+    *(f"{attention}.{name}" for attention in ("self_attn", "multihead_attn") for name in _ATTENTION),
+    *_weight_and_bias("linear1", "linear2", "norm1", "norm2", "norm3"),
+]
+
+# Positions in the record of one backward through six layers each; the root, which comes before them, stays gathered.
+TOTAL_NUM_PREFETCH_FOR_PRE = 12
+TOTAL_NUM_PREFETCH_FOR_POST = 11
+ENCODER_BEGIN_INDEX_FOR_PRE = 6
+ENCODER_BEGIN_INDEX_FOR_POST = 5
+ENCODER_PREFETCH_NUM = 5  # the number of the last layer
+
+
+def _expected(backward_prefetch):
+    """What is chosen for each unit of one backward, by name; the last units find nothing left to gather."""
+    if backward_prefetch is None:
+        return []
+    is_pre = backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    decoders = range(ENCODER_BEGIN_INDEX_FOR_PRE if is_pre else ENCODER_BEGIN_INDEX_FOR_POST)
+    encoders = range(ENCODER_PREFETCH_NUM + 1)
+    layers = [
+        *([f"decoder.layers.{layer}.{name}" for name in DECODER_PARAM_FQNS] for layer in reversed(decoders)),
+        *([f"encoder.layers.{layer}.{name}" for name in ENCODER_PARAM_FQNS] for layer in reversed(encoders)),
+    ]
+    assert len(layers) == (TOTAL_NUM_PREFETCH_FOR_PRE if is_pre else TOTAL_NUM_PREFETCH_FOR_POST)
+    return layers + [None] * (13 - len(layers))
+
+
+class TestBackwardPrefetch(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _transformer(self, backward_prefetch, sharding_strategy=ShardingStrategy.FULL_SHARD):
+        """Thirteen instances: six encoder layers, six decoder layers and the root with the two final norms.
+
+        The order of layers does not depend on their width, which is therefore small.
+        """
+        torch.manual_seed(0)
+        model = nn.Transformer(d_model=8, nhead=2, dim_feedforward=8, dropout=0.0, device=self.device)
+        return FSDP(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}),
+            backward_prefetch=backward_prefetch,
+            sharding_strategy=sharding_strategy,
+            use_orig_params=True,
+        )
+
+    def _inputs(self):
+        torch.manual_seed(self.rank + 1)
+        return torch.randn(10, 1, 8, device=self.device), torch.randn(20, 1, 8, device=self.device)
+
+    @contextlib.contextmanager
+    def _recorded_choices(self, backward_prefetch) -> Iterator[list]:
+        """The names of what is chosen for prefetching, in the training state that the mode is about."""
+        record = []
+        original = fsdp_runtime._get_handle_to_prefetch
+
+        def patched_get_handle_to_prefetch(*args, **kwargs):
+            self.assertEqual((len(args), kwargs), (2, {}))
+            state, current = args
+            chosen = original(state, current)
+            if current._training_state is STATES.get(backward_prefetch):
+                record.append(_get_handle_fqns_from_root(state, chosen) if chosen else None)
+            return chosen
+
+        with mock.patch.object(fsdp_runtime, "_get_handle_to_prefetch", patched_get_handle_to_prefetch):
+            yield record
+
+    def _dist_train(self, backward_prefetch, sharding_strategy):
+        model = self._transformer(backward_prefetch, sharding_strategy)
+        optim = torch.optim.SGD(model.parameters(), lr=1e-2)
+        inputs = self._inputs()
+        for _ in range(NUM_ITERS):
+            optim.zero_grad()
+            with self._recorded_choices(backward_prefetch) as record:
+                with self._counted_all_gathers() as in_forward:
+                    loss = model(*inputs).sum()
+                with self._counted_all_gathers() as in_backward:
+                    loss.backward()
+            optim.step()
+            self.assertEqual(model._exec_order_data.handles_post_forward_order, [])
+            yield record, len(in_forward), len(in_backward)
+
+    @contextlib.contextmanager
+    def _counted_all_gathers(self) -> Iterator[list]:
+        calls = []
+        original = FlatParamHandle._all_gather_flat_param
+
+        def counting(handle, *args):
+            calls.append(handle)
+            return original(handle, *args)
+
+        with mock.patch.object(FlatParamHandle, "_all_gather_flat_param", counting):
+            yield calls
+
+    @skip_if_lt_x_gpu(2)
+    def test_backward_prefetch(self):
+        """The choices of each mode, layer by layer, in every iteration; also where there is nothing to gather."""
+        self.run_subtests(
+            {
+                "backward_prefetch": PREFETCHES,
+                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+            },
+            self._test_backward_prefetch,
+        )
+
+    def _test_backward_prefetch(self, backward_prefetch, sharding_strategy):
+        # Beyond upstream: under SHARD_GRAD_OP the choices are the same, and what is chosen is gathered already.
+        gathers_again = sharding_strategy is ShardingStrategy.FULL_SHARD
+        for record, in_forward, in_backward in self._dist_train(backward_prefetch, sharding_strategy):
+            self.assertEqual(record, _expected(backward_prefetch))
+            self.assertEqual((in_forward, in_backward), (13, 12 if gathers_again else 0))
+
+    @skip_if_lt_x_gpu(2)
+    def test_what_is_there_in_time(self):
+        """Beyond upstream: with a mode a layer's parameters are there when its backward begins; without, none are."""
+        self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_what_is_there_in_time)
+
+    def _test_what_is_there_in_time(self, backward_prefetch):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
+        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), backward_prefetch=backward_prefetch)
+        names = {layer._handle: index for index, layer in enumerate(model.module)}
+        events = []
+
+        def gathered():
+            """Which layers' parameters are in memory as a whole."""
+            storages = [handle.flat_param._full_param_padded.untyped_storage() for handle in names]
+            return [index for index, storage in enumerate(storages) if storage.size() > 0]
+
+        def pre_backward(original, state, module, handle, *args):
+            if handle and not handle._ran_pre_backward_hook:
+                events.append(("begin", names[handle], gathered()))
+            return original(state, module, handle, *args)
+
+        def post_backward(original, state, handle, *args):
+            events.append(("end", names[handle], gathered()))
+            return original(state, handle, *args)
+
+        with contextlib.ExitStack() as stack:
+            for name, hook in (("_pre_backward_hook", pre_backward), ("_post_backward_hook", post_backward)):
+                patched = functools.partial(hook, getattr(fsdp_runtime, name))
+                stack.enter_context(mock.patch.object(fsdp_runtime, name, patched))
+            model(torch.ones(2, 4, device=self.device)).sum().backward()
+
+        # PRE gathers the next layer before this one's gradients, so two are there; POST as soon as they are done.
+        expected = []
+        for index in (3, 2, 1, 0):
+            begin = [index] if backward_prefetch is not None and index < 3 else []
+            end = [index - 1, index] if backward_prefetch is BackwardPrefetch.BACKWARD_PRE and index else [index]
+            expected += [("begin", index, begin), ("end", index, end)]
+        self.assertEqual(events, expected)
+        self.assertEqual(gathered(), [])
+
+    @skip_if_lt_x_gpu(2)
+    def test_same_gradients(self):
+        """Beyond upstream: on every rank and in every step the gradients are bitwise those of the other modes."""
+        of_modes = []
+        for backward_prefetch in PREFETCHES:
+            model = self._transformer(backward_prefetch)
+            optim = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+            grads = []
+            for _ in range(NUM_ITERS):
+                optim.zero_grad()
+                model(*self._inputs()).square().sum().backward()
+                grads.append(copy.deepcopy([param.grad for param in model.parameters()]))
+                optim.step()
+            of_modes.append(grads)
+        self.assertEqual(of_modes[1], of_modes[0], rtol=0, atol=0)
+        self.assertEqual(of_modes[2], of_modes[0], rtol=0, atol=0)
+        self._assert_averaged(of_modes[0][0])
+
+    def _assert_averaged(self, shards):
+        """The shards of the first step are those of the mean over ranks of what a plain model computes."""
+        torch.manual_seed(0)
+        plain = nn.Transformer(d_model=8, nhead=2, dim_feedforward=8, dropout=0.0, device=self.device)
+        plain(*self._inputs()).square().sum().backward()
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, [None if shard is None else shard.flatten().cpu() for shard in shards])
+        wholes = [torch.cat([part for part in parts if part is not None]) for parts in zip(*of_ranks)]
+        expected = [param.grad.flatten() for param in plain.parameters()]
+        for grad in expected:
+            dist.all_reduce(grad)
+            grad.div_(self.world_size)
+        # FSDP lists the parameters of the model in the model's own order.
+        self.assertEqual(wholes, [grad.cpu() for grad in expected], rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    run_tests()

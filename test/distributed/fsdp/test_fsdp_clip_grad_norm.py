@@ -1,0 +1,375 @@
+"""``FSDP.clip_grad_norm_``: the norm of the whole gradient, on every rank, and what is done to the shards with it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import unittest
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    NestedWrappedModule,
+    TransformerWithSharedParams,
+)
+from torch_fsdp_tests.common_utils import run_tests
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
+# Limits and orders of the norm, not all against all: the limit enters by one factor, whatever the order is.
+LIMITS = [(1, 1), (2.5, 2), (1, math.inf)]
+EPSILON = 1e-6  # is added to the norm before dividing by it
+
+
+def _named(model):
+    return {clean_tensor_name(name).removeprefix("module."): param for name, param in model.named_parameters()}
+
+
+def _norm(grads, norm_type):
+    """The norm of several gradients as one vector, in float64."""
+    return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), norm_type).item()
+
+
+class TestClipGradNorm(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _transformer(self, sharding_strategy, **fsdp_kwargs):
+        """The transformer by a strategy; the mixed one leaves the encoder whole on every rank and shards the rest."""
+        mixed = sharding_strategy == "mixed_strategy"
+        if not mixed:
+            fsdp_kwargs["sharding_strategy"] = sharding_strategy
+        model = TransformerWithSharedParams.init(
+            self.process_group,
+            FSDPInitMode.NO_FSDP if mixed else FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs,
+            deterministic=True,
+        )
+        if not mixed:
+            return model
+        layers = model.transformer
+        layers.encoder = FSDP(layers.encoder, sharding_strategy=ShardingStrategy.NO_SHARD, **fsdp_kwargs)
+        layers.decoder = FSDP(layers.decoder, sharding_strategy=ShardingStrategy.FULL_SHARD, **fsdp_kwargs)
+        return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, **fsdp_kwargs)
+
+    def _tokens(self, device, step=0):
+        """Tokens of this rank's own; those that the model brings are alike on all ranks."""
+        generator = torch.Generator().manual_seed(100 * (step + 1) + self.rank)
+        return tuple(torch.randint(23, (length, 2), generator=generator).to(device) for length in (6, 4))
+
+    def _assert_same_on_all_ranks(self, value):
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, value)
+        self.assertEqual(of_ranks, [value] * self.world_size, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_non_root(self, device):
+        """Only the root knows all gradients."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lin1, self.lin2 = nn.Linear(5, 5), nn.Linear(5, 5)
+
+            def forward(self, x):
+                return self.lin2(self.lin1(x))
+
+        model = Model().to(device)
+        model.lin2 = FSDP(model.lin2)
+        model = FSDP(model)
+        model(torch.randn(2, 5, device=device)).sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "should only be called on the root FSDP instance"):
+            model.lin2.clip_grad_norm_(max_norm=2)
+        self.assertGreater(model.clip_grad_norm_(max_norm=2), 0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_ddp_parity(self, device):
+        """Norms, gradients and what becomes of the parameters are those of DDP and torch's own clipping."""
+        for offload_params in (False, True):
+            self.run_subtests(
+                {
+                    "device": [device],
+                    "limit": LIMITS[1:] if offload_params else LIMITS,  # where the norm lies is all that differs
+                    "sharding_strategy": STRATEGIES,
+                    "use_orig_params": [False, True],
+                    "offload_params": [offload_params],
+                },
+                self._test_ddp_parity,
+            )
+
+    def _test_ddp_parity(self, device, limit, sharding_strategy, use_orig_params, offload_params):
+        max_norm, norm_type = limit
+        model = self._transformer(
+            sharding_strategy,
+            use_orig_params=use_orig_params,
+            cpu_offload=CPUOffload(offload_params=offload_params),
+        )
+        plain = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+        )
+        reference = DDP(plain)
+        # Not Adam, which would make up for gradients that are scaled wrongly.
+        optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, reference)]
+
+        def clip():
+            found = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm=max_norm, norm_type=norm_type)
+            self.assertEqual(found, expected, exact_device=not offload_params)
+            self._assert_same_on_all_ranks(found.item())
+
+        tokens = self._tokens(device)
+        for each in (model, reference):
+            each.module.get_loss(tokens, each(*tokens)).backward()
+            for param in each.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(100)  # there is something to clip now
+        before = [copy.deepcopy([param.grad for param in each.parameters()]) for each in (model, reference)]
+        clip()
+        for each, grads in zip((model, reference), before):
+            self.assertTrue(any(grad is not None for grad in grads))
+            for param, old in zip(each.parameters(), grads, strict=True):
+                self.assertEqual(param.grad is None, old is None)
+                # Some of a rank's shards hold padding only, or nothing: what is 0 stays so.
+                if old is not None and old.count_nonzero() > 0:
+                    self.assertNotEqual(param.grad, old)
+        for optim in optims:
+            optim.step()
+        self._assert_same_params(model, reference)
+        if offload_params:
+            return
+
+        for step, set_to_none in enumerate((True, False, True), 1):
+            tokens = self._tokens(device, step)
+            for each, optim in zip((model, reference), optims):
+                optim.zero_grad(set_to_none=set_to_none)
+                each(*tokens).sum().backward()
+            clip()
+            for optim in optims:
+                optim.step()
+        self._assert_same_params(model, reference)
+
+    def _assert_same_params(self, model, reference):
+        with FSDP.summon_full_params(model):
+            found, expected = _named(model), _named(reference)
+            self.assertEqual(list(found), list(expected))
+            for name, param in found.items():
+                torch.testing.assert_close(param.detach(), expected[name].detach(), rtol=1e-5, atol=1e-5)
+
+    @requires_capability("fp16_collectives")
+    @skip_if_lt_x_gpu(2)
+    def test_low_precision_grads(self, device):
+        """Gradients kept in float16 are measured in float32, the norm comes back as float16."""
+        self.run_subtests(
+            {
+                "device": [device],
+                "max_norm": [1, 2.5],
+                "norm_type": [1, 2, math.inf],
+                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD],
+                "use_orig_params": [False, True],
+            },
+            self._test_low_precision_grads,
+        )
+
+    def _test_low_precision_grads(self, device, max_norm, norm_type, sharding_strategy, use_orig_params):
+        fsdp_kwargs = {
+            "sharding_strategy": sharding_strategy,
+            "use_orig_params": use_orig_params,
+            "mixed_precision": MixedPrecision(
+                param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True
+            ),
+        }
+        inner = NestedWrappedModule.init(
+            self.process_group,
+            FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs,
+            deterministic=True,
+        )
+        model = FSDP(inner, **fsdp_kwargs)
+        model(*model.module.get_input(torch.device(device))).sum().backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        self.assertGreater(len(grads), 0)
+        self.assertEqual({grad.dtype for grad in grads}, {torch.float16})
+        expected = self._norm_of_shards(grads, norm_type, sharding_strategy)
+        total_norm = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
+
+        rounding = torch.finfo(torch.float16).eps
+        self.assertEqual(total_norm.dtype, torch.float16)
+        self.assertGreater(expected, max_norm)
+        self.assertEqual(total_norm.item(), expected, rtol=rounding, atol=0)
+        # Each element is rounded, and so is the factor.
+        clipped = self._norm_of_shards(grads, norm_type, sharding_strategy)
+        self.assertEqual(clipped, max_norm, rtol=2 * rounding, atol=0)
+        for grad in grads:
+            self.assertLessEqual(_norm([grad], norm_type), max_norm * (1 + 2 * rounding))
+
+    @skip_if_lt_x_gpu(2)
+    def test_norm_beyond_low_precision(self, device):
+        """Beyond upstream: a norm too large for float16 is returned as infinity, yet clips by what it really is."""
+        mixed_precision = MixedPrecision(
+            param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True
+        )
+        for norm_type, norm in ((1, 200 * 1000.0), (2, 200 * 1000.0 / math.sqrt(200))):
+            model = FSDP(nn.Linear(20, 10, bias=False).to(device), mixed_precision=mixed_precision)
+            model(torch.ones(20, device=device)).sum().backward()
+            (grad,) = (param.grad for param in model.parameters())
+            grad.fill_(1000)
+            found = model.clip_grad_norm_(max_norm=1000, norm_type=norm_type)
+            self.assertEqual(found.item(), math.inf if norm_type == 1 else norm, rtol=1e-3, atol=0)
+            expected = torch.full_like(grad, 1000 * 1000 / norm)
+            self.assertEqual(grad, expected, rtol=2 * torch.finfo(torch.float16).eps, atol=0)
+
+    def _norm_of_shards(self, grads, norm_type, sharding_strategy):
+        """The norm over all ranks, from those of their shards, in float64."""
+        mine = _norm(grads, norm_type)
+        if sharding_strategy is ShardingStrategy.NO_SHARD:
+            return mine
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, mine)
+        return torch.linalg.vector_norm(torch.tensor(of_ranks, dtype=torch.float64), norm_type).item()
+
+    @skip_if_lt_x_gpu(2)
+    def test_no_gradients(self, device):
+        """Without any gradient the norm is 0, in float32 for want of a better dtype, and a warning says so."""
+        self.run_subtests({"device": [device], "use_orig_params": [False, True]}, self._test_no_gradients)
+
+    def _test_no_gradients(self, device, use_orig_params):
+        model = FSDP(
+            nn.Linear(24, 24).to(device),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+            ),
+            use_orig_params=use_orig_params,
+        )
+        model(torch.randn(32, 24, device=device))
+        text = f"on rank {self.rank} with no gradients -- returning the total norm in the default dtype torch.float32"
+        with self.assertWarnsRegex(UserWarning, text):
+            total_norm = model.clip_grad_norm_(1)
+        self.assertEqual((total_norm.dtype, total_norm.shape, total_norm.item()), (torch.float32, (), 0.0))
+
+    @skip_if_lt_x_gpu(2)
+    def test_norm_of_the_whole_gradient(self, device):
+        """Beyond upstream: it is the gathered gradient's; a large limit changes no bit, a small one scales all."""
+        self.run_subtests(
+            {
+                "device": [device],
+                "sharding_strategy": [*STRATEGIES, ShardingStrategy.SHARD_GRAD_OP],
+                "norm_type": [1, 2, 3, math.inf],
+            },
+            self._test_norm_of_the_whole_gradient,
+        )
+
+    def _test_norm_of_the_whole_gradient(self, device, sharding_strategy, norm_type):
+        model = self._transformer(sharding_strategy, use_orig_params=True)
+        model(*self._tokens(device)).square().sum().backward()
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            expected = _norm([param.grad for param in model.parameters()], norm_type)
+        before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+        def grads():
+            return [param.grad for param in model.parameters()]
+
+        found = model.clip_grad_norm_(max_norm=2 * expected, norm_type=norm_type)
+        self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
+        self._assert_same_on_all_ranks(found.item())
+        self.assertEqual(grads(), before, rtol=0, atol=0)
+
+        max_norm = expected / 8
+        found = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
+        self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
+        factor = max_norm / (expected + EPSILON)
+        scaled = [None if grad is None else grad * factor for grad in before]
+        self.assertEqual(grads(), scaled, rtol=1e-5, atol=1e-7)
+
+    @skip_if_lt_x_gpu(2)
+    def test_parameters_outside_of_fsdp(self, device):
+        """Beyond upstream: gradients that FSDP ignores count once, and not once a rank, and are clipped as well."""
+        self.run_subtests({"device": [device], "norm_type": [1, 2, math.inf]}, self._test_parameters_outside_of_fsdp)
+
+    def _test_parameters_outside_of_fsdp(self, device, norm_type):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)).to(device)
+        model = FSDP(layers, ignored_modules=[layers[1]], use_orig_params=True)
+        model(torch.full((2, 4), self.rank + 1.0, device=device)).square().sum().backward()
+        ignored = model.module[1].weight
+        dist.all_reduce(ignored.grad)
+        with FSDP.summon_full_params(model, with_grads=True):
+            expected = _norm([param.grad for param in model.parameters()], norm_type)
+        before = ignored.grad.clone()
+        found = model.clip_grad_norm_(max_norm=expected / 2, norm_type=norm_type)
+        self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
+        self.assertEqual(ignored.grad, before / 2)
+
+    def _half_frozen(self, device):
+        """Two layers in one flat parameter; the second one, which is all of rank 1's shard, is frozen."""
+        layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device)
+        with torch.no_grad():
+            for param in layers.parameters():
+                param.fill_(1.0)
+        layers[1].weight.requires_grad_(False)
+        model = FSDP(layers, use_orig_params=True)
+        self.assertEqual([param.numel() for param in model.parameters()], [16, 0] if self.rank == 0 else [0, 16])
+        return model
+
+    def _clip_half_frozen(self, model, scale, norm_type):
+        """Returns the norm after a backward whose gradient is ``4 * scale`` in each of the 16 trainable elements."""
+        model.zero_grad()
+        model(torch.full((4,), float(scale), device=accelerator.current().device(self.rank))).sum().backward()
+        self.assertEqual(any(param.grad is not None for param in model.parameters()), self.rank == 0)
+        return model.clip_grad_norm_(max_norm=1, norm_type=norm_type).item()
+
+    @skip_if_lt_x_gpu(2)
+    def test_rank_without_gradients(self, device):
+        """Beyond upstream: a rank with nothing trainable in its shard takes part, and is told the same norm."""
+        self.run_subtests({"device": [device], "norm_type": [1, 2]}, self._test_rank_without_gradients)
+        model = self._half_frozen(device)
+        self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)
+
+    def _test_rank_without_gradients(self, device, norm_type):
+        model = self._half_frozen(device)
+        for scale in (2, 1):
+            found = self._clip_half_frozen(model, scale, norm_type)
+            self.assertEqual(found, 4.0 * scale * 16 ** (1 / norm_type))
+            if self.rank == 0:
+                clipped = _norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
+                self.assertEqual(clipped, 1.0)
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(2)
+    def test_maximum_norm_of_a_rank_without_gradients(self, device):
+        """Beyond upstream: a later, smaller gradient has a smaller maximum norm. Fails: the first norm comes again.
+
+        A rank without gradients takes the instance's constant zero for its own norm, and the all-reduce of the
+        maximum writes the result into it. From then on that rank answers with the largest norm so far, so all ranks
+        report it, and clip by it. Seen in torch 2.9.1, 2.11.0 and 2.13.0; minimal reproduction with two ranks::
+
+            model = FSDP(nn.Sequential(nn.Linear(4, 4, bias=False), frozen_linear_4_by_4), use_orig_params=True)
+            model(torch.full((4,), 2.0)).sum().backward()
+            model.clip_grad_norm_(1, math.inf)  # right
+            model.zero_grad()
+            model(torch.ones(4)).sum().backward()
+            model.clip_grad_norm_(1, math.inf)  # the first norm again, twice the right one
+        """
+        model = self._half_frozen(device)
+        self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)
+        self.assertEqual(self._clip_half_frozen(model, 1, math.inf), 4.0)
+
+
+instantiate_device_type_tests(TestClipGradNorm, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,368 @@
+"""How often, and with how much data, FSDP1 communicates in an iteration; and unsharding that a test asks for itself.
+
+Every collective is counted on its way and carried out, so that what is counted is a real iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    MLP,
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    NestedWrappedModule,
+    TransformerWithSharedParams,
+    get_devtype,
+)
+from torch_fsdp_tests.common_utils import parametrize, run_tests
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
+
+
+class PassType(enum.Enum):
+    FWD = enum.auto()
+    BWD = enum.auto()
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What a rank put into its collectives, in bytes and in the order of the calls."""
+
+    all_gathers: list[int] = dataclasses.field(default_factory=list)
+    reduce_scatters: list[int] = dataclasses.field(default_factory=list)
+    validations: int = 0  # all-gathers of indices, by which ranks compare the order of their forwards
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return len(self.all_gathers), self.validations, len(self.reduce_scatters)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Traffic]:
+    traffic = Traffic()
+
+    def gather(original, output, input, *args, **kwargs):
+        if input.is_floating_point():
+            traffic.all_gathers.append(input.nbytes)
+        else:
+            traffic.validations += 1
+        return original(output, input, *args, **kwargs)
+
+    def scatter(original, output, input, *args, **kwargs):
+        traffic.reduce_scatters.append(input.nbytes)
+        return original(output, input, *args, **kwargs)
+
+    # Where the CPU computes, parameters are gathered into a list of tensors; everywhere else, into one.
+    recorders = {"all_gather": gather, torch_facts.ALL_GATHER_NAME: gather, torch_facts.REDUCE_SCATTER_NAME: scatter}
+    with contextlib.ExitStack() as stack:
+        for name, recorder in recorders.items():
+            stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))
+        yield traffic
+
+
+@contextlib.contextmanager
+def debug_level(level: dist.DebugLevel) -> Iterator[None]:
+    """FSDP reads the level when it is built; with DETAIL it validates the order of the first forward."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+def _handles(model):
+    return traversal_utils._get_fsdp_handles(model)
+
+
+class TestCommunication(FSDPTest):
+    def _init_model(self, nested_model, sharding_strategy, **fsdp_kwargs):
+        """One FSDP instance for each of 4 (nested) or 5 (transformer) flat parameters, in training mode."""
+        fsdp_kwargs["sharding_strategy"] = sharding_strategy
+        if not nested_model:
+            return TransformerWithSharedParams.init(
+                self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs
+            )
+        inner = NestedWrappedModule.init(
+            self.process_group,
+            FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_AFTER,
+            fsdp_kwargs,
+            deterministic=True,
+        )
+        return FSDP(inner, self.process_group, **fsdp_kwargs).to(get_devtype())
+
+    def _run_iter(self, model, requires_grad=False) -> dict[PassType, Traffic]:
+        inputs = model.module.get_input(get_devtype())
+        if requires_grad:
+            inputs = tuple(each.requires_grad_() for each in inputs)
+        with recorded() as forward:
+            loss = model.module.get_loss(inputs, model(*inputs))
+        with recorded() as backward:
+            model.module.run_backward(loss)
+        return {PassType.FWD: forward, PassType.BWD: backward}
+
+    def _get_ref_num_all_gathers_in_pass(self, num_fsdp, sharding_strategy, pass_type, is_gathered):
+        if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
+            return num_fsdp if pass_type is PassType.FWD and not is_gathered else 0
+        # The root stays gathered from forward to backward.
+        return num_fsdp if pass_type is PassType.FWD else num_fsdp - 1
+
+    def _assert_counts(self, traffic, num_fsdp, sharding_strategy, *, first=False, in_no_sync=False, is_gathered=False):
+        for pass_type in PassType:
+            gathers = self._get_ref_num_all_gathers_in_pass(num_fsdp, sharding_strategy, pass_type, is_gathered)
+            validations = 2 * num_fsdp if first and pass_type is PassType.FWD else 0
+            scatters = num_fsdp if pass_type is PassType.BWD and not in_no_sync else 0
+            self.assertEqual(traffic[pass_type].counts, (gathers, validations, scatters), msg=str(pass_type))
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("nested_model", [False, True])
+    @parametrize("use_no_sync", [False, True])
+    @parametrize("sharding_strategy", [ShardingStrategy.SHARD_GRAD_OP, None])
+    def test_communication(self, nested_model, use_no_sync, sharding_strategy):
+        """Collectives of each pass, in iterations inside and then outside of ``no_sync()``."""
+        with debug_level(dist.DebugLevel.DETAIL):
+            model = self._init_model(nested_model, sharding_strategy)
+        num_fsdp = len(_handles(model))
+        self.assertEqual(num_fsdp, 4 if nested_model else 5)
+
+        schedule = [True] * 3 * use_no_sync + [False] * 3
+        was_in_no_sync = False
+        for iteration, in_no_sync in enumerate(schedule):
+            with model.no_sync() if in_no_sync else contextlib.nullcontext():
+                traffic = self._run_iter(model)
+            # SHARD_GRAD_OP frees parameters together with the reduction of gradients, so not in no_sync().
+            self._assert_counts(
+                traffic,
+                num_fsdp,
+                sharding_strategy,
+                first=iteration == 0,
+                in_no_sync=in_no_sync,
+                is_gathered=was_in_no_sync,
+            )
+            was_in_no_sync = in_no_sync
+
+    @skip_if_lt_x_gpu(2)
+    def test_bytes(self):
+        """Beyond upstream: each shard travels once a pass, each gradient once, in the dtypes of mixed precision."""
+        self.run_subtests(
+            {
+                "sharding_strategy": STRATEGIES,
+                "use_orig_params": [False, True],
+                "mixed_precision": [
+                    None,
+                    MixedPrecision(param_dtype=torch.bfloat16),
+                    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64),
+                ],
+            },
+            self._test_bytes,
+        )
+
+    def _test_bytes(self, sharding_strategy, use_orig_params, mixed_precision):
+        model = self._init_model(
+            True, sharding_strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision
+        )
+        param_dtype = mixed_precision.param_dtype if mixed_precision else torch.float32
+        reduce_dtype = (mixed_precision.reduce_dtype or param_dtype) if mixed_precision else torch.float32
+        # Among the original parameters that a flat parameter keeps apart, each begins at a multiple of 16 bytes.
+        gap = 4 if use_orig_params and mixed_precision else 0
+        # The instances of the nested model in the order of their forwards; the first is the root, with two layers.
+        numels = [(8 * 4 + 4) + gap + (4 * 8 + 8), 16 * 16 + 16, 4 * 16 + 16, 16 * 4 + 4]
+        shards = [-(-numel // self.world_size) for numel in numels]
+        self.assertEqual(sum(handle.flat_param.numel() for handle in _handles(model)), sum(shards))
+        gathered = [shard * param_dtype.itemsize for shard in shards]
+        reduced = [self.world_size * shard * reduce_dtype.itemsize for shard in shards]
+        for _ in range(2):
+            traffic = self._run_iter(model)
+            self.assertEqual(traffic[PassType.FWD].all_gathers, gathered)
+            again = [] if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP else sorted(gathered[1:])
+            self.assertEqual(sorted(traffic[PassType.BWD].all_gathers), again)
+            self.assertEqual(sorted(traffic[PassType.BWD].reduce_scatters), sorted(reduced))
+
+    @skip_if_lt_x_gpu(2)
+    def test_prefetch_adds_nothing(self):
+        """Beyond upstream: prefetching moves all-gathers about, and neither adds one nor changes a gradient."""
+        self.run_subtests(
+            {
+                "forward_prefetch": [False, True],
+                "backward_prefetch": PREFETCHES,
+                "sharding_strategy": STRATEGIES,
+                "use_no_sync": [False, True],
+            },
+            self._test_prefetch_adds_nothing,
+        )
+
+    def _test_prefetch_adds_nothing(self, forward_prefetch, backward_prefetch, sharding_strategy, use_no_sync):
+        model = self._init_model(
+            True, sharding_strategy, forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch
+        )
+        reference = self._init_model(True, ShardingStrategy.FULL_SHARD, backward_prefetch=None)
+        was_in_no_sync = False
+        for in_no_sync in [True] * 2 * use_no_sync + [False] * 2:
+            with contextlib.ExitStack() as stack:
+                if in_no_sync:
+                    stack.enter_context(model.no_sync())
+                    stack.enter_context(reference.no_sync())
+                traffic = self._run_iter(model)
+                self._run_iter(reference)
+            # With forward prefetch, SHARD_GRAD_OP gathers nothing either that is there already.
+            self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=in_no_sync, is_gathered=was_in_no_sync)
+            was_in_no_sync = in_no_sync
+        grads, expected = ([handle.flat_param.grad for handle in _handles(each)] for each in (model, reference))
+        self.assertEqual(grads, expected, rtol=0, atol=0)
+        self.assertTrue(all(grad.count_nonzero() > 0 for grad in grads if grad.numel() > 1))
+
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_model(self):
+        """Beyond upstream: without trainable parameters nothing is reduced; backward still gathers, and frees."""
+        self.run_subtests({"sharding_strategy": STRATEGIES, "backward_prefetch": PREFETCHES}, self._test_frozen_model)
+
+    def _test_frozen_model(self, sharding_strategy, backward_prefetch):
+        model = self._init_model(True, sharding_strategy, backward_prefetch=backward_prefetch)
+        for param in model.parameters():
+            param.requires_grad_(False)
+        for _ in range(2):
+            traffic = self._run_iter(model, requires_grad=True)
+            self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=True)
+            self.assertEqual([_storage(handle) for handle in _handles(model)], [0] * 4)
+
+
+def _storage(handle) -> int:
+    """Elements of the storage for the gathered parameters; 0 once it is freed."""
+    gathered = handle.flat_param._full_param_padded
+    return gathered.untyped_storage().size() // gathered.element_size()
+
+
+class ReduceModule(nn.Module):
+    """A layer whose output is summed over the ranks while the caller goes on."""
+
+    def __init__(self, dim, group):
+        super().__init__()
+        self.group = group
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self, x):
+        y = torch.relu(x @ self.weight)
+        # The sum is none of autograd's business; the model under test and its reference neglect it alike.
+        return y, dist.all_reduce(y.detach(), group=self.group, async_op=True)
+
+
+class MLPs(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.mlp1, self.mlp2, self.mlp3 = (MLP(dim) for _ in range(3))
+
+    def forward(self, ys, works):
+        total = 0
+        for mlp, y, work in zip(self.children(), ys, works, strict=True):
+            work.wait()
+            total = total + mlp(y)
+        return total
+
+
+class ReduceModel(nn.Module):
+    """Three reductions under way, during each of which the parameters of the MLP that takes its result are gathered."""
+
+    def __init__(self, dim, group):
+        super().__init__()
+        self.reduce1, self.reduce2, self.reduce3 = (ReduceModule(dim, group) for _ in range(3))
+        self.mlps = MLPs(dim)
+        self.sizes: list[int] = []  # of the MLPs' gathered parameters, as found when the gathering was asked for
+
+    def forward(self, x):
+        ys, works = [], []
+        for number in (1, 2, 3):
+            y, work = getattr(self, f"reduce{number}")(x)
+            mlp = getattr(self.mlps, f"mlp{number}")
+            if isinstance(mlp, FSDP):
+                mlp._unshard(async_op=True)
+                self.sizes.append(_storage(mlp._handle))
+            ys.append(y)
+            works.append(work)
+        return self.mlps(ys, works)
+
+
+class TestExplicitUnshard(FSDPTest):
+    @property
+    def world_size(self):
+        return min(accelerator.current().ranks, 2)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("use_orig_params", [False, True])
+    def test_unshard_async(self, use_orig_params):
+        """MLPs that were gathered ahead of their forward train as those of DDP, and are gathered once."""
+        dim, batch = 8, 2
+        device = accelerator.current().device(self.rank)
+        torch.manual_seed(42)
+        reference = DDP(ReduceModel(dim, self.process_group).to(device))
+        torch.manual_seed(42)
+        model = ReduceModel(dim, self.process_group).to(device)
+        model.mlps = FSDP(
+            model.mlps,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=ModuleWrapPolicy((MLP,)),
+            use_orig_params=use_orig_params,
+        )
+        self.assertTrue(model.mlps.check_is_root())
+        ignored = [name for name, _ in model.named_parameters() if name.startswith("mlps.")]
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        both = reference, DDP(model)
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in both]
+        handles = _handles(model.mlps)
+        numel = 2 * dim * 4 * dim + 5 * dim  # of one MLP, with its biases; even, so nothing is padded
+
+        torch.manual_seed(42 + self.rank + 1)
+        for _ in range(10):
+            inputs = torch.randn(batch, dim, device=device)
+            with recorded() as traffic:
+                losses = [each(inputs).sum() for each in both]
+                for loss in losses:
+                    loss.backward()
+            self.assertEqual(losses[1], losses[0])
+            self.assertEqual(traffic.counts, (3, 0, 3))
+            self.assertEqual(model.sizes, [numel] * 3)
+            model.sizes.clear()
+            self.assertEqual([_storage(handle) for handle in handles], [0] * 3)
+            self._assert_same_grads(handles, reference.module.mlps, numel)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+            model.mlps._wait_unshard_streams_on_current_stream()
+
+        with FSDP.summon_full_params(model.mlps, writeback=False):
+            trained = [param.detach().clone() for param in model.parameters()]
+        self.assertEqual(trained, [param.detach() for param in reference.parameters()])
+
+    def _assert_same_grads(self, handles, mlps, numel):
+        shard = numel // self.world_size
+        for handle, mlp in zip(handles, mlps.children(), strict=True):
+            whole = torch.cat([param.grad.flatten() for param in mlp.parameters()])
+            self.assertEqual(whole.numel(), numel)
+            self.assertEqual(handle.flat_param.grad, whole[self.rank * shard : (self.rank + 1) * shard])
+
+
+instantiate_device_type_tests(TestCommunication, globals(), allow_xpu=True)
+instantiate_device_type_tests(TestExplicitUnshard, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

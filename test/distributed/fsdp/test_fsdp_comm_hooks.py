@@ -1,0 +1,343 @@
+"""Communication hooks of FSDP1: the default average, when a hook may be registered, and what it is given and does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+STRATEGIES = [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+NOISE = 1234.0
+REGISTERED = "^A communication hook is already registered$"
+NOT_ROOT = r"^register_comm_hook can only be called on a root instance\.$"
+
+
+class Net(nn.Module):
+    """Three layers, 8 to 4; with ``has_wrapping`` the first two are an FSDP instance, and the second another in it."""
+
+    def __init__(self, has_wrapping, sharding_strategy, mixed_precision=None):
+        super().__init__()
+        torch.manual_seed(0)
+        wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, mixed_precision=mixed_precision)
+        layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)]
+        if has_wrapping:
+            layers[-1] = wrap(layers[-1])
+        self.net = nn.Sequential(*layers)
+        if has_wrapping:
+            self.net = wrap(self.net)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.net(x)))
+
+
+class DummyState:
+    __slots__ = ["calls", "noise", "process_group"]
+
+    def __init__(self, process_group=None, noise=NOISE):
+        self.process_group = process_group
+        self.noise = noise
+        self.calls = []  # the numbers of elements of the gradient, and of the output if there is one
+
+
+class DummyHook:
+    """A hook of each kind: both sum the gradients over the ranks and add noise."""
+
+    def dummy_hook_for_no_shard_fsdp(self, state, grad):
+        state.calls.append((grad.numel(), None))
+        dist.all_reduce(grad, group=state.process_group)
+        grad.add_(state.noise)
+
+    def dummy_hook_for_sharded_fsdp(self, state, grad, output):
+        state.calls.append((grad.numel(), output.numel()))
+        getattr(dist, torch_facts.REDUCE_SCATTER_NAME)(output, grad, group=state.process_group)
+        output.add_(state.noise)
+
+    def for_strategy(self, sharding_strategy):
+        sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
+        return self.dummy_hook_for_sharded_fsdp if sharded else self.dummy_hook_for_no_shard_fsdp
+
+
+def _grads(model):
+    return [handle.flat_param.grad for handle in traversal_utils._get_fsdp_handles(model)]
+
+
+@contextlib.contextmanager
+def _memory_in_order() -> Iterator[None]:
+    """The hooks of low precision tell the allocator which stream uses a gradient; a device without streams refuses.
+
+    There the note is left out, which proves the numbers, and nothing about the lifetime of memory.
+    """
+    if accelerator.current().has("streams"):
+        yield
+    else:
+        with mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None):
+            yield
+
+
+@contextlib.contextmanager
+def _reduced_dtypes() -> Iterator[list[torch.dtype]]:
+    """The dtypes of what is reduced in the context, on its way."""
+    dtypes = []
+
+    def reduce_scatter(original, output, input, *args, **kwargs):
+        dtypes.append(input.dtype)
+        return original(output, input, *args, **kwargs)
+
+    def all_reduce(original, tensor, *args, **kwargs):
+        dtypes.append(tensor.dtype)
+        return original(tensor, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name, recorder in ((torch_facts.REDUCE_SCATTER_NAME, reduce_scatter), ("all_reduce", all_reduce)):
+            stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))
+        yield dtypes
+
+
+class TestCommunicationHooks(FSDPTest):
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _init_model(self, core, sharding_strategy, mixed_precision=None):
+        return FSDP(core, sharding_strategy=sharding_strategy, mixed_precision=mixed_precision).to(self.device)
+
+    def _get_submodules(self, fsdp_net):
+        return [
+            module for module in FSDP.fsdp_modules(fsdp_net) if isinstance(module, FSDP) and not module.check_is_root()
+        ]
+
+    def _net(self, sharding_strategy, has_wrapping=True, mixed_precision=None):
+        core = Net(has_wrapping, sharding_strategy, mixed_precision)
+        return self._init_model(core, sharding_strategy, mixed_precision)
+
+    def _mine(self, whole, sharding_strategy):
+        """This rank's part of a flattened tensor as FSDP cuts it: equal parts, the last ones padded with zeros."""
+        if sharding_strategy is ShardingStrategy.NO_SHARD:
+            return whole
+        shard = -(-whole.numel() // self.world_size)
+        padded = torch.cat([whole, whole.new_zeros(shard * self.world_size - whole.numel())])
+        return padded[self.rank * shard : (self.rank + 1) * shard]
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_default_communication_hook_behavior(self, sharding_strategy):
+        """Without a hook every element is the mean over ranks, whose gradients all differ, also of uneven shards."""
+        for width in (self.world_size, self.world_size + 1, 1):
+            model = self._init_model(nn.Linear(1, width, bias=False).to(self.device), sharding_strategy)
+            self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None])
+            inputs = torch.tensor([float(self.rank)], device=self.device)
+            weights = torch.arange(1.0, width + 1, device=self.device)
+            ranks = torch.arange(float(self.world_size), device=self.device)
+            # The gradient of element j on a rank is rank * (j + 1)^(rank + 1).
+            expected = torch.stack([rank * weights ** (rank + 1) for rank in ranks]).mean(dim=0)
+            for _ in range(4):
+                model.zero_grad()
+                (model(inputs) * weights ** (self.rank + 1)).sum().backward()
+                (grad,) = _grads(model)
+                self.assertEqual(grad.flatten(), self._mine(expected, sharding_strategy))
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("has_wrapping", [True, False])
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_default_communication_hook_initialization(self, has_wrapping, sharding_strategy):
+        """A hook that is registered on the root is that of all instances, with its state, and there can be one only."""
+        model = self._net(sharding_strategy, has_wrapping)
+        instances = FSDP.fsdp_modules(model)
+        self.assertEqual(len(instances), 3 if has_wrapping else 1)
+        self.assertEqual([each._comm_hook for each in instances], [None] * len(instances))
+        state, hook = DummyState(), DummyHook().for_strategy(sharding_strategy)
+        model.register_comm_hook(state, hook)
+        with self.assertRaisesRegex(AssertionError, REGISTERED):
+            model.register_comm_hook(state, hook)
+        for each in instances:
+            self.assertEqual(each._comm_hook, hook)
+            self.assertIs(each._comm_hook_state, state)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_registering_hook_non_root(self, sharding_strategy):
+        model = self._net(sharding_strategy)
+        model.check_is_root()
+        submodules = self._get_submodules(model)
+        self.assertEqual(len(submodules), 2)
+        with self.assertRaisesRegex(AssertionError, NOT_ROOT):
+            submodules[1].register_comm_hook(DummyState(), DummyHook().for_strategy(sharding_strategy))
+        self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None] * 3)
+
+    @skip_if_lt_x_gpu(2)
+    def test_registering_hook_hybrid_strategy(self):
+        """Refused, also where every replica is a group of one (the mesh's first dimension)."""
+        mesh = init_device_mesh(self.device.type, (1, self.world_size), mesh_dim_names=("replicate", "shard"))
+        for sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+            model = FSDP(
+                Net(False, None).to(self.device),
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                sharding_strategy=sharding_strategy,
+                device_mesh=mesh,
+            )
+            with self.assertRaisesRegex(
+                AssertionError, f"Communication hook is not supported for hybrid strategies: {sharding_strategy}"
+            ):
+                model.register_comm_hook(DummyState(), DummyHook().for_strategy(sharding_strategy))
+            self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None] * 4)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_registering_hook_submodules(self, sharding_strategy):
+        """A hook that an inner instance has already is found from the root."""
+        model = self._net(sharding_strategy)
+        model.check_is_root()
+        hook = DummyHook().for_strategy(sharding_strategy)
+        self._get_submodules(model)[1]._comm_hook = hook
+        with self.assertRaisesRegex(AssertionError, REGISTERED):
+            model.register_comm_hook(DummyState(), hook)
+
+    def _check_low_precision_hook(self, state, hook, sharding_strategy, dtype, has_wrapping):
+        """The hook does bitwise what ``reduce_dtype`` does, and reduces nothing in another dtype."""
+        hooked = self._net(sharding_strategy, has_wrapping)
+        hooked.register_comm_hook(state, hook)
+        mixed = self._net(sharding_strategy, has_wrapping, MixedPrecision(reduce_dtype=dtype))
+        instances = len(FSDP.fsdp_modules(hooked))
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (hooked, mixed)]
+        torch.manual_seed(self.rank)
+        for _ in range(2):
+            inputs = torch.rand(16, 8, device=self.device)
+            before = self._oracle(hooked, inputs, has_wrapping)
+            for each, optim in zip((hooked, mixed), optims):
+                optim.zero_grad()
+                with _memory_in_order(), _reduced_dtypes() as dtypes:
+                    each(inputs).sum().backward()
+                self.assertEqual(dtypes, [dtype] * instances)
+            grads = _grads(hooked)
+            self.assertEqual([grad.dtype for grad in grads], [state.parameter_type] * instances)
+            self.assertEqual(grads, _grads(mixed), rtol=0, atol=0)
+            for grad, (mean, bound) in zip(grads, before, strict=True):
+                self._assert_within(grad, mean, bound, dtype, sharding_strategy)
+            for optim in optims:
+                optim.step()
+
+    def _oracle(self, model, inputs, has_wrapping):
+        """For each instance the mean over ranks of its gradient, in float64, and what the largest sum can come to."""
+        with FSDP.summon_full_params(model, writeback=False):
+            values = [param.detach().double().clone().requires_grad_() for param in model.parameters()]
+        weight0, bias0, weight1, bias1, weight2, bias2 = self._by_layer(values, has_wrapping)
+        hidden = torch.relu(inputs.double() @ weight0.T + bias0)
+        hidden = torch.relu(hidden @ weight1.T + bias1)
+        (hidden @ weight2.T + bias2).sum().backward()
+        layers = [(weight2, bias2), (weight0, bias0), (weight1, bias1)]  # the root is the outermost instance
+        units = layers if has_wrapping else [(weight0, bias0, weight1, bias1, weight2, bias2)]
+        result = []
+        for unit in units:
+            mean = torch.cat([param.grad.flatten() for param in unit])
+            bound = mean.abs()
+            dist.all_reduce(mean)
+            dist.all_reduce(bound)
+            result.append((mean / self.world_size, bound / self.world_size))
+        return result
+
+    def _by_layer(self, values, has_wrapping):
+        shapes = [tuple(value.shape) for value in values]
+        self.assertEqual(sorted(shapes), sorted([(16, 8), (16,), (8, 16), (8,), (4, 8), (4,)]))
+        return [values[shapes.index(shape)] for shape in [(16, 8), (16,), (8, 16), (8,), (4, 8), (4,)]]
+
+    def _assert_within(self, grad, mean, bound, dtype, sharding_strategy):
+        # Each rank rounds its gradient once and each addition its result, none by more than eps of the largest sum.
+        # What is below the normal numbers of float16 is rounded by no more than the smallest of them.
+        info = torch.finfo(dtype)
+        allowed = self._mine(bound * info.eps * (self.world_size + 2) + info.tiny, sharding_strategy)
+        error = (grad.double() - self._mine(mean, sharding_strategy)).abs()
+        self.assertTrue(bool((error <= allowed).all()), msg=f"{error.max()} of {allowed.max()} allowed")
+
+    @requires_capability("fp16_collectives")
+    @skip_if_lt_x_gpu(2)
+    @parametrize("has_wrapping", [True, False])
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_fp16_hook(self, has_wrapping, sharding_strategy):
+        state = default_hooks.LowPrecisionState(process_group=self.process_group)
+        hook = default_hooks.fp16_compress_hook
+        self._check_low_precision_hook(state, hook, sharding_strategy, torch.float16, has_wrapping)
+
+    @requires_capability("bf16_collectives")
+    @skip_if_lt_x_gpu(2)
+    @parametrize("has_wrapping", [True, False])
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_bf16_hook(self, has_wrapping, sharding_strategy):
+        state = default_hooks.LowPrecisionState(process_group=self.process_group)
+        hook = default_hooks.bf16_compress_hook
+        self._check_low_precision_hook(state, hook, sharding_strategy, torch.bfloat16, has_wrapping)
+
+    @skip_if_lt_x_gpu(2)
+    def test_custom_hook_reduces(self):
+        """Beyond upstream: a hook takes the place of the reduction, once an instance and backward, with all of it."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "has_wrapping": [True, False]}, self._test_custom_hook_reduces
+        )
+
+    def _test_custom_hook_reduces(self, sharding_strategy, has_wrapping):
+        plain, hooked = (self._net(sharding_strategy, has_wrapping) for _ in range(2))
+        state = DummyState(self.process_group)
+        hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))
+        for step in range(2):
+            torch.manual_seed(self.rank + self.world_size * step)
+            inputs = torch.rand(3, 8, device=self.device)
+            for each in (plain, hooked):
+                each.zero_grad()
+                each(inputs).square().sum().backward()
+            # FSDP hands its own sum over the ranks on as a mean, and the hook's as it is.
+            expected = [grad * self.world_size + NOISE for grad in _grads(plain)]
+            self.assertEqual(_grads(hooked), expected, rtol=1e-6, atol=1e-3)
+            shards = [grad.numel() for grad in expected]
+            parts = 1 if sharding_strategy is ShardingStrategy.NO_SHARD else self.world_size
+            calls = [(numel * parts, None if parts == 1 else numel) for numel in shards]
+            self.assertEqual(sorted(state.calls, key=str), sorted(calls, key=str))
+            state.calls.clear()
+
+    @skip_if_lt_x_gpu(2)
+    def test_hook_and_no_sync(self):
+        """Beyond upstream: in ``no_sync()`` a hook has nothing to do; after it, it gets what was accumulated."""
+        self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_hook_and_no_sync)
+
+    def _test_hook_and_no_sync(self, sharding_strategy):
+        plain, hooked = (self._net(sharding_strategy) for _ in range(2))
+        state = DummyState(self.process_group, noise=0.0)
+        hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))
+        torch.manual_seed(self.rank)
+        inputs = torch.rand(3, 8, device=self.device)
+        with hooked.no_sync():
+            hooked(inputs).sum().backward()
+        self.assertEqual(state.calls, [])
+        hooked(inputs).sum().backward()
+        self.assertEqual(len(state.calls), 3)
+        plain(inputs).sum().backward()
+        self.assertEqual(_grads(hooked), [2 * self.world_size * grad for grad in _grads(plain)])
+
+    @skip_if_lt_x_gpu(2)
+    def test_hook_that_is_not_callable(self):
+        """Beyond upstream: refused with its name, and another may be registered afterwards."""
+        model = self._net(ShardingStrategy.FULL_SHARD)
+        with self.assertRaisesRegex(ValueError, "The communication hook must be callable but got not a hook"):
+            model.register_comm_hook(DummyState(), "not a hook")
+        model.register_comm_hook(DummyState(), DummyHook().dummy_hook_for_sharded_fsdp)
+
+
+instantiate_parametrized_tests(TestCommunicationHooks)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,470 @@
+"""FSDP1 trains as data parallelism does: models, schedules, offload; what its hooks, and its parameters' views, are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as fsdp_runtime
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    AlwaysWrapNestedWrappedModule,
+    DEVICEInitMode,
+    DummyDDP,
+    FSDPInitMode,
+    FSDPTest,
+    MixtureOfExperts,
+    NestedWrappedModule,
+    NestedWrappedModuleWithDelay,
+    TransformerWithSharedParams,
+    get_devtype,
+    subtest_name,
+)
+from torch_fsdp_tests.common_utils import parametrize, run_tests
+
+params = "cpu_offload,sharding_strategy"
+cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
+sharding_strategy_config = [None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+configs = list(itertools.product(cpu_offload_config, sharding_strategy_config))
+test_name_mapping = {
+    str(CPUOffload(offload_params=True)): "offload_true",
+    str(CPUOffload(offload_params=False)): "offload_false",
+    str(ShardingStrategy.SHARD_GRAD_OP): "shard_grad_op",
+    str(ShardingStrategy.NO_SHARD): "no_shard",
+}
+subtest_name = functools.partial(subtest_name, test_name_mapping)
+
+PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
+DELAY_MS = 250
+
+
+def _handles(model):
+    return traversal_utils._get_fsdp_handles(model)
+
+
+def _named(model):
+    """The parameters under the names that they have without wrappers."""
+    return {clean_tensor_name(name): param for name, param in model.named_parameters()}
+
+
+class _TwoRanks(FSDPTest):
+    """On the CPU two ranks are enough; a device is tested with all that there are."""
+
+    @property
+    def world_size(self):
+        device = accelerator.current()
+        return 2 if device.is_host else device.ranks
+
+    def _transformer(self, device_init_mode=DEVICEInitMode.DEVICE_BEFORE, deterministic=False, **fsdp_kwargs):
+        return TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.RECURSIVE, device_init_mode, fsdp_kwargs, deterministic=deterministic
+        )
+
+
+class TestParityWithDDP(_TwoRanks):
+    """After a few steps parameters and loss are those of DDP, or of a model that averages its gradients by hand."""
+
+    def _get_device_init_modes(self, cpu_offload):
+        # Without a memory of its own a device makes no difference between these modes.
+        if not accelerator.current().has("device_memory"):
+            return [DEVICEInitMode.DEVICE_BEFORE]
+        modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
+        return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
+
+    def _get_subtest_config(self, cpu_offload):
+        return {
+            "device_init_mode": self._get_device_init_modes(cpu_offload),
+            "backward_prefetch": PREFETCHES,
+            "forward_prefetch": [False, True],
+            "use_orig_params": [False, True],
+        }
+
+    def _get_sampled_config(self, cpu_offload):
+        """All of them where schedules differ in time; without streams one with, and one without prefetches."""
+        config = self._get_subtest_config(cpu_offload)
+        if accelerator.current().has("streams"):
+            return config
+        return {**config, "backward_prefetch": [BackwardPrefetch.BACKWARD_PRE], "forward_prefetch": [True]}
+
+    def _dummy_ddp_fn(self, model):
+        return DummyDDP(model)
+
+    def _assert_same_parameters(self, sharded, reference, rounding):
+        """Beyond upstream: also, nothing gathered is left, and the shards hold each element once, and padding."""
+        numel = 0
+        for handle in _handles(sharded):
+            flat_param = handle.flat_param
+            numel += sum(shape.numel() for shape in flat_param._shapes)
+            unsharded = sum(flat_param._numels_with_padding)
+            if handle.uses_sharded_strategy:
+                self.assertEqual(flat_param._full_param_padded.untyped_storage().size(), 0)
+                self.assertEqual(flat_param.numel(), math.ceil(unsharded / handle.process_group.size()))
+                self.assertLess(flat_param.numel() * handle.process_group.size() - unsharded, self.world_size)
+            else:
+                self.assertEqual(flat_param.numel(), unsharded)
+        self.assertEqual(numel, sum(param.numel() for param in reference.parameters()))
+        super()._assert_same_parameters(sharded, reference, rounding)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_nested_wrapped_model(self, cpu_offload, sharding_strategy):
+        """With some layers in FSDP, and the others in the root."""
+        self.run_subtests(
+            self._get_subtest_config(cpu_offload),
+            self._test_fsdp_parity,
+            NestedWrappedModule,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_nested_wrapped_model_single_iteration_mixed_precision(self, cpu_offload, sharding_strategy):
+        """With parameters, gradients and buffers in fp16, as under autocast."""
+        self.run_subtests(
+            self._get_sampled_config(cpu_offload),
+            self._test_fsdp_parity,
+            NestedWrappedModule,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+            num_iters=1,
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16
+            ),
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_nested_always_wrap_model(self, cpu_offload, sharding_strategy):
+        """With every module in FSDP, also those without parameters of their own."""
+        self.run_subtests(
+            self._get_sampled_config(cpu_offload),
+            self._test_fsdp_parity,
+            AlwaysWrapNestedWrappedModule,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_transformer(self, cpu_offload, sharding_strategy):
+        """With a weight that two modules share, and with buffers."""
+        self.run_subtests(
+            self._get_sampled_config(cpu_offload),
+            self._test_fsdp_parity,
+            TransformerWithSharedParams,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_delayed_optim_step(self, cpu_offload, sharding_strategy):
+        """The next forward gathers what the optimizer wrote, though the device is late with it.
+
+        Without streams nothing is late: then this is the same model behind a wrapper that is not FSDP.
+        """
+        self.run_subtests(
+            self._get_sampled_config(cpu_offload),
+            self._test_fsdp_parity,
+            NestedWrappedModuleWithDelay,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+            init_kwargs={"delay_after_loss_ms": DELAY_MS},
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_delayed_reduce_scatter(self, cpu_offload, sharding_strategy):
+        """Backward ends only after the reduction, though the device is late with it. Without streams as above."""
+        self.run_subtests(
+            self._get_sampled_config(cpu_offload),
+            self._test_fsdp_parity,
+            NestedWrappedModuleWithDelay,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+            init_kwargs={"delay_before_reduction_ms": DELAY_MS},
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_mixture_of_experts(self, cpu_offload, sharding_strategy):
+        """With an expert of each rank's own, in a group of one rank."""
+        self._test_mixture_of_experts(cpu_offload, sharding_strategy)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_mixture_of_experts_with_delay_before_free(self, cpu_offload, sharding_strategy):
+        """What is freed late in forward is gathered anew all the same. Without streams nothing is late."""
+        self._test_mixture_of_experts(cpu_offload, sharding_strategy, init_kwargs={"delay_before_free_ms": DELAY_MS})
+
+    def _test_mixture_of_experts(self, cpu_offload, sharding_strategy, **kwargs):
+        self.run_subtests(
+            self._get_sampled_config(cpu_offload),
+            self._test_fsdp_parity,
+            MixtureOfExperts,
+            FSDPInitMode.RECURSIVE,
+            ref_init_fn=self._dummy_ddp_fn,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+            device_id=accelerator.current().device(self.rank),
+            **kwargs,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_every_step(self):
+        """Beyond upstream: after each step, on each rank, with tokens of its own: all gradients and parameters."""
+        self.run_subtests(
+            {"sharding_strategy": sharding_strategy_config, "use_orig_params": [False, True]}, self._test_every_step
+        )
+
+    def _test_every_step(self, sharding_strategy, use_orig_params):
+        reference = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+        )
+        model = self._transformer(
+            deterministic=True, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params
+        )
+        models = [reference, model]
+        optims = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in models]
+        torch.manual_seed(10 + self.rank)
+        for _ in range(3):
+            tokens = tuple(torch.randint(23, (length, 2), device=get_devtype()) for length in (6, 4))
+            losses = []
+            for each, optim in zip(models, optims):
+                optim.zero_grad()
+                losses.append(reference.get_loss(tokens, each(*tokens)))
+                losses[-1].backward()
+            for param in reference.parameters():
+                dist.all_reduce(param.grad)
+                param.grad.div_(self.world_size)
+            for optim in optims:
+                optim.step()
+            self.assertEqual(losses[1], losses[0])
+            expected = dict(reference.named_parameters())
+            with FSDP.summon_full_params(model, with_grads=use_orig_params):
+                found = _named(model)
+                self.assertEqual(list(found), list(expected))
+                # Sums over two ranks in another order than autograd's own: a few roundings of fp32 apart.
+                self.assertEqual(found, expected, rtol=1e-5, atol=1e-5)
+                if use_orig_params:
+                    grads, expected_grads = ({name: p.grad for name, p in each.items()} for each in (found, expected))
+                    self.assertEqual(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+class TestParamInit(_TwoRanks):
+    @skip_if_lt_x_gpu(2)
+    @parametrize("mixed_precision", [True, False])
+    def test_param_change_after_init(self, mixed_precision):
+        """What is written to a parameter after the constructor is what the first forward computes with.
+
+        The written values differ by element and by rank, so the second half compares with a model that never was
+        in FSDP, and would see a shard in the wrong place.
+        """
+        init = functools.partial(
+            self._transformer,
+            DEVICEInitMode.DEVICE_AFTER,
+            deterministic=True,
+            mixed_precision=MixedPrecision() if mixed_precision else None,
+        )
+        unchanged, model = init(), init()
+        tokens = unchanged.module.get_input(get_devtype())
+        local = next(model.parameters())
+        self.assertIs(local, model._handle.flat_param)
+        values = torch.arange(self.world_size * local.numel(), device=local.device).sin()
+        with torch.no_grad():
+            local.copy_(values.chunk(self.world_size)[self.rank])
+        output = model(*tokens)
+        self.assertNotEqual(output, unchanged(*tokens))
+
+        reference = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+        )
+        apart = (".layers.", "bn.") if mixed_precision else (".layers.",)  # what the root does not hold itself
+        held = [p for name, p in reference.named_parameters() if not any(part in name for part in apart)]
+        offset = 0
+        with torch.no_grad():
+            for param in held:
+                param.copy_(values[offset : offset + param.numel()].view_as(param))
+                offset += param.numel()
+        self.assertLess(len(values) - offset, self.world_size)
+        self.assertEqual(output, reference(*tokens))
+
+
+class TestHooks(_TwoRanks):
+    @skip_if_lt_x_gpu(2)
+    @parametrize("cuda_first", [False, True])
+    def test_pre_backward_hook_registration(self, cuda_first):
+        """The output of the root carries one hook, and it is not lost."""
+        self._test_pre_backward_hook_registration(self._transformer(self._init_mode(cuda_first)))
+
+    @skip_if_lt_x_gpu(2)
+    def test_pre_backward_hook_registration_after_state_dict(self):
+        """Saving and loading a state dict neither removes the hook nor adds one."""
+        model = self._transformer(DEVICEInitMode.DEVICE_AFTER)
+        self._train_for_several_steps(model, num_steps=2, autocast=False)
+        model.load_state_dict(model.state_dict())
+        self._test_pre_backward_hook_registration(model)
+
+    def _init_mode(self, cuda_first):
+        return DEVICEInitMode.DEVICE_BEFORE if cuda_first else DEVICEInitMode.DEVICE_AFTER
+
+    def _test_pre_backward_hook_registration(self, model):
+        optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        inputs = model.module.get_input(get_devtype())
+        output = model(*inputs)
+        self.assertEqual(len(output._backward_hooks), 1)
+        loss = model.module.get_loss(inputs, output)
+        loss.backward()
+        self.assertEqual(len(output._backward_hooks), 1)
+        optim.step()
+        self.assertEqual(len(output._backward_hooks), 1)
+        # The hook did its work: it is what makes FSDP gather, and then free again.
+        self.assertTrue(all(handle.flat_param.grad is not None for handle in _handles(model)))
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("cuda_first", [False, True])
+    @parametrize("mixed_precision", [True, False])
+    def test_register_functions_called(self, cuda_first, mixed_precision):
+        """Each forward registers each instance's hooks, those before and those after its backward, once."""
+        model = self._transformer(
+            self._init_mode(cuda_first), mixed_precision=MixedPrecision() if mixed_precision else None
+        )
+        # The root and two layers each of encoder and decoder; mixed precision keeps the batch norm apart.
+        handles = _handles(model)
+        self.assertEqual(len(handles), 6 if mixed_precision else 5)
+        inputs = model.module.get_input(get_devtype())
+        calls = []
+        register = fsdp_runtime._register_pre_backward_hooks
+
+        def _register_pre_backward_hooks_with_count(state, module, outputs, handle):
+            calls.append(handle)
+            return register(state, module, outputs, handle)
+
+        with (
+            mock.patch.object(fsdp_runtime, "_register_pre_backward_hooks", _register_pre_backward_hooks_with_count),
+            mock.patch.object(fsdp_runtime, "_register_post_backward_hook") as register_post_backward,
+        ):
+            self.assertEqual(len(calls), 0)
+            register_post_backward.assert_not_called()
+            for forwards in (1, 2):
+                model(*inputs)
+                self.assertEqual([calls.count(handle) for handle in handles], [forwards] * len(handles))
+                after = [call.args[1] for call in register_post_backward.call_args_list]
+                self.assertEqual([after.count(handle) for handle in handles], [forwards] * len(handles))
+        self.assertEqual(len(calls), 2 * len(handles))
+
+    @skip_if_lt_x_gpu(2)
+    def test_no_hooks_without_grad(self):
+        """Beyond upstream: under ``no_grad`` a forward leaves no hook behind; the next one with gradients does."""
+        model = self._transformer()
+        inputs = model.module.get_input(get_devtype())
+        with torch.no_grad():
+            output = model(*inputs)
+        self.assertIsNone(output._backward_hooks)
+        registered = [hasattr(handle.flat_param, "_post_backward_hook_state") for handle in _handles(model)]
+        self.assertEqual(registered, [False] * 5)
+        output = model(*inputs)
+        self.assertEqual(len(output._backward_hooks), 1)
+        registered = [hasattr(handle.flat_param, "_post_backward_hook_state") for handle in _handles(model)]
+        self.assertEqual(registered, [True] * 5)
+
+
+class TestNoGrad(_TwoRanks):
+    @skip_if_lt_x_gpu(2)
+    @parametrize("mixed_precision", [True, False])
+    def test_transformer_no_grad(self, mixed_precision):
+        """In eval mode a forward computes the same with and without gradients, after a step of training."""
+        half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
+        model = self._transformer(DEVICEInitMode.DEVICE_AFTER, mixed_precision=half if mixed_precision else None)
+        self._train_for_several_steps(model, num_steps=1, autocast=False, mixed_precision=model.mixed_precision)
+        model.eval()
+        inputs = model.module.get_input(get_devtype())
+        expected = model(*inputs)
+        with torch.no_grad():
+            output = model(*inputs)
+        self.assertEqual((expected.requires_grad, output.requires_grad), (True, False))
+        self.assertEqual(output.dtype, torch.float16 if mixed_precision else torch.float32)
+        self.assertEqual(output, expected.detach())
+
+
+class TestAutograd(_TwoRanks):
+    @skip_if_lt_x_gpu(2)
+    def test_unshard_params_as_tensors(self):
+        """In forward and backward the gathered parameters are views, tensors that autograd follows to the flat one.
+
+        NO_SHARD is left out: there the same function also makes the views of what is not gathered.
+        """
+        self.run_subtests(
+            {
+                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+                "use_orig_params": [False, True],
+                "forward_prefetch": [False, True],
+                "backward_prefetch": PREFETCHES,
+            },
+            self._test_unshard_params_as_tensors,
+        )
+
+    def _test_unshard_params_as_tensors(self, **fsdp_kwargs):
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
+        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **fsdp_kwargs)
+        self.assertEqual(len(FSDP.fsdp_modules(model)), 6)
+        torch.manual_seed(1 + self.rank)
+        x = torch.randn(2, 3, device=get_devtype())
+        with self._patch_use_unsharded_views() as views:
+            for _ in range(3):
+                views.clear()
+                mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+                model(mine).sum().backward()
+                reference(theirs).sum().backward()
+                self.assertEqual(mine.grad, theirs.grad)
+                self.assertGreaterEqual(len(views), 5)  # once a layer, in forward at least
+
+    @contextlib.contextmanager
+    def _patch_use_unsharded_views(self) -> Iterator[list[bool]]:
+        """Fail when parameters and not tensors are asked for; yield what was asked for."""
+        asked: list[bool] = []
+        use_unsharded_views = FlatParamHandle._use_unsharded_views
+
+        def _use_unsharded_views_assert_as_tensors(handle, as_params):
+            self.assertFalse(as_params)
+            asked.append(as_params)
+            return use_unsharded_views(handle, as_params)
+
+        with mock.patch.object(FlatParamHandle, "_use_unsharded_views", _use_unsharded_views_assert_as_tensors):
+            yield asked
+
+
+instantiate_device_type_tests(TestParityWithDDP, globals(), allow_xpu=True)
+instantiate_device_type_tests(TestParamInit, globals(), allow_xpu=True)
+instantiate_device_type_tests(TestHooks, globals(), allow_xpu=True)
+instantiate_device_type_tests(TestNoGrad, globals(), allow_xpu=True)
+instantiate_device_type_tests(TestAutograd, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

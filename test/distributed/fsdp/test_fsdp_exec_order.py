@@ -1,0 +1,238 @@
+"""FSDP1 checks the forward order under debug level DETAIL: an error across ranks, a warning across iterations."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp._exec_order_utils import _ExecOrderWarnStatus
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import parametrize, run_tests
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+
+
+class Model(nn.Module):
+    """Two paths behind the first layer, of which one is used and trained and the other frozen.
+
+    Both have 36 elements, so that collectives of ranks on different paths fit each other, and nothing hangs.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer0 = nn.Linear(5, 6)
+        self.layer1 = nn.Linear(6, 6, bias=False)
+        self.layer2 = nn.Sequential(nn.Linear(6, 3, bias=False), nn.ReLU(), nn.Linear(3, 6, bias=False))
+        self.relu = nn.ReLU()
+        self.use_alt_path = False
+        self.layer2.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.relu(self.layer0(x))
+        return self.relu((self.layer2 if self.use_alt_path else self.layer1)(x))
+
+    def flip_path(self):
+        self.layer1.requires_grad_(self.use_alt_path)
+        self.use_alt_path = not self.use_alt_path
+        self.layer2.requires_grad_(self.use_alt_path)
+
+    def get_input(self, device):
+        return (torch.randn(8, 5, device=device),)
+
+    def get_loss(self, input, output):
+        return output.sum()
+
+    def run_backward(self, loss):
+        loss.backward()
+
+    @staticmethod
+    def wrap(sharding_strategy, device):
+        """Three FSDP instances: the root with ``layer0``, and one for each path."""
+        torch.manual_seed(0)
+        model = Model().to(device)
+        fsdp = functools.partial(FSDP, sharding_strategy=sharding_strategy, device_id=torch.device(device))
+        model.layer1 = fsdp(model.layer1)
+        model.layer2 = fsdp(model.layer2)
+        return fsdp(model)
+
+
+@contextlib.contextmanager
+def _debug_level(level=dist.DebugLevel.DETAIL) -> Iterator[None]:
+    """FSDP takes the level that it is built under."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+@contextlib.contextmanager
+def _order_warnings() -> Iterator[list[str]]:
+    """The warnings of the context about the order, as text, filled at its end."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught if "orward order differs" in str(each.message)]
+
+
+class TestFSDPExecOrder(FSDPTest):
+    def _wrapped(self, sharding_strategy, device, level=dist.DebugLevel.DETAIL):
+        with _debug_level(level):
+            return Model.wrap(sharding_strategy, device)
+
+    def _forward(self, model, device):
+        inputs = model.module.get_input(torch.device(device))
+        return model.module.get_loss(inputs, model(*inputs))
+
+    def _iterate(self, model, device):
+        model.module.run_backward(self._forward(model, device))
+
+    def _assert_group_works(self, device):
+        ranks = torch.tensor([self.rank], device=device)
+        dist.all_reduce(ranks)
+        self.assertEqual(ranks.item(), sum(range(self.world_size)))
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_invalid_first_iter_order(self, device, sharding_strategy):
+        """Ranks on different paths all get an error that names two of them and their parameters; no rank hangs."""
+        model = self._wrapped(sharding_strategy, device)
+        if self.rank != 0:
+            model.flip_path()
+        with self.assertRaisesRegex(
+            RuntimeError,
+            r"^Forward order differs across ranks: rank 0 is all-gathering parameters for \[\['layer1\.weight'\]\] "
+            r"while rank 1 is all-gathering parameters for \[\['layer2\.0\.weight', 'layer2\.2\.weight'\]\]$",
+        ):
+            self._forward(model, device)
+        self._assert_group_works(device)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    @parametrize("iters_before_path_change", [1, 3])
+    def test_invalid_later_iter_order(self, device, sharding_strategy, iters_before_path_change):
+        """A rank that leaves its own first order warns once and for all, and the others not at all."""
+        model = self._wrapped(sharding_strategy, device)
+        with _order_warnings() as before:
+            for _ in range(iters_before_path_change):
+                self._iterate(model, device)
+        self.assertEqual(before, [])
+        deviates = self.rank != 0
+        if deviates:
+            model.flip_path()
+
+        data = model._exec_order_data
+        with _order_warnings() as found:
+            loss = self._forward(model, device)
+        expected = (
+            f"Forward order differs from that of the first iteration on rank {self.rank}. Collectives are unchecked "
+            "and may give incorrect results or hang.\nExpected to all-gather for [['layer1.weight']] but trying to "
+            "all-gather parameters for [['layer2.0.weight', 'layer2.2.weight']]"
+        )
+        self.assertEqual(found, [expected] if deviates else [])
+        self.assertIs(data.warn_status, _ExecOrderWarnStatus.WARNING if deviates else _ExecOrderWarnStatus.NONE)
+
+        model.module.run_backward(loss)
+        with _order_warnings() as later:
+            for _ in range(2):
+                self.assertIs(data.warn_status, _ExecOrderWarnStatus.WARNED if deviates else _ExecOrderWarnStatus.NONE)
+                self._iterate(model, device)
+        self.assertEqual(later, [])
+        self._assert_group_works(device)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_train_eval(self, device, sharding_strategy):
+        """Forwards in eval mode have no backward that ends an iteration, and are no part of the order."""
+        model = self._wrapped(sharding_strategy, device)
+        with _order_warnings() as found:
+            for _ in range(2):
+                model.train()
+                for _ in range(3):
+                    self._iterate(model, device)
+                model.eval()
+                for _ in range(3):
+                    self._forward(model, device)
+        self.assertEqual(found, [])
+        self.assertEqual(model._exec_order_data.current_order_index, 0)
+        # The check is alive: in train mode the other path is still noticed.
+        model.train()
+        model.flip_path()
+        with _order_warnings() as found:
+            self._forward(model, device)
+        self.assertEqual(len(found), 1)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("sharding_strategy", STRATEGIES)
+    def test_more_forwards_than_in_the_first_iteration(self, device, sharding_strategy):
+        """Beyond upstream: a unit that comes after the last one of the first iteration is a deviation too."""
+        model = self._wrapped(sharding_strategy, device)
+        self._iterate(model, device)
+        with _order_warnings() as found:
+            self._forward(model, device)
+            model.module.layer2(torch.ones(1, 6, device=device))
+        expected = (
+            "Expected to not all-gather any more parameters in the forward but trying to all-gather parameters for "
+            "[['layer2.0.weight', 'layer2.2.weight']]"
+        )
+        self.assertEqual([text.split("\n")[1] for text in found], [expected])
+
+    @skip_if_lt_x_gpu(2)
+    def test_without_debug_level(self, device):
+        """Beyond upstream: below DETAIL nothing is checked, said or sent, and what ranks gather is not compared."""
+        self.run_subtests(
+            {
+                "sharding_strategy": STRATEGIES,
+                "level": [dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL],
+            },
+            self._test_without_debug_level,
+            device=device,
+        )
+
+    def _test_without_debug_level(self, device, sharding_strategy, level):
+        model = self._wrapped(sharding_strategy, device, level)
+        checks = level is dist.DebugLevel.DETAIL
+        if not checks and self.rank != 0:
+            model.flip_path()
+        with self._counted_validations() as validations, _order_warnings() as found:
+            self._iterate(model, device)
+            self.assertEqual(len(validations), 2 * 2 if checks else 0)  # of each unit, the root and one path
+            self._iterate(model, device)
+            self.assertEqual(len(validations), 2 * 2 if checks else 0)  # only in the first iteration
+            if not checks:
+                model.flip_path()
+            self._iterate(model, device)
+        self.assertEqual(found, [])
+
+    @contextlib.contextmanager
+    def _counted_validations(self):
+        calls = []
+
+        def counting(original, output, input, *args, **kwargs):
+            if not input.is_floating_point():
+                calls.append(input.numel())
+            return original(output, input, *args, **kwargs)
+
+        name = torch_facts.ALL_GATHER_NAME
+        with mock.patch.object(dist, name, functools.partial(counting, getattr(dist, name))):
+            yield calls
+
+
+instantiate_device_type_tests(TestFSDPExecOrder, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,266 @@
+"""A model with a frozen trunk trains with FSDP1 as with DDP: the trunk stays bitwise, the head learns."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from enum import Enum
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest, get_full_params
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+IMAGES = (2, 3, 8, 8)  # small: the pooling makes their size indifferent to the layers
+STEPS = 3
+
+
+class Model(nn.Module):
+    """A convolution as trunk and a linear layer as head: images to 10 classes."""
+
+    def __init__(self, with_fsdp, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
+        super().__init__()
+        self.disable_autograd = disable_autograd
+        self._build()
+        if with_fsdp and freeze_after_wrap_fsdp:
+            self.fsdp_wrap(fsdp_kwargs)
+
+    def _build(self):
+        self.trunk = nn.Sequential(
+            nn.Conv2d(3, 64, kernel_size=3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(output_size=1), nn.Flatten()
+        )
+        self.head = nn.Linear(64, 10)
+
+    def fsdp_wrap(self, fsdp_kwargs):
+        self.trunk = FSDP(self.trunk, **fsdp_kwargs)
+        self.head = FSDP(self.head, **fsdp_kwargs)
+
+    def forward(self, x):
+        with torch.no_grad() if self.disable_autograd else contextlib.nullcontext():
+            x = self.trunk(x)
+        return self.head(x)
+
+
+class NestedTrunkModel(Model):
+    """The same with two blocks in the trunk, each of them wrapped by itself."""
+
+    def _build(self):
+        self.trunk = nn.Sequential(self._create_block(3, 64), self._create_block(64, 64))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(output_size=1), nn.Flatten(), nn.Linear(64, 10))
+
+    def _create_block(self, in_channels, out_channels):
+        return nn.Sequential(nn.Conv2d(in_channels, out_channels, kernel_size=3), nn.ReLU(inplace=True))
+
+    def fsdp_wrap(self, fsdp_kwargs):
+        for name, child in self.trunk.named_children():
+            setattr(self.trunk, name, FSDP(child, **fsdp_kwargs))
+        super().fsdp_wrap(fsdp_kwargs)
+
+
+class FreezingMethod(str, Enum):
+    GradToNone = "grad_to_none"
+    RequiresGrad = "requires_grad"
+
+
+class TestFreezingWeights(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _create_model(self, with_fsdp, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
+        torch.manual_seed(0)
+        model_class = NestedTrunkModel if with_nested_trunk else Model
+        return model_class(with_fsdp, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs).to(self.device)
+
+    def _fsdp_model(self, with_nested_trunk, freezing_method, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
+        model = self._create_model(True, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs)
+        self._freeze(model, freezing_method)
+        if not freeze_after_wrap_fsdp:
+            model.fsdp_wrap(fsdp_kwargs)
+        return FSDP(model, **fsdp_kwargs)
+
+    def _freeze(self, model, freezing_method):
+        if freezing_method is FreezingMethod.RequiresGrad:
+            for param in model.trunk.parameters():
+                param.requires_grad_(False)
+
+    def _dist_train(self, model, freezing_method):
+        """Train on images and classes of this rank's own, and return the full parameters and their requires_grad."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(1 + self.rank)
+        batch = torch.randn(IMAGES, device=self.device)
+        target = torch.tensor([self.rank, 2 + self.rank], device=self.device)
+        for _ in range(STEPS):
+            loss = F.cross_entropy(model(batch), target)
+            optimizer.zero_grad()
+            loss.backward()
+            if freezing_method is FreezingMethod.GradToNone:
+                for param in model.module.trunk.parameters():
+                    param.grad = None
+            optimizer.step()
+        return get_full_params(model) if isinstance(model, FSDP) else list(model.parameters())
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("with_nested_trunk", [True, False])
+    @parametrize("freezing_method", [FreezingMethod.RequiresGrad, FreezingMethod.GradToNone])
+    @parametrize("freeze_after_wrap_fsdp", [True, False])
+    @parametrize("disable_autograd", [True, False])
+    @parametrize("forward_prefetch", [True, False])
+    def test_freezing_weights(
+        self, with_nested_trunk, freezing_method, freeze_after_wrap_fsdp, disable_autograd, forward_prefetch
+    ):
+        """All parameters end as DDP's, those of the trunk as they began."""
+        plain = self._create_model(False, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, {})
+        self._freeze(plain, freezing_method)
+        initial = [param.detach().clone() for param in plain.parameters()]
+        in_trunk = [name.startswith("trunk") for name, _ in plain.named_parameters()]
+        reference = DDP(plain, find_unused_parameters=disable_autograd)
+        expected = self._dist_train(reference, freezing_method)
+
+        model = self._fsdp_model(
+            with_nested_trunk,
+            freezing_method,
+            freeze_after_wrap_fsdp,
+            disable_autograd,
+            {"device_id": self.device, "forward_prefetch": forward_prefetch},
+        )
+        found = self._dist_train(model, freezing_method)
+
+        self.assertEqual(found, expected, exact_device=True)
+        unchanged = [torch.equal(param, old) for param, old in zip(found, initial, strict=True)]
+        self.assertEqual(unchanged, in_trunk)
+        if freezing_method is FreezingMethod.RequiresGrad:
+            trainable = [param.requires_grad for param in expected]
+            self.assertEqual(trainable, [not frozen for frozen in in_trunk])
+            self.assertEqual([param.requires_grad for param in found], trainable)
+
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_units_in_backward(self):
+        """Beyond upstream: gradients of the trunk are not reduced, yet its parameters are freed again."""
+        self.run_subtests(
+            {
+                "with_nested_trunk": [True, False],
+                "freeze_after_wrap_fsdp": [True, False],
+                "disable_autograd": [True, False],
+                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+                "input_requires_grad": [True, False],
+            },
+            self._test_frozen_units_in_backward,
+        )
+
+    def _test_frozen_units_in_backward(
+        self, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, sharding_strategy, input_requires_grad
+    ):
+        model = self._fsdp_model(
+            with_nested_trunk,
+            FreezingMethod.RequiresGrad,
+            freeze_after_wrap_fsdp,
+            disable_autograd,
+            {"sharding_strategy": sharding_strategy},
+        )
+        handles = traversal_utils._get_fsdp_handles(model)
+        self.assertEqual(len(handles), 3 if with_nested_trunk else 2)
+        batch = torch.randn(IMAGES, device=self.device, requires_grad=input_requires_grad)
+        head = 64 * 10 + 10
+        for _ in range(2):
+            with self._reduced_numels() as reduced:
+                model(batch).sum().backward()
+            self.assertEqual(reduced, [head])
+            # SHARD_GRAD_OP leaves it to backward to free, and no backward comes through a trunk without autograd.
+            ends_at_head = disable_autograd or not input_requires_grad
+            keeps_trunk = sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and ends_at_head
+            freed = handles[-1:] if keeps_trunk else handles
+            stored = [handle.flat_param._full_param_padded.untyped_storage().size() for handle in freed]
+            self.assertEqual(stored, [0] * len(freed))
+            self.assertEqual(sum(handle.flat_param.grad is not None for handle in handles), 1)
+        self.assertEqual(batch.grad is not None, input_requires_grad and not disable_autograd)
+
+    @contextlib.contextmanager
+    def _reduced_numels(self):
+        numels = []
+
+        def recording(original, output, input, *args, **kwargs):
+            numels.append(input.numel())
+            return original(output, input, *args, **kwargs)
+
+        name = torch_facts.REDUCE_SCATTER_NAME
+        with mock.patch.object(dist, name, functools.partial(recording, getattr(dist, name))):
+            yield numels
+
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_beside_trainable(self):
+        """Beyond upstream: with the original parameters in use, one flat parameter may hold frozen and trainable."""
+        self.run_subtests(
+            {
+                "sharding_strategy": [
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.SHARD_GRAD_OP,
+                    ShardingStrategy.NO_SHARD,
+                ],
+                "freeze_after_wrap_fsdp": [True, False],
+                "frozen": ["0", "2", "bias"],
+            },
+            self._test_frozen_beside_trainable,
+        )
+
+    def _test_frozen_beside_trainable(self, sharding_strategy, freeze_after_wrap_fsdp, frozen):
+        def build():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).to(self.device)
+
+        def freeze(model):
+            for name, param in model.named_parameters():
+                param.requires_grad_(frozen not in name.split("."))
+
+        def wrap(model):
+            return FSDP(model, sharding_strategy=sharding_strategy, use_orig_params=True)
+
+        plain, initial, model = build(), build(), build()
+        freeze(plain)
+        if freeze_after_wrap_fsdp:
+            model = wrap(model)
+        freeze(model)
+        if not freeze_after_wrap_fsdp:
+            model = wrap(model)
+        self.assertEqual(len(traversal_utils._get_fsdp_handles(model)), 1)
+        torch.manual_seed(1 + self.rank)
+        inputs = torch.randn(5, 4, device=self.device)
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+        for _ in range(STEPS):
+            for each, optim in zip((plain, model), optims):
+                optim.zero_grad()
+                each(inputs).square().sum().backward()
+            for param in plain.parameters():
+                if param.requires_grad:
+                    dist.all_reduce(param.grad)
+                    param.grad.div_(self.world_size)
+            self.assertEqual([param.grad for param in model.parameters() if not param.requires_grad], [None] * 2)
+            for optim in optims:
+                optim.step()
+
+        found = get_full_params(model)
+        trainable = [param.requires_grad for param in plain.parameters()]
+        self.assertEqual([param.requires_grad for param in found], trainable)
+        self.assertEqual(found, list(plain.parameters()))
+        changed = [not torch.equal(param, old) for param, old in zip(found, initial.parameters())]
+        self.assertEqual(changed, trainable)
+
+
+instantiate_parametrized_tests(TestFreezingWeights)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,297 @@
+"""Gradients that FSDP1 accumulates, inside ``no_sync()``, outside of it and in turns, are those of all data at once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradAccConfig:
+    """That many iterations in a row, all of them inside ``no_sync()`` or all outside."""
+
+    use_no_sync: bool
+    num_iters: int
+
+    def __repr__(self) -> str:
+        return f"{'no_sync' if self.use_no_sync else 'sync'}*{self.num_iters}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradAccConfigs:
+    configs: list[_GradAccConfig]
+
+    def __repr__(self) -> str:
+        return "+".join(map(repr, self.configs))
+
+
+def _in_turns(first: bool) -> _GradAccConfigs:
+    # Two iterations in a row, one that begins and one that goes on; a third would do what the second did.
+    return _GradAccConfigs([_GradAccConfig(use_no_sync, 2) for use_no_sync in (first, not first, first)])
+
+
+def _handles(model):
+    return traversal_utils._get_fsdp_handles(model)
+
+
+class TestGradAcc(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _model(self, fsdp_init_mode=FSDPInitMode.RECURSIVE, **fsdp_kwargs):
+        return TransformerWithSharedParams.init(
+            self.process_group,
+            fsdp_init_mode,
+            DEVICEInitMode.DEVICE_BEFORE,
+            fsdp_kwargs,
+            deterministic=True,
+            add_bn=False,
+        )
+
+    def _get_subtest_config(self, cpu_offload):
+        return {
+            "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
+            "sharding_strategy": STRATEGIES,
+            "cpu_offload": [cpu_offload],
+        }
+
+    def _batches(self, model, number):
+        """The model's own input and other orders of its tokens, by rank; no two have a tensor in common."""
+
+        def permute_tensor(tensor):
+            return tensor.flatten()[torch.randperm(tensor.numel()).to(tensor.device)].view_as(tensor)
+
+        first = model.module.get_input(self.device)  # seeds, by rank
+        batches = [first, *(tuple(map(permute_tensor, first)) for _ in range(number - 1))]
+        for one, other in itertools.combinations(batches, 2):
+            self.assertFalse(any(torch.equal(*tensors) for tensors in zip(one, other)))
+        return batches
+
+    def _accumulate(self, model, batches, configs):
+        """Run backward for one batch after the other and return the sum of the losses. The last one reduces always."""
+        flags = [config.use_no_sync for config in configs.configs for _ in range(config.num_iters)]
+        self.assertEqual(len(flags), len(batches))
+        flags[-1] = False
+        total = 0
+        for batch, use_no_sync in zip(batches, flags):
+            with model.no_sync() if use_no_sync else contextlib.nullcontext():
+                total = total + self._backward(model, batch)
+        return total
+
+    def _backward(self, model, batch):
+        loss = model.module.get_loss(batch, model(*batch))
+        loss.backward()
+        return loss.detach()
+
+    def _test_grad_acc(self, batch_dim, configs, cpu_offload, backward_prefetch, sharding_strategy, use_orig_params):
+        model = self._model(
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            sharding_strategy=sharding_strategy,
+            use_orig_params=use_orig_params,
+        )
+        optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        batches = self._batches(model, sum(config.num_iters for config in configs.configs))
+        concatenated = tuple(torch.cat(tensors, dim=batch_dim) for tensors in zip(*batches))
+
+        optim.zero_grad()
+        expected_loss = self._backward(model, concatenated)
+        expected = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        optim.zero_grad()
+        loss = self._accumulate(model, batches, configs)
+        found = [param.grad for param in model.parameters() if param.grad is not None]
+
+        torch.testing.assert_close(loss, expected_loss)
+        self.assertGreater(len(expected), 0)
+        self.assertEqual(len(found), len(expected))
+        for grad, expected_grad in zip(found, expected):
+            self.assertEqual(grad.size(), expected_grad.size())
+            torch.testing.assert_close(grad, expected_grad)
+        before = [param.detach().clone() for param in model.parameters()]
+        optim.step()
+        changed = [not torch.equal(param, old) for param, old in zip(model.parameters(), before)]
+        self.assertEqual(changed, [param.grad is not None for param in model.parameters()])
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("configs", [_in_turns(True), _in_turns(False)])
+    @parametrize("use_orig_params", [False, True])
+    def test_grad_acc(self, configs, use_orig_params):
+        """Six batches in turns inside and outside of ``no_sync()`` give the gradient of one pass over them all."""
+        self.run_subtests(
+            self._get_subtest_config(CPUOffload(offload_params=False)),
+            self._test_grad_acc,
+            batch_dim=1,
+            configs=configs,
+            use_orig_params=use_orig_params,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("use_orig_params", [False, True])
+    def test_grad_acc_cpu_offload(self, use_orig_params):
+        """The same for offloaded parameters, which accumulate inside ``no_sync()`` only."""
+        self.run_subtests(
+            self._get_subtest_config(CPUOffload(offload_params=True)),
+            self._test_grad_acc,
+            batch_dim=1,
+            configs=_GradAccConfigs([_GradAccConfig(use_no_sync=True, num_iters=3)]),
+            use_orig_params=use_orig_params,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_what_is_held_meanwhile(self):
+        """Beyond upstream: ``no_sync()`` keeps this rank's whole gradient and reduces nothing; after it, a shard."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]}, self._test_what_is_held_meanwhile
+        )
+
+    def _test_what_is_held_meanwhile(self, sharding_strategy, use_orig_params):
+        model = self._model(sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        handles = _handles(model)
+        batches = self._batches(model, 3)
+        sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
+        whole = [handle.flat_param._unpadded_unsharded_size for handle in handles]
+        plain = self._model(FSDPInitMode.NO_FSDP)
+        with self._counted_reductions() as reductions:
+            with model.no_sync():
+                for batch in batches[:2]:
+                    self._backward(model, batch)
+                    plain.get_loss(batch, plain(*batch)).backward()
+                    self.assertEqual([handle.flat_param.grad.size() for handle in handles], whole)
+            self.assertEqual(reductions, [])
+            # Nothing is reduced yet: it is the gradient of a model that knows of this rank only.
+            mine = plain.transformer.encoder.layers[0]
+            expected = torch.cat([param.grad.flatten() for param in mine.parameters()])
+            inner = model.module.transformer.encoder.layers[0]._handle.flat_param
+            # Layers are flattened without gaps: all their numbers of elements are multiples of 4.
+            torch.testing.assert_close(inner.grad[: expected.numel()], expected)
+
+            self._backward(model, batches[2])
+            name = torch_facts.REDUCE_SCATTER_NAME if sharded else "all_reduce"
+            self.assertEqual(reductions, [name] * len(handles))
+        for handle in handles:
+            flat_param = handle.flat_param
+            self.assertEqual(flat_param.grad.size(), flat_param._sharded_size)
+            if sharded:
+                self.assertEqual(flat_param._full_param_padded.untyped_storage().size(), 0)
+
+    @contextlib.contextmanager
+    def _counted_reductions(self):
+        calls = []
+
+        def counting(name, original, *args, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        with contextlib.ExitStack() as stack:
+            for name in (torch_facts.REDUCE_SCATTER_NAME, "all_reduce"):
+                stack.enter_context(
+                    mock.patch.object(dist, name, functools.partial(counting, name, getattr(dist, name)))
+                )
+            yield calls
+
+    @skip_if_lt_x_gpu(2)
+    def test_training_with_accumulation(self):
+        """Beyond upstream: over steps with momentum, parameters and whole gradients are those of plain averaging."""
+        turns = [
+            _GradAccConfigs([_GradAccConfig(use_no_sync, 1) for use_no_sync in (first, not first, first)])
+            for first in (True, False)
+        ]
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "configs": turns},
+            self._test_training_with_accumulation,
+        )
+
+    def _test_training_with_accumulation(self, sharding_strategy, configs):
+        model = self._model(sharding_strategy=sharding_strategy, use_orig_params=True)
+        plain = self._model(FSDPInitMode.NO_FSDP)
+        optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, plain)]
+        batches = self._batches(model, 6)
+        for window in (batches[:3], batches[3:]):
+            for optim in optims:
+                optim.zero_grad()
+            self._accumulate(model, window, configs)
+            for batch in window:
+                plain.get_loss(batch, plain(*batch)).backward()
+            for param in plain.parameters():
+                dist.all_reduce(param.grad)
+                param.grad.div_(self.world_size)
+            with FSDP.summon_full_params(model, with_grads=True):
+                found = [param.grad.clone() for param in model.parameters()]
+            self._assert_alike(found, [param.grad for param in plain.parameters()])
+            for optim in optims:
+                optim.step()
+        with FSDP.summon_full_params(model):
+            found = [param.detach().clone() for param in model.parameters()]
+        self._assert_alike(found, [param.detach() for param in plain.parameters()])
+
+    def _assert_alike(self, found, expected):
+        self.assertEqual(len(found), len(expected))
+        # Sums of some hundred products in another order: relative to the largest, not to what cancels out.
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+    @skip_if_lt_x_gpu(2)
+    def test_same_batch_twice(self):
+        """Beyond upstream: the gradient is exactly the double, however it was accumulated and cleared before."""
+        self.run_subtests(
+            {
+                "sharding_strategy": STRATEGIES,
+                "use_no_sync": [False, True],
+                "set_to_none": [False, True],
+                "use_orig_params": [False, True],
+            },
+            self._test_same_batch_twice,
+        )
+
+    def _test_same_batch_twice(self, sharding_strategy, use_no_sync, set_to_none, use_orig_params):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)).to(self.device)
+        layers[2] = FSDP(layers[2], sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        model = FSDP(layers, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        torch.manual_seed(1 + self.rank)
+        inputs = torch.randn(5, 4, device=self.device)
+
+        def gradients():
+            return copy.deepcopy([param.grad for param in model.parameters() if param.grad is not None])
+
+        model(inputs).square().sum().backward()
+        once = gradients()
+        self.assertGreater(sum(int(grad.count_nonzero()) for grad in once), 0)
+        for _ in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            with model.no_sync() if use_no_sync else contextlib.nullcontext():
+                model(inputs).square().sum().backward()
+            model(inputs).square().sum().backward()
+            # NO_SHARD reduces what it has reduced once more, together with the new gradient, which rounds.
+            rounds = sharding_strategy is ShardingStrategy.NO_SHARD and not use_no_sync
+            tolerance = 1e-6 if rounds else 0
+            self.assertEqual(gradients(), [2 * grad for grad in once], rtol=tolerance, atol=tolerance)
+
+
+instantiate_parametrized_tests(TestGradAcc)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,132 @@
+"""An FSDP1 unit that runs twice in one forward of its parent: both runs count in its gradient."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype, get_full_params
+from torch_fsdp_tests.common_utils import run_tests
+
+
+class Model(nn.Module):
+    """The inner layer twice, (4) to (4), and the outer one on the sum, to (5)."""
+
+    def __init__(self, wrap_fsdp, **fsdp_kwargs):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4).to(get_devtype())
+        if wrap_fsdp:
+            self.inner = FSDP(self.inner, **fsdp_kwargs)
+        self.outer = nn.Linear(4, 5).to(get_devtype())
+
+    def forward(self, x):
+        return self.outer(self.inner(x) + self.inner(x))
+
+
+class TestMultiForward(FSDPTest):
+    @property
+    def world_size(self):
+        device = accelerator.current()
+        return 2 if device.is_host else device.ranks
+
+    def _ddp(self):
+        device = accelerator.current().device(self.rank)
+        return DDP(Model(wrap_fsdp=False), device_ids=None if device.index is None else [device])
+
+    def _dist_train(self, model):
+        """Three steps of SGD on the same data on every rank."""
+        torch.manual_seed(0)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.rand(64, 4, device=get_devtype(), requires_grad=True)
+        for _ in range(3):
+            model(x).sum().backward()
+            optim.step()
+            optim.zero_grad()
+
+    @skip_if_lt_x_gpu(2)
+    def test_multi_forward(self):
+        """FSDP ends with the parameters of DDP."""
+        model = FSDP(Model(wrap_fsdp=True))
+        reference = self._ddp()
+        before = [param.detach().clone() for param in reference.parameters()]
+        self._dist_train(model)
+        self._dist_train(reference)
+        self.assertNotEqual(list(reference.parameters()), before)
+        self.assertEqual(get_full_params(model), list(reference.parameters()))
+
+    @skip_if_lt_x_gpu(2)
+    def test_gradients_of_each_step(self):
+        """Beyond upstream: on data that differs by rank, gradients of parameters and inputs at every step."""
+        self.run_subtests(
+            {
+                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+                "use_orig_params": [False, True],
+            },
+            self._test_gradients_of_each_step,
+        )
+
+    def _test_gradients_of_each_step(self, **fsdp_kwargs):
+        reference = Model(wrap_fsdp=False)
+        model = FSDP(Model(wrap_fsdp=True, **fsdp_kwargs), **fsdp_kwargs)
+        models = [reference, model]
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+        torch.manual_seed(10 + self.rank)
+        for _ in range(3):
+            x = torch.rand(6, 4, device=get_devtype())
+            inputs = [x.clone().requires_grad_() for _ in models]
+            for each, mine, optim in zip(models, inputs, optims):
+                optim.zero_grad()
+                each(mine).square().sum().backward()
+            for param in reference.parameters():
+                dist.all_reduce(param.grad)
+                param.grad.div_(self.world_size)
+            self.assertEqual(inputs[1].grad, inputs[0].grad)
+            # Flattened as FSDP does it; the last rank's shard ends in padding, if it has any.
+            for handle, layer in ((model.module.inner._handle, "inner"), (model._handle, "outer")):
+                full = torch.cat([p.grad.flatten() for p in getattr(reference, layer).parameters()])
+                shard = full[handle.flat_param.numel() * self.rank :][: handle.flat_param.numel()]
+                self.assertEqual(handle.flat_param.grad[: len(shard)], shard, rtol=1e-5, atol=1e-5)
+            for optim in optims:
+                optim.step()
+            self.assertEqual(get_full_params(model), list(reference.parameters()), rtol=1e-5, atol=1e-5)
+
+    @skip_if_lt_x_gpu(2)
+    def test_gathers_of_each_pass(self):
+        """Beyond upstream: FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once."""
+        for strategy, expected in ((ShardingStrategy.FULL_SHARD, (2, 1)), (ShardingStrategy.SHARD_GRAD_OP, (1, 0))):
+            with self.subTest(strategy=strategy):
+                model = FSDP(Model(wrap_fsdp=True, sharding_strategy=strategy), sharding_strategy=strategy)
+                inner = model.module.inner._handle.flat_param.numel()
+                self.assertNotEqual(inner, model._handle.flat_param.numel())  # by which they are told apart
+                for _ in range(2):
+                    gathered: list[int] = []
+
+                    def record(gather, output, input, *args, gathered=gathered, **kwargs):
+                        gathered.append(input.numel())
+                        return gather(output, input, *args, **kwargs)
+
+                    # Where the CPU computes, parameters are gathered into a list; everywhere else, into one tensor.
+                    names = ("all_gather", torch_facts.ALL_GATHER_NAME)
+                    patches = {name: functools.partial(record, getattr(dist, name)) for name in names}
+                    with mock.patch.multiple(dist, **patches):
+                        output = model(torch.ones(2, 4, device=get_devtype()))
+                        in_forward = gathered.count(inner)
+                        output.sum().backward()
+                    self.assertEqual((in_forward, gathered.count(inner) - in_forward), expected)
+
+
+instantiate_device_type_tests(TestMultiForward, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,171 @@
+"""FSDP1 around a model in low precision, made so before or after wrapping, and what an explicit dtype changes."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    NestedWrappedModule,
+    get_devtype,
+)
+from torch_fsdp_tests.common_utils import run_tests
+
+
+class TestPureFP16(FSDPTest):
+    @property
+    def world_size(self):
+        device = accelerator.current()
+        return 2 if device.is_host else device.ranks
+
+    def _nested(self, fsdp_init_mode=FSDPInitMode.NO_FSDP, device_init_mode=DEVICEInitMode.DEVICE_BEFORE):
+        return NestedWrappedModule.init(self.process_group, fsdp_init_mode, device_init_mode, {}, deterministic=True)
+
+    @skip_if_lt_x_gpu(2)
+    def test_pure_fp16_training(self):
+        """An fp16 model has the loss, and the parameters, of an fp16 model in DDP, offloaded or not."""
+        self.run_subtests(
+            {"cpu_offload": [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]},
+            self._test_fsdp_parity,
+            NestedWrappedModule,
+            FSDPInitMode.RECURSIVE,
+            device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
+            num_iters=1,  # the next step's loss would show how much two fp16 models drift apart
+            use_pure_fp16=True,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_fp16_dtypes(self):
+        """The dtypes of parameters, gradients and reductions: an explicit one first, else the model's."""
+        self._run_dtypes(torch.float16)
+
+    @skip_if_lt_x_gpu(2)
+    def test_bf16_dtypes(self):
+        """Beyond upstream: the same for a model in bf16."""
+        self._run_dtypes(torch.bfloat16)
+
+    def _run_dtypes(self, dtype):
+        self.run_subtests(
+            {
+                "to_half_before_fsdp_init": [False, True],
+                "use_orig_params": [False, True],
+                "mixed_precision": [
+                    MixedPrecision(),
+                    MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
+                    MixedPrecision(param_dtype=torch.float32),
+                ],
+            },
+            self._test_fp16_dtypes,
+            dtype,
+        )
+
+    def _test_fp16_dtypes(self, dtype, to_half_before_fsdp_init, use_orig_params, mixed_precision):
+        model = self._nested(device_init_mode=DEVICEInitMode.DEVICE_NEVER)
+        if to_half_before_fsdp_init:
+            model = model.to(dtype)
+        device = accelerator.current().device(self.rank)
+        model = FSDP(model, device_id=device, use_orig_params=use_orig_params, mixed_precision=mixed_precision)
+        if not to_half_before_fsdp_init:
+            model = model.to(dtype)
+        self.assertEqual({param.dtype for param in model.parameters()}, {dtype})
+
+        reduced = []
+        scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+
+        def record(output, input, *args, **kwargs):
+            reduced.append((output.dtype, input.dtype))
+            return scatter(output, input, *args, **kwargs)
+
+        inputs = tuple(each.to(dtype) for each in model.module.get_input(get_devtype()))
+        with mock.patch.object(dist, torch_facts.REDUCE_SCATTER_NAME, record):
+            output = model(*inputs)
+            model.module.get_loss(inputs, output).backward()
+
+        param_dtype = mixed_precision.param_dtype or dtype
+        reduce_dtype = mixed_precision.reduce_dtype or param_dtype
+        self.assertEqual(output.dtype, param_dtype)
+        handles = traversal_utils._get_fsdp_handles(model)
+        self.assertGreater(len(handles), 0)
+        for handle in handles:
+            flat_param = handle.flat_param
+            self.assertEqual((flat_param.dtype, flat_param.grad.dtype, handle._orig_param_dtype), (dtype,) * 3)
+            self.assertEqual(handle._fwd_bwd_param_dtype, param_dtype)
+            self.assertEqual(handle._reduce_dtype, reduce_dtype)
+        # Beyond upstream: and that is what is sent.
+        self.assertEqual(reduced, [(reduce_dtype, reduce_dtype)] * len(handles))
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        self.assertGreater(len(grads), 0)
+        self.assertEqual({param.dtype for param in model.parameters()}, {dtype})
+        self.assertEqual({grad.dtype for grad in grads}, {dtype})
+
+    @skip_if_lt_x_gpu(2)
+    def test_parameters_after_a_step(self):
+        """Beyond upstream: in fp16 and bf16 all parameters are those of a local model with averaged gradients."""
+        self.run_subtests(
+            {"dtype": [torch.float16, torch.bfloat16], "to_half_before_fsdp_init": [False, True]},
+            self._test_parameters_after_a_step,
+        )
+
+    def _test_parameters_after_a_step(self, dtype, to_half_before_fsdp_init):
+        reference = self._nested().to(dtype)
+        model = self._nested()
+        model = FSDP(model.to(dtype)) if to_half_before_fsdp_init else FSDP(model).to(dtype)
+        before = [param.detach().clone() for param in reference.parameters()]
+        inputs = tuple(each.to(dtype) for each in reference.get_input(get_devtype()))
+        for each in (reference, model):
+            optim = torch.optim.SGD(each.parameters(), lr=0.1)
+            # With a loss that differs much by rank, no rank's own gradient passes for the average.
+            (each(*inputs).sum() * (self.rank + 1)).backward()
+            if each is reference:
+                for param in each.parameters():
+                    grad = param.grad.float()
+                    dist.all_reduce(grad)
+                    param.grad = (grad / self.world_size).to(dtype)
+            optim.step()
+        # Two roundings: of the gradient where ranks add them up, and of the updated parameter. In fp16, 2e-3.
+        tolerance = 2 * torch.finfo(dtype).eps
+        with FSDP.summon_full_params(model):
+            found = [param.detach().clone() for param in model.parameters()]
+        expected = list(reference.parameters())
+        self.assertEqual(found, expected, rtol=tolerance, atol=tolerance)
+        moved = max((after - at_first).abs().max().item() for after, at_first in zip(expected, before))
+        self.assertGreater(moved, 10 * tolerance)  # the step is larger than what the comparison lets pass
+
+    @skip_if_lt_x_gpu(2)
+    def test_state_dict_of_half_model(self):
+        """Beyond upstream: a full state dict of an fp16 model is fp16; a model in fp32 loads its exact values."""
+        self.run_subtests({"use_orig_params": [False, True]}, self._test_state_dict_of_half_model)
+
+    def _test_state_dict_of_half_model(self, use_orig_params):
+        wrap = functools.partial(FSDP, use_orig_params=use_orig_params)
+        half, full = wrap(self._nested().half()), wrap(self._nested())
+        with torch.no_grad():
+            for param in full.parameters():
+                param.zero_()
+        with FSDP.state_dict_type(half, StateDictType.FULL_STATE_DICT):
+            state_dict = half.state_dict()
+        self.assertEqual({value.dtype for value in state_dict.values()}, {torch.float16})
+        with FSDP.state_dict_type(full, StateDictType.FULL_STATE_DICT):
+            full.load_state_dict(state_dict)
+        expected = [param.detach().half().float() for param in self._nested().parameters()]
+        with FSDP.summon_full_params(full):
+            found = [param.detach().clone() for param in full.parameters()]
+        self.assertEqual(found, expected, rtol=0, atol=0)
+
+
+instantiate_device_type_tests(TestPureFP16, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,71 @@
+"""``FSDP.fsdp_modules``: the FSDP1 instances below a module, depth first, or only the roots among them."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, NestedWrappedModule
+from torch_fsdp_tests.common_utils import run_tests
+
+
+class TestTraversal(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    def _nested(self):
+        """A model that is not in FSDP, and the three instances in it, in the order of ``modules()``."""
+        model = NestedWrappedModule.init(self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE)
+        first, second = model.module[1], model.module[2]
+        return model, [first, first.module[0], second]
+
+    def _assert_are(self, found, expected):
+        """The very instances, and in this order."""
+        self.assertEqual([id(each) for each in found], [id(each) for each in expected])
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_modules(self):
+        """Depth first; the roots are those that no other instance contains."""
+        model, instances = self._nested()
+        self._assert_are(FSDP.fsdp_modules(model), instances)
+        first, _, second = instances
+        self._assert_are(FSDP.fsdp_modules(model, root_only=True), [first, second])
+        self._assert_are(FSDP.fsdp_modules(first), instances[:2])
+
+    @skip_if_lt_x_gpu(2)
+    def test_below_a_root(self):
+        """Beyond upstream: with the whole model in FSDP the root comes first, and is the only one."""
+        model, instances = self._nested()
+        root = FSDP(model)
+        self._assert_are(FSDP.fsdp_modules(root), [root, *instances])
+        self._assert_are(FSDP.fsdp_modules(root, root_only=True), [root])
+        self._assert_are(FSDP.fsdp_modules(root), [root, *instances])
+
+    @skip_if_lt_x_gpu(2)
+    def test_shared_instance(self):
+        """Beyond upstream: an instance with two names is listed once, where it is met first."""
+        layer, other = FSDP(nn.Linear(2, 2)), FSDP(nn.Linear(2, 2))
+        model = nn.ModuleDict({"one": layer, "two": nn.Sequential(other, layer), "three": layer})
+        self._assert_are(FSDP.fsdp_modules(model), [layer, other])
+        self._assert_are(FSDP.fsdp_modules(model, root_only=True), [layer, other])
+        # Here it is met inside a child before it is met as a child.
+        model = nn.ModuleDict({"one": nn.Sequential(other, layer), "two": layer})
+        self._assert_are(FSDP.fsdp_modules(model), [other, layer])
+
+    @skip_if_lt_x_gpu(2)
+    def test_without_fsdp(self):
+        """Beyond upstream: where no instance is, none is found."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.assertEqual(FSDP.fsdp_modules(model), [])
+        self.assertEqual(FSDP.fsdp_modules(model, root_only=True), [])
+        # An instance below makes the difference.
+        self.assertEqual(len(FSDP.fsdp_modules(nn.Sequential(model, FSDP(nn.Linear(2, 2))))), 1)
+
+
+instantiate_device_type_tests(TestTraversal, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()

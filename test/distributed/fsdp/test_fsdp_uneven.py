@@ -1,0 +1,170 @@
+"""FSDP1 with a flat parameter that the ranks cannot share evenly: the last shards are padded, or all padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+
+NUMEL = 9  # of the layer that _layer makes
+
+
+def _layer(device, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(3, 3, bias=False).to(device)
+
+
+class _UnevenBase(FSDPTest):
+    def _assert_layout(self, model, numel):
+        """Each rank holds equally many elements, of which the last ranks' are padding, and zero."""
+        (handle,) = traversal_utils._get_fsdp_handles(model)
+        flat_param = handle.flat_param
+        size = -(-numel // self.world_size)
+        mine = min(max(numel - self.rank * size, 0), size)
+        self.assertEqual(flat_param.numel(), size)
+        self.assertEqual(flat_param._shard_numel_padded, size - mine)
+        self.assertEqual(flat_param[mine:].tolist(), [0.0] * (size - mine))
+
+    def _test_padding_stays_zero(self, device):
+        """Several steps of Adam with weight decay move the parameters as those of a local model, and no padding."""
+        reference, model = _layer(device), FSDP(_layer(device))
+        self._assert_layout(model, NUMEL)
+        optims = [torch.optim.AdamW(each.parameters(), lr=0.05, weight_decay=0.1) for each in (reference, model)]
+        torch.manual_seed(10 + self.rank)
+        for _ in range(4):
+            x = torch.rand(2, 3, device=device)
+            for each, optim in zip((reference, model), optims):
+                optim.zero_grad()
+                each(x).square().sum().backward()
+            dist.all_reduce(reference.weight.grad)
+            reference.weight.grad.div_(self.world_size)
+            for optim in optims:
+                optim.step()
+            self._assert_layout(model, NUMEL)
+            with FSDP.summon_full_params(model):
+                self.assertEqual(model.module.weight, reference.weight)
+
+
+class TestUnevenParamShard(_UnevenBase):
+    @property
+    def world_size(self):
+        device = accelerator.current()
+        return 2 if device.is_host else device.ranks
+
+    def _get_ref_results(self, weight, x, lr):
+        """This rank's output, and the weight after a step on the mean of all ranks' gradients, worked out by hand."""
+        with torch.no_grad():
+            return x[self.rank] @ weight.T, weight - lr * x[: self.world_size].mean(0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_one_iteration(self, device):
+        """Nine elements on two ranks: output and updated weight are those that were worked out by hand."""
+        model = _layer(device)
+        torch.manual_seed(1)
+        x = torch.rand(max(8, self.world_size), 3, device=device)  # the same on every rank, a row for each
+        expected_output, expected_weight = self._get_ref_results(model.weight.clone(), x, lr=0.1)
+        model = FSDP(model)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        output = model(x[self.rank])
+        output.sum().backward()
+        optim.step()
+        self.assertEqual(output, expected_output)
+        with FSDP.summon_full_params(model):
+            self.assertEqual(model.module.weight, expected_weight)
+
+    @skip_if_lt_x_gpu(2)
+    def test_padding_stays_zero(self, device):
+        """Beyond upstream: of nine elements the first rank holds five, the second four and one of padding."""
+        self._test_padding_stays_zero(device)
+
+    @skip_if_lt_x_gpu(2)
+    def test_empty_shard(self, device):
+        """Beyond upstream: a single element leaves nothing to all ranks but the first; they train as with DDP."""
+        self.run_subtests(
+            {
+                "use_orig_params": [False, True],
+                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+            },
+            self._test_empty_shard,
+            device=device,
+        )
+
+    def _test_empty_shard(self, device, use_orig_params, sharding_strategy):
+        def build(wrap):
+            torch.manual_seed(0)
+            single = nn.Linear(1, 1, bias=False).to(device)
+            return nn.Sequential(wrap(single), nn.Linear(1, 3, bias=False).to(device))
+
+        def wrap(module):
+            return FSDP(module, use_orig_params=use_orig_params, sharding_strategy=sharding_strategy)
+
+        plain = build(lambda module: module)
+        reference = DDP(plain, device_ids=None if plain[0].weight.device.index is None else [plain[0].weight.device])
+        model = wrap(build(wrap))
+        inner = model.module[0]
+        if use_orig_params:
+            self.assertEqual(inner.module.weight.numel(), 1 if self.rank == 0 else 0)
+        else:
+            self.assertEqual(inner._handle.flat_param._shard_numel_padded, 0 if self.rank == 0 else 1)
+        optims = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (reference, model)]
+        torch.manual_seed(10 + self.rank)
+        for _ in range(3):
+            x = torch.rand(2, 1, device=device)
+            for each, optim in zip((reference, model), optims):
+                optim.zero_grad()
+                each(x).square().sum().backward()
+                optim.step()
+            with FSDP.summon_full_params(model):
+                self.assertEqual(list(model.parameters()), list(reference.parameters()))
+
+    @skip_if_lt_x_gpu(2)
+    def test_state_dict_round_trip(self, device):
+        """Beyond upstream: a state dict, full or in shards, gives each element back, and none of the padding."""
+        self.run_subtests(
+            {
+                "state_dict_type": [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
+                "use_orig_params": [False, True],
+            },
+            self._test_state_dict_round_trip,
+            device=device,
+        )
+
+    def _test_state_dict_round_trip(self, device, state_dict_type, use_orig_params):
+        expected = _layer(device).weight
+        saved, loaded = (FSDP(_layer(device, seed), use_orig_params=use_orig_params) for seed in (0, 5))
+        with FSDP.state_dict_type(saved, state_dict_type):
+            state_dict = saved.state_dict()
+        if state_dict_type is StateDictType.FULL_STATE_DICT:
+            self.assertEqual(state_dict["weight"], expected.detach(), rtol=0, atol=0)
+        with FSDP.state_dict_type(loaded, state_dict_type):
+            loaded.load_state_dict(state_dict)
+        with FSDP.summon_full_params(loaded):
+            self.assertEqual(loaded.module.weight, expected, rtol=0, atol=0)
+
+
+class TestUnevenParamShardFourRanks(_UnevenBase):
+    @property
+    def world_size(self):
+        return 4
+
+    @skip_if_lt_x_gpu(4)
+    def test_rank_of_padding_alone(self, device):
+        """Beyond upstream: of nine elements three ranks hold three each, and the fourth nothing but padding."""
+        self._test_padding_stays_zero(device)
+
+
+instantiate_device_type_tests(TestUnevenParamShard, globals(), allow_xpu=True)
+instantiate_device_type_tests(TestUnevenParamShardFourRanks, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()
