@@ -80,6 +80,9 @@ COPIES_GRADIENT_OF_ONE_RANK = VERSION > (2, 9)
 # Since 2.11 FSDP2 averages where a divide factor is the number of shards; 2.9 where it is that of all ranks.
 AVERAGES_OVER_SHARDS = VERSION > (2, 9)
 
+# Since 2.13 FSDP2 refuses a parameter that two of its groups share, when they first run.
+CHECKS_SHARED_PARAMETERS = hasattr(fsdp2_state.FSDPState, "_validate_no_duplicate_params")
+
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
 PRELOAD = (

@@ -186,8 +186,8 @@ class TestFSDPHybridShard(FSDPTest):
     def test_sync_of_states_in_host_memory_is_refused(self):
         model = MyModel()
         with self.assertRaisesRegex(ValueError, "The module has CPU parameters or buffers when `sync_module_states"):
-            # the CPU is the subject: the model has not been moved, and a device_id would move it
-            self._wrapped(model, self._groups(), sync_module_states=True, device_id=torch.device("cpu"))
+            host = torch.device("cpu")  # the CPU is the subject: another device_id would move the model first
+            self._wrapped(model, self._groups(), sync_module_states=True, device_id=host)
 
     @fails_before(torch_facts.HYBRID_SHARD_SYNCS_BUFFERS)
     @skip_if_lt_x_gpu(4)

@@ -1,0 +1,333 @@
+"""How FSDP finds the tensors in what forward takes and gives, casts and moves them; and prefixes of state dicts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import unittest
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.utils import _apply_to_tensors, _cast_forward_inputs, _replace_by_prefix, _to_kwargs
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests, subtest
+
+HOST = "cpu"  # the CPU is the subject
+# Where there is only the host, the device that computes nothing stands for a second one: where a tensor is, it tells.
+OTHER = "meta" if accelerator.current().is_host else accelerator.current().type
+
+
+@dataclasses.dataclass
+class SomeDataClass:
+    some_key: str
+    some_float: float
+    some_tensor: list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenDataClass:
+    some_key: str
+    some_tensor: list[torch.Tensor]
+
+
+class Point(NamedTuple):
+    # Not in the order of the alphabet, so that one that sorts is found out.
+    y: torch.Tensor
+    x: Any
+
+
+class Nothing(NamedTuple):
+    pass
+
+
+class Registry(OrderedDict):
+    pass
+
+
+class Batch(dict):
+    pass
+
+
+class TestUtils(TestCase):
+    @parametrize("device_list", [[HOST], [OTHER], subtest([HOST, OTHER], name=f"{HOST}_{OTHER}")])
+    def test_apply_to_tensors(self, device_list):
+        """Each tensor in the nested data is visited once, and what holds the tensors keeps its type."""
+        shapes = itertools.cycle([(1,), (2, 3), (4, 5, 6), (7, 8, 9, 10)])
+        devices = itertools.cycle(device_list)
+        made: list[torch.Tensor] = []
+
+        def get_a_tensor() -> torch.Tensor:
+            # Of four shapes and two devices each shape would always meet the same device.
+            if len(made) % 4 == 0:
+                next(devices)
+            made.append(torch.empty(next(shapes), device=next(devices)))
+            return made[-1]
+
+        data: list[Any] = [
+            1,
+            "str",
+            get_a_tensor(),
+            {"key1": get_a_tensor(), "key2": {1: get_a_tensor()}, "key3": 3},
+            {"one": SomeDataClass("some_key", 1.0, [get_a_tensor()]), 2: FrozenDataClass("key", [get_a_tensor()])},
+            {get_a_tensor(), get_a_tensor(), "a string"},
+            ["abc", (get_a_tensor(), [2, get_a_tensor()], {get_a_tensor(), 3})],
+            OrderedDict([("k", "value"), ("list", [get_a_tensor(), get_a_tensor()])]),
+            SomeDataClass("some_key", 1.0, [get_a_tensor(), get_a_tensor()]),
+        ]
+        self.assertEqual({tensor.device.type for tensor in made}, set(device_list))
+        visited: list[torch.Tensor] = []
+
+        def fn(tensor: torch.Tensor) -> torch.Tensor:
+            visited.append(tensor)
+            return tensor
+
+        for container in (data, tuple(data)):
+            visited.clear()
+            new_data = _apply_to_tensors(fn, container)
+            self.assertEqual(sum(tensor.numel() for tensor in visited), sum(tensor.numel() for tensor in made))
+            self.assertEqual(sorted(map(id, visited)), sorted(map(id, made)))
+            self.assertIs(type(new_data), type(container))
+            self.assertEqual([type(value) for value in new_data], [type(value) for value in data])
+
+    def test_replace_by_prefix(self):
+        """Only a leading match is replaced. Beyond upstream: no value is copied."""
+        state_dict = {name: torch.ones(1) for name in ("layer.a", "abc.layer.def", "layer.b")}
+        original = dict(state_dict)
+        _replace_by_prefix(state_dict, "layer.", "module.layer.")
+        renamed = {"module.layer.a": "layer.a", "abc.layer.def": "abc.layer.def", "module.layer.b": "layer.b"}
+        self.assertEqual(state_dict.keys(), renamed.keys())
+        for name, old_name in renamed.items():
+            self.assertIs(state_dict[name], original[old_name])
+        _replace_by_prefix(state_dict, "module.layer.", "layer.")
+        self.assertEqual(state_dict.keys(), original.keys())
+        for name, value in original.items():
+            self.assertIs(state_dict[name], value)
+
+    def test_replace_by_the_same_prefix(self):
+        """Beyond upstream: equal prefixes are refused, and the empty one is a prefix like others."""
+        state_dict = {"layer.a": 1}
+        with self.assertRaisesRegex(ValueError, "old_prefix and new_prefix must be distinct"):
+            _replace_by_prefix(state_dict, "layer.", "layer.")
+        self.assertEqual(state_dict, {"layer.a": 1})
+        _replace_by_prefix(state_dict, "layer.", "")
+        self.assertEqual(state_dict, {"a": 1})
+        _replace_by_prefix(state_dict, "", "layer.")
+        self.assertEqual(state_dict, {"layer.a": 1})
+
+    def test_packed_sequence(self):
+        """What is done in place to a packed sequence is done to its data, and the same object comes back."""
+        rnn = nn.RNN(5, 5)
+        packed = pack_padded_sequence(torch.rand(5, 1, 5), torch.tensor([4]))
+        output, _ = rnn(packed)
+        self.assertGreater(pad_packed_sequence(output)[0].abs().sum().item(), 0)
+
+        def fill_fn(tensor: torch.Tensor) -> None:
+            tensor.fill_(0.0)
+
+        self.assertIs(_apply_to_tensors(fill_fn, output), output)
+        padded, lengths = pad_packed_sequence(output)
+        self.assertEqual((padded.sum().item(), lengths.tolist()), (0.0, [4]))
+
+    def test_types_fields_and_leaves_stay(self):
+        """Beyond upstream: named tuples and kinds of ordered dicts keep type and order, what is no tensor stays."""
+        leaf, tensor = object(), torch.ones(2)
+        found = _apply_to_tensors(lambda each: each, [Point(tensor, leaf), Registry(z=tensor, a=leaf, m=[leaf]), leaf])
+        point, registry, last = found
+        self.assertIs(type(point), Point)
+        self.assertIs(type(registry), Registry)
+        self.assertEqual(list(registry), ["z", "a", "m"])
+        for value in (point.y, registry["z"]):
+            self.assertIs(value, tensor)
+        for value in (point.x, registry["a"], registry["m"][0], last):
+            self.assertIs(value, leaf)
+
+    def test_new_tensors_go_into_new_containers(self):
+        """Beyond upstream: the result holds what the function returns, and what was passed in is as it was."""
+        tensors = [torch.full((2,), float(value)) for value in range(7)]
+        given: dict[str, Any] = {
+            "z": tensors[0],
+            "a": [tensors[1], (tensors[2],)],
+            "m": Point(tensors[3], "x"),
+            "b": FrozenDataClass("key", [tensors[4]]),
+            "y": Registry(q=tensors[5]),
+            "c": {tensors[6]},
+        }
+        found = _apply_to_tensors(lambda tensor: tensor + 10, given)
+        self.assertEqual(list(found), list(given))
+        leaves = [*_leaves(found)]
+        self.assertEqual([tensor.tolist() for tensor in leaves], [[value + 10.0] * 2 for value in range(7)])
+        for here, there in zip(_leaves(given), tensors, strict=True):
+            self.assertIs(here, there)
+            self.assertNotIn(id(here), [id(tensor) for tensor in leaves])
+        self.assertEqual([tensor.tolist() for tensor in tensors], [[float(value)] * 2 for value in range(7)])
+
+    @unittest.expectedFailure
+    def test_a_kind_of_dict_stays(self):
+        """Beyond upstream: a subclass of ``dict`` keeps its type, as one of ``list``, ``set`` and ``OrderedDict`` does.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0; under FSDP1's mixed precision forward is given another type than its
+        caller gave. ::
+
+            class Batch(dict): pass
+            _cast_forward_inputs(torch.float16, Batch())[0][0]  # a dict
+        """
+        batch = Batch(a=torch.ones(2))
+        (cast,), _ = _cast_forward_inputs(torch.float16, batch)
+        self.assertEqual(cast["a"].dtype, torch.float16)
+        self.assertIs(type(cast), Batch)
+
+    @unittest.expectedFailure
+    def test_a_dataclass_may_compute_a_field(self):
+        """Beyond upstream: a field that ``__init__`` does not take is no reason to fail.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` refuses it with a ValueError, so a module
+        under FSDP can neither take nor give such a dataclass. ::
+
+            @dataclasses.dataclass
+            class Masked:
+                tensor: torch.Tensor
+                count: int = dataclasses.field(init=False, default=0)
+
+            _apply_to_tensors(lambda tensor: tensor, Masked(torch.ones(1)))
+        """
+
+        @dataclasses.dataclass
+        class Masked:
+            tensor: torch.Tensor
+            count: int = dataclasses.field(init=False, default=0)
+
+        found = _apply_to_tensors(lambda tensor: tensor + 1, Masked(torch.ones(2)))
+        self.assertEqual((found.tensor.tolist(), found.count), ([2.0, 2.0], 0))
+
+    def test_cast_forward_inputs(self):
+        """Beyond upstream: floating-point tensors are cast, wherever they are, and nothing else is even copied."""
+        whole, half, flag = torch.arange(2), torch.ones(2, dtype=torch.float16), torch.tensor([True])
+        wave = torch.ones(2, dtype=torch.complex64)
+        args, kwargs = _cast_forward_inputs(
+            torch.float16, torch.ones(2), [torch.ones(2, dtype=torch.float64), whole], a={"b": torch.ones(2)}, c=half,
+            d=(flag, wave, 1.5),
+        )  # fmt: skip
+        for cast in (args[0], args[1][0], kwargs["a"]["b"]):
+            self.assertEqual(cast, half)
+        for found, given in ((args[1][1], whole), (kwargs["c"], half), (kwargs["d"][0], flag), (kwargs["d"][1], wave)):
+            self.assertIs(found, given)
+        self.assertEqual(kwargs["d"][2], 1.5)
+        tensor = torch.ones(2)
+        args, kwargs = _cast_forward_inputs(None, tensor, c=tensor)
+        self.assertIs(args[0], tensor)
+        self.assertIs(kwargs["c"], tensor)
+
+    def test_cast_forward_inputs_propagates_gradients(self):
+        """Beyond upstream: a gradient comes back through the cast, in the dtype that the input had."""
+        given = {dtype: torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64)}
+        constant = torch.ones(2)
+        for dtype, tensor in given.items():
+            args, kwargs = _cast_forward_inputs(torch.bfloat16, tensor, constant, also=tensor)
+            self.assertEqual([each.requires_grad for each in (*args, kwargs["also"])], [True, False, True])
+            (args[0] * 2 + kwargs["also"]).sum().backward()
+            self.assertEqual(tensor.grad, torch.full((2,), 3.0, dtype=dtype))
+
+    @unittest.expectedFailure
+    def test_cast_forward_inputs_casts_packed_sequences(self):
+        """Beyond upstream: the data of a packed sequence is cast as well.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the function is applied to the data and what it returns is dropped, so
+        a recurrent layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
+
+            packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
+            _cast_forward_inputs(torch.float16, packed)[0][0].data.dtype  # torch.float32
+        """
+        packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
+        (cast,), _ = _cast_forward_inputs(torch.float16, packed)
+        self.assertEqual(cast.data.dtype, torch.float16)
+
+    def test_to_kwargs(self):
+        """Beyond upstream: tensors are moved wherever they are, and containers and all else stay what they are."""
+        other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
+        tensor, leaf = torch.ones(2), object()
+        inputs = (tensor, [tensor, leaf], Point(tensor, leaf), ())
+        kwargs = {"z": tensor, "a": {"b": (tensor,), "c": 1}, "m": Registry(q=tensor)}
+        moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, other, False)
+        (found,), (found_kwargs,) = moved_inputs, moved_kwargs
+        self.assertEqual([type(each) for each in found], [torch.Tensor, list, Point, tuple])
+        self.assertEqual(list(found_kwargs), ["z", "a", "m"])
+        self.assertEqual([type(each) for each in found_kwargs.values()], [torch.Tensor, dict, Registry])
+        leaves = found[0], found[1][0], found[2].y, found_kwargs["z"], found_kwargs["a"]["b"][0], found_kwargs["m"]["q"]
+        self.assertEqual([(each.device, each.shape) for each in leaves], [(other, tensor.shape)] * 6)
+        for value in (found[1][1], found[2].x):
+            self.assertIs(value, leaf)
+        self.assertEqual((found[3], found_kwargs["a"]["c"]), ((), 1))
+        # What is there already is not copied.
+        ((there,),), _ = _to_kwargs((tensor,), None, tensor.device, False)
+        self.assertIs(there, tensor)
+
+    def test_to_kwargs_fills_up(self):
+        """Beyond upstream: to positional arguments come keywords if there are none, and the other way round."""
+        device = torch.device(HOST)
+        self.assertEqual(_to_kwargs((1, 2), None, device, False), (((1, 2),), ({},)))
+        self.assertEqual(_to_kwargs((), {"a": 1, "b": 2}, device, False), (((),), ({"a": 1, "b": 2},)))
+        self.assertEqual(_to_kwargs((1, 2, 3), {"a": 1}, device, False), (((1, 2, 3),), ({"a": 1},)))
+        self.assertEqual(_to_kwargs((), {}, device, False), ((), ()))
+
+    @unittest.expectedFailure
+    def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
+        """Beyond upstream: a named tuple without fields is an input like others.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: it is moved to no result at all instead of one, which loses every input
+        beside it; ``_to_kwargs`` does not fill up then either, since it counts the inputs and not what is left. ::
+
+            class Nothing(NamedTuple): pass
+            _to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
+        """
+        found = _to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
+        self.assertEqual(found, (((Nothing(), 1),), ({"a": 2},)))
+
+    @unittest.expectedFailure
+    def test_to_kwargs_takes_a_defaultdict(self):
+        """Beyond upstream: a dict that is not made from its items alone can be moved.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the type is called with the items, which ``defaultdict`` refuses with a
+        TypeError. So a module under FSDP1 or DDP cannot take one. ::
+
+            _to_kwargs((collections.defaultdict(list, a=1),), {}, device, False)
+        """
+        ((found,),), _ = _to_kwargs((collections.defaultdict(list, a=1),), {}, torch.device(HOST), False)
+        self.assertEqual(found, {"a": 1})
+
+    @unittest.expectedFailure
+    def test_to_kwargs_moves_what_is_in_dataclasses(self):
+        """Beyond upstream: FSDP1 says that it moves inputs to its device, and a dataclass may be what holds them.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts the tensors in there, and they are not moved. ::
+
+            given = SomeDataClass("", 1.0, [torch.ones(1)])
+            _to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the host
+        """
+        given = SomeDataClass("", 1.0, [torch.ones(1)])
+        ((found,),), _ = _to_kwargs((given,), {}, torch.device(OTHER), False)
+        self.assertEqual(found.some_tensor[0].device.type, OTHER)
+
+
+def _leaves(container: Any) -> list[torch.Tensor]:
+    """The tensors in the containers that the tests make, in their order."""
+    if isinstance(container, torch.Tensor):
+        return [container]
+    if isinstance(container, dict):
+        container = container.values()
+    elif dataclasses.is_dataclass(container):
+        container = vars(container).values()
+    elif not isinstance(container, list | tuple | set):
+        return []
+    return [leaf for each in container for leaf in _leaves(each)]
+
+
+instantiate_device_type_tests(TestUtils, globals())
+
+if __name__ == "__main__":
+    run_tests()
