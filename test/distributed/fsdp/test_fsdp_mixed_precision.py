@@ -1,0 +1,1095 @@
+"""FSDP1's ``MixedPrecision``: the dtypes of inputs, parameters, buffers, gradients and of what ranks send each other.
+
+In forward and backward, with full parameters summoned, in state dicts, in eval mode, around modules that stay in full
+precision, and with a precision of a submodule's own. The trainings are compared with a model that casts by hand. They
+use two ranks: a sum of two numbers does not depend on the order of the summands, in whatever precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import unittest
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    TransformerWithSharedParams,
+    subtest_name,
+)
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+default_mp = MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float16)
+mp_only_reduce = MixedPrecision(reduce_dtype=torch.float16)
+mp_only_param_and_buf = MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16)
+mp_no_mixed_precision = MixedPrecision()
+mp_diff_buffer_and_reduce = MixedPrecision(
+    param_dtype=torch.float16, buffer_dtype=torch.bfloat16, reduce_dtype=torch.float32
+)
+
+mp_configs = [
+    default_mp,
+    mp_only_reduce,
+    mp_only_param_and_buf,
+    mp_no_mixed_precision,
+    mp_diff_buffer_and_reduce,
+]
+cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
+full_precision_param_dtype_config = [torch.float32, torch.float64]
+enable_sharded_grad_scaler = ["enable_sharded_grad_scaler", None]
+
+params = "mp_config,cpu_offload,full_precision_param_dtype,enable_sharded_grad_scaler"
+configs = list(
+    itertools.product(mp_configs, cpu_offload_config, full_precision_param_dtype_config, enable_sharded_grad_scaler)
+)
+test_name_mapping = {
+    str(default_mp): "mp_fp16",
+    str(mp_only_reduce): "mp_only_reduce",
+    str(mp_only_param_and_buf): "mp_only_param_and_buf",
+    str(mp_no_mixed_precision): "mp_no_mp",
+    str(mp_diff_buffer_and_reduce): "mp_diff_buffer_reduce",
+    str(CPUOffload(offload_params=True)): "offload_true",
+    str(CPUOffload(offload_params=False)): "offload_false",
+    str(torch.float32): "fp32",
+    str(torch.float64): "fp64",
+    "enable_sharded_grad_scaler": "enable_sharded_grad_scaler",
+}
+subtest_name = functools.partial(subtest_name, test_name_mapping)
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
+LOW_DTYPES = [torch.float16, torch.bfloat16]
+BUFFER_DTYPE = torch.float64
+ITERATIONS = 3
+INIT_SCALE = 16.0  # with it nothing here overflows in float16, so every step is taken
+SAME_DTYPE = "mat1 and mat2 must have the same dtype"
+
+
+def full_precision_in_eval(use: bool):
+    """FSDP reads the variable where it is constructed."""
+    return mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1" if use else "0"})
+
+
+@contextlib.contextmanager
+def recorded_collectives() -> Iterator[dict[str, list[torch.dtype]]]:
+    """The dtypes of the parameters that are gathered and of the gradients that are reduced, one for each call."""
+    host = accelerator.current().is_host
+    names = {
+        "all_gather" if host else torch_facts.ALL_GATHER_NAME: "gathered",  # FSDP1 asks where the tensor lies
+        torch_facts.REDUCE_SCATTER_NAME: "reduced",
+        "all_reduce": "reduced",
+    }
+    sent: dict[str, list[torch.dtype]] = {"gathered": [], "reduced": []}
+
+    def record(name, collective, *args, **kwargs):
+        tensors = [each for arg in args[:2] for each in (arg if isinstance(arg, list) else [arg])]
+        dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        if len(dtypes) != 1:
+            raise AssertionError(f"{name} with tensors of {dtypes}")
+        sent[names[name]] += dtypes
+        return collective(*args, **kwargs)
+
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            replacement = functools.partial(record, name, getattr(dist, name))
+            patches.enter_context(mock.patch.object(dist, name, replacement))
+        yield sent
+
+
+class Expected:
+    """The dtypes that a model of dtype ``full`` is to have. Goes through forward next to the tensor."""
+
+    def __init__(self, test, model, config, full):
+        self.test = test
+        self.model = model
+        self.full = full
+        self.param = config.param_dtype or full
+        self.buffer = config.buffer_dtype or BUFFER_DTYPE
+        self.reduce = config.reduce_dtype or self.param
+        self.handles = traversal_utils._get_fsdp_handles(model)
+        self.sharded = all(handle.uses_sharded_strategy for handle in self.handles)
+
+    def check_in_forward(self, layer, x):
+        """Of the running layer, and of every instance: gathered is what is low, the rest is full."""
+        found = x.dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
+        self.test.assertEqual(found, (self.param, self.param, self.buffer))
+        if not self.sharded:
+            return
+        gathered = [flat.data_ptr() != flat._local_shard.data_ptr() for flat in self._flat_params()]
+        self.test.assertIn(True, gathered)
+        dtypes = [flat.dtype for flat in self._flat_params()]
+        self.test.assertEqual(dtypes, [self.param if each else self.full for each in gathered])
+        self.check_low_shards()
+
+    def check_low_shards(self):
+        """They are there with a low dtype only, and hold memory only while they are gathered."""
+        for flat in self._flat_params():
+            self.test.assertEqual(hasattr(flat, "_mp_shard"), self.param != self.full)
+            if self.param != self.full:
+                self.test.assertEqual(flat._mp_shard.dtype, self.param)
+                self.test.assertEqual(flat._mp_shard.untyped_storage().size(), 0)
+
+    def check_between(self):
+        """Before and after backward: buffers stay low, and no low shard is left."""
+        self.check_low_shards()
+        self.test.assertEqual([buffer.dtype for buffer in self.model.buffers()], [self.buffer] * len(self.handles))
+
+    def check_sent(self, sent):
+        """What is gathered, and the gradient of each instance, once."""
+        reshards = self.handles[0]._sharding_strategy.name == "FULL_SHARD"
+        gathers = len(self.handles) + (len(self.handles) - 1 if reshards else 0)  # the root is gathered once
+        self.test.assertEqual(sent["gathered"], [self.param] * (gathers if self.sharded else 0))
+        self.test.assertEqual(sent["reduced"], [self.reduce] * len(self.handles))
+
+    def check_params_and_grads(self):
+        for param in self.model.parameters():
+            self.test.assertEqual((param.dtype, param.grad.dtype), (self.full, self.full))
+
+    def check_summoned(self):
+        with FSDP.summon_full_params(self.model):
+            self.check_between()
+            self.test.assertEqual({param.dtype for param in self.model.parameters()}, {self.full})
+
+    def check_state_dict(self):
+        """It has the dtypes that the model was made with; the buffers in use stay as they are."""
+        buffers = {clean_tensor_name(name) for name, _ in self.model.named_buffers()}
+        state_dict = self.model.state_dict()
+        self.test.assertLessEqual(buffers, set(state_dict))
+        for name, value in state_dict.items():
+            self.test.assertEqual(value.dtype, BUFFER_DTYPE if name in buffers else self.full, msg=name)
+        self.check_between()
+
+    def _flat_params(self):
+        return [handle.flat_param for handle in self.handles]
+
+
+class LinearMixedPrecision(nn.Module):
+    """A layer without bias in a dtype of its own, and a buffer. Takes and returns the tensor with what is expected."""
+
+    def __init__(self, param_dtype, buffer_name="buffer", run_checks=True):
+        super().__init__()
+        self.lin = nn.Linear(10, 10, bias=False).to(param_dtype)
+        self.buffer_name = buffer_name
+        self.register_buffer(buffer_name, torch.randn((1, 2), dtype=BUFFER_DTYPE))
+        self.run_checks = run_checks
+
+    def forward(self, inputs):
+        x, expected = inputs
+        if self.run_checks:
+            expected.check_in_forward(self, x)
+        return self.lin(x), expected
+
+
+class TestFSDPMixedPrecision(FSDPTest):
+    """What the sharded and the unsharded case have in common."""
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _get_simple_model(self, param_dtype, **fsdp_kwargs):
+        return FSDP(LinearMixedPrecision(param_dtype).to(self.device), **fsdp_kwargs)
+
+    def _get_simple_nested_model(self, param_dtype, run_checks=True, **fsdp_kwargs):
+        inner = LinearMixedPrecision(param_dtype, "buffer0", run_checks).to(self.device)
+        outer = LinearMixedPrecision(param_dtype, "buffer1", run_checks).to(self.device)
+        return FSDP(nn.Sequential(FSDP(inner, **fsdp_kwargs), outer), **fsdp_kwargs)
+
+    def _transformer(self, fsdp_init_mode=FSDPInitMode.RECURSIVE, **fsdp_kwargs):
+        return TransformerWithSharedParams.init(
+            self.process_group, fsdp_init_mode, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs, deterministic=True
+        )
+
+    def _scaler(self, **kwargs):
+        return ShardedGradScaler(**{"device": accelerator.current().type, "init_scale": INIT_SCALE, **kwargs})
+
+    def _run_test_mixed_precision_e2e(
+        self,
+        mp_config,
+        cpu_offload=CPUOffload(offload_params=True),  # noqa: B008
+        prefetches=(False, None),
+        full_precision_param_dtype=torch.float64,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        enable_sharded_grad_scaler=None,
+    ):
+        forward_prefetch, backward_prefetch = prefetches
+        fsdp_kwargs = {
+            "mixed_precision": mp_config,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
+            "sharding_strategy": sharding_strategy,
+        }
+        torch.manual_seed(0)
+        models = [self._get_simple_nested_model(full_precision_param_dtype, **fsdp_kwargs)]
+        if backward_prefetch is None and not forward_prefetch:  # a single instance has none to prefetch
+            models.append(self._get_simple_model(full_precision_param_dtype, **fsdp_kwargs))
+        for model in models:
+            expected = Expected(self, model, mp_config, full_precision_param_dtype)
+            self._check_training(model, expected, self._scaler(enabled=enable_sharded_grad_scaler is not None))
+
+    def _check_training(self, model, expected, scaler):
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        torch.manual_seed(self.rank + 1)
+        for _ in range(ITERATIONS):
+            before = [param.detach().clone() for param in model.parameters()]
+            with recorded_collectives() as sent:
+                output, _ = model((torch.randn(3, 10, device=self.device, dtype=expected.full), expected))
+                expected.check_between()
+                loss = scaler.scale(output.sum())
+                self.assertEqual(loss.dtype, expected.param)
+                loss.backward()
+            expected.check_sent(sent)
+            expected.check_between()
+            expected.check_params_and_grads()
+            scaler.step(optim)
+            scaler.update()
+            for param, was in zip(model.parameters(), before):
+                self.assertNotEqual(param, was)
+            optim.zero_grad()
+            expected.check_summoned()
+            expected.check_state_dict()
+
+    def _test_grads_reduced_precision(self, offload_params, use_orig_params):
+        """The gradients, which are added up over iterations, are and stay low. Offloading starts anew each time."""
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)).to(self.device)
+        reference = copy.deepcopy(layers).half()
+        fsdp_kwargs = {
+            "mixed_precision": MixedPrecision(
+                param_dtype=torch.float16,
+                reduce_dtype=torch.float16,
+                buffer_dtype=torch.float16,
+                keep_low_precision_grads=True,
+            ),
+            "cpu_offload": CPUOffload(offload_params=offload_params),
+            "use_orig_params": use_orig_params,
+        }
+        layers[0] = FSDP(layers[0], **fsdp_kwargs)
+        model = FSDP(layers, **fsdp_kwargs)
+        x = torch.full((1, 10), self.rank + 1.0, device=self.device)
+
+        reference(x.half()).sum().backward()
+        expected = [mean_over_ranks(param.grad) for param in reference.parameters()]
+        for iteration in range(6):
+            if iteration and offload_params and not accelerator.current().has("device_memory"):
+                # FSDP makes the offloaded gradient ready for the next one where it sees that it is another device's.
+                for handle in traversal_utils._get_fsdp_handles(model):
+                    handle.flat_param._cpu_grad.data = handle.flat_param._cpu_grad.float()
+            model(x).sum().backward()
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            self.assertGreater(len(grads), 0)
+            self.assertEqual({grad.dtype for grad in grads}, {torch.float16})
+            if use_orig_params:
+                times = 1 if offload_params else iteration + 1
+                self._check_low_grads(model, [grad * times for grad in expected], times)
+
+    def _check_low_grads(self, model, expected, additions):
+        """Each shard that this rank holds has its part of the expected gradients, one rounding for each addition."""
+        found = {clean_tensor_name(name): param.grad for name, param in model.named_parameters()}
+        tolerance = additions * torch.finfo(torch.float16).eps
+        for handle in traversal_utils._get_fsdp_handles(model):
+            flat_param = handle.flat_param
+            for fqn, info in zip(flat_param._fqns, flat_param._shard_param_infos):
+                name = fqn if handle is model._handle else f"0.{fqn}"
+                grad = expected[list(found).index(name)].flatten()
+                if handle.uses_sharded_strategy:
+                    first = info.intra_param_start_idx
+                    grad = grad[first : info.intra_param_end_idx + 1] if info.in_shard else None
+                mine = None if found[name] is None else found[name].flatten()
+                self.assertEqual(mine, grad, rtol=tolerance, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean in the dtype of the tensor. Halved before it is added, since the sum may not fit into float16."""
+    total = tensor.clone() / dist.get_world_size()
+    dist.all_reduce(total)
+    return total
+
+
+class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_mixed_precision_no_reshard_after_forward(self):
+        """What is not freed after forward is low, too, and gathered once."""
+        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_mixed_precision_e2e_full_shard(
+        self, mp_config, cpu_offload, full_precision_param_dtype, enable_sharded_grad_scaler
+    ):
+        """The dtypes of everything, wherever they can be seen, over three steps."""
+        # Without streams a prefetch is a gather at another place in the order: each of them is tried, not each pair.
+        pairs = list(itertools.product([False, True], PREFETCHES))
+        if not accelerator.current().has("streams"):
+            pairs = list(zip([False, True, False], PREFETCHES))
+        self.run_subtests(
+            {"prefetches": pairs},
+            self._run_test_mixed_precision_e2e,
+            mp_config=mp_config,
+            cpu_offload=cpu_offload,
+            full_precision_param_dtype=full_precision_param_dtype,
+            sharding_strategy=ShardingStrategy.FULL_SHARD,
+            enable_sharded_grad_scaler=enable_sharded_grad_scaler,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_mixed_precision_e2e_bf16(self):
+        """Beyond upstream: the same in bfloat16, alone and with gradients reduced in full precision."""
+        self.run_subtests(
+            {
+                "mp_config": [
+                    MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+                    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+                ],
+                "cpu_offload": cpu_offload_config,
+                "sharding_strategy": STRATEGIES,
+            },
+            self._run_test_mixed_precision_e2e,
+            full_precision_param_dtype=torch.float32,
+            enable_sharded_grad_scaler="enable_sharded_grad_scaler",
+        )
+
+    def _check_embedding(self, mp_config):
+        """Tokens stay integers, else the embedding would raise; gradients travel in the low dtype."""
+        model = self._transformer(FSDPInitMode.NO_FSDP)
+        model = FSDP(model, mixed_precision=mp_config)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        low = mp_config.param_dtype or torch.float32
+        for _ in range(6):
+            inputs = model.module.get_input(self.device)
+            with recorded_collectives() as sent:
+                output = model(*inputs)
+                loss = model.module.get_loss(inputs, output)
+                loss.backward()
+            self.assertEqual((output.dtype, loss.dtype), (low, low))
+            self.assertEqual(sent, {"gathered": [low], "reduced": [mp_config.reduce_dtype or low]})
+            before = model._handle.flat_param.detach().clone()
+            optim.step()
+            self.assertNotEqual(model._handle.flat_param.detach(), before)
+            optim.zero_grad()
+
+    @skip_if_lt_x_gpu(2)
+    def test_mp_embedding_reduce(self):
+        self._check_embedding(MixedPrecision(reduce_dtype=torch.float16))
+
+    @skip_if_lt_x_gpu(2)
+    def test_mp_embedding_only_params_and_bufs(self):
+        self._check_embedding(MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16))
+
+    @skip_if_lt_x_gpu(2)
+    def test_mp_embedding_default(self):
+        self._check_embedding(default_mp)
+
+    @skip_if_lt_x_gpu(2)
+    def test_mp_embedding_params_and_reduce_diff(self):
+        self._check_embedding(
+            MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float32)
+        )
+
+    def _residual_network(self):
+        """torchvision's ResNet-50 where it is installed and a device computes, else a small relation of it."""
+        if not accelerator.current().is_host and importlib.util.find_spec("torchvision") is not None:
+            from torchvision.models import resnet50
+
+            return resnet50(), torch.ones(1, 3, 1000, 1000, device=self.device)
+        return ResidualNetwork(), torch.ones(2, 3, 8, 8, device=self.device)
+
+    @skip_if_lt_x_gpu(2)
+    def test_mixed_precision_resnet(self):
+        """Every batch norm of a network of convolutions is an instance of its own, and in full precision.
+
+        A batch norm that synchronizes does not compute on the host; there the plain one is tested.
+        """
+        network, x = self._residual_network()
+        if not accelerator.current().is_host:
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        norms = sum(isinstance(module, _BatchNorm) for module in network.modules())
+        self.assertGreater(norms, 1)
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=200)
+        with self.assertWarnsRegex(UserWarning, "These modules will be wrapped as separate FSDP"):
+            model = FSDP(network.to(self.device), auto_wrap_policy=policy, mixed_precision=default_mp)
+        instances = FSDP.fsdp_modules(model)
+        apart = [each for each in instances if isinstance(each.module, _BatchNorm)]
+        self.assertEqual(len(apart), norms)
+        self.assertGreater(len(instances), norms + 1)  # the policy itself has wrapped some
+        with recorded_collectives() as sent:
+            output = model(x)
+            output.sum().backward()
+        self.assertEqual(output.dtype, torch.float16)
+        with_parameters = len(traversal_utils._get_fsdp_handles(model))
+        self.assertEqual(sorted(sent["reduced"], key=str).count(torch.float32), norms)
+        self.assertEqual(sent["reduced"].count(torch.float16), with_parameters - norms)
+        for norm in apart:
+            self.assertTrue(norm._handle.flat_param.grad.isfinite().all())
+
+    @skip_if_lt_x_gpu(2)
+    def test_grads_reduced_precision(self):
+        self.run_subtests(
+            {"offload_params": [False, True], "use_orig_params": [False, True]}, self._test_grads_reduced_precision
+        )
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(2)
+    def test_forward_without_backward(self):
+        """Beyond upstream: a forward whose backward never comes does not change the gradients of the next iteration.
+
+        It does, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0 and a low ``param_dtype``, in training and in eval
+        mode unless under ``no_grad``: the gradients are not reduced at all, and remain unsharded and low. The first
+        forward leaves its post-backward hook registered, on an accumulator of gradients that autograd replaces when the
+        parameter's dtype changes, and while it is there ``_register_post_backward_hook`` registers no other. In ranks::
+
+            model = FSDP(nn.Linear(4, 4), mixed_precision=MixedPrecision(param_dtype=torch.float16))
+            model(torch.ones(1, 4))
+            model(torch.ones(1, 4)).sum().backward()
+            print(next(model.parameters()).grad)  # all of it, of this rank alone, in float16
+        """
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4, device=self.device)
+        x = torch.full((1, 4), self.rank + 1.0, device=self.device)
+        grads = []
+        for forwards in (1, 2):
+            model = FSDP(copy.deepcopy(layer), mixed_precision=MixedPrecision(param_dtype=torch.float16))
+            for _ in range(forwards):
+                output = model(x)
+            output.sum().backward()
+            grads.append(model._handle.flat_param.grad)
+        self.assertEqual(grads[0].dtype, torch.float32)
+        self.assertEqual(grads[1], grads[0])
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(2)
+    def test_offloaded_low_grads_after_zero_grad(self):
+        """Beyond upstream: low, offloaded gradients that were set to None come again in the next backward.
+
+        They do not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0: the pinned gradient of the flat parameter
+        itself is made low, and made full again only if the parameter still has a gradient. The second backward raises
+        when it assigns a gradient of another dtype. In ranks, on any device::
+
+            config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
+            model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=CPUOffload(offload_params=True))
+            for _ in range(2):
+                model(torch.ones(1, 4)).sum().backward()
+                model.zero_grad()
+        """
+        config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
+        offload = CPUOffload(offload_params=True)
+        model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=offload, device_id=self.device)
+        for _ in range(2):
+            model(torch.ones(1, 4, device=self.device)).sum().backward()
+            self.assertEqual(model._handle.flat_param.grad.dtype, torch.float16)
+            model.zero_grad()
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("convert_sync_bn", [True, False])
+    def test_mp_batchnorm(self, convert_sync_bn):
+        """Norms that the config ignores become instances of their own, without mixed precision, and get float32."""
+
+        def never_wrap_policy(*args, **kwargs):
+            return False
+
+        config = MixedPrecision(
+            torch.float16, torch.float16, torch.float16, _module_classes_to_ignore=[_BatchNorm, nn.LayerNorm]
+        )
+        net = BatchNormNet().to(self.device)
+        if convert_sync_bn:
+            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        with self.assertWarnsRegex(UserWarning, "These modules will be wrapped as separate FSDP"):
+            model = FSDP(net, mixed_precision=config, auto_wrap_policy=never_wrap_policy)
+
+        for norm in (model.bn, model.ln):
+            self.assertIsInstance(norm, FSDP)
+            self.assertEqual(norm.mixed_precision, MixedPrecision())
+        for layer in (model.fc1, model.fc2, model.fc3):
+            self.assertNotIsInstance(layer, FSDP)
+        self.assertEqual(model.mixed_precision, config)
+        seen = []
+        for norm in (model.bn.module, model.ln.module):
+            norm.register_forward_hook(lambda module, args, output: seen.extend((args[0].dtype, module.weight.dtype)))
+
+        x = torch.randn((1, 2), device=self.device)
+        if convert_sync_bn and accelerator.current().is_host:
+            with self.assertRaisesRegex(ValueError, "SyncBatchNorm expected input tensor to be on"):
+                model(x)
+            return
+        output = model(x)
+        self.assertEqual((output.dtype, seen), (torch.float16, [torch.float32] * 4))
+        output.sum().backward()
+        self.assertTrue(model.bn._handle.flat_param.grad.isfinite().all())
+
+    @skip_if_lt_x_gpu(2)
+    def test_eval_root_cast_inputs(self):
+        """A root without parameters casts its inputs in eval mode, unless that is to be in full precision."""
+        self.run_subtests({"full_precision": [True, False]}, self._test_eval_root_cast_inputs)
+
+    def _test_eval_root_cast_inputs(self, full_precision):
+        with full_precision_in_eval(full_precision):
+            root = SeesInput(FSDP(nn.Linear(5, 5).to(self.device), mixed_precision=default_mp))
+            model = FSDP(root, mixed_precision=default_mp).eval()
+        self.assertIsNone(model._handle)
+        output = model(torch.randn(5, 5, device=self.device))
+        dtype = torch.float32 if full_precision else torch.float16
+        self.assertEqual((root.seen, output.dtype), (dtype, dtype))
+        output.sum().backward()
+        self.assertEqual(root.layer._handle.flat_param.grad.dtype, torch.float32)
+
+    def _run_in_eval(self, test):
+        self.run_subtests({"cast_forward_inputs": [True, False], "full_precision": [True, False]}, test)
+
+    @skip_if_lt_x_gpu(2)
+    def test_full_precision_in_eval(self):
+        """Eval mode computes in full precision where that is asked for, and training in low precision after it."""
+        self._run_in_eval(self._test_full_precision_in_eval)
+
+    def _test_full_precision_in_eval(self, cast_forward_inputs, full_precision):
+        config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
+        with full_precision_in_eval(full_precision):
+            model = self._transformer(mixed_precision=config)
+        reference = self._transformer(FSDPInitMode.NO_FSDP)
+        inputs = model.module.get_input(self.device)
+        for _ in range(2):
+            model.train()
+            loss = model.module.get_loss(inputs, model(*inputs))
+            loss.backward()
+            self.assertEqual(loss.dtype, torch.float16)
+            self.assertEqual({param.grad.dtype for param in model.parameters()}, {torch.float32})
+            model.zero_grad()
+            model.eval()
+            with torch.no_grad():  # see test_forward_without_backward
+                output = model(*inputs)
+            self.assertEqual(output.dtype, torch.float32 if full_precision else torch.float16)
+            if full_precision:  # beyond upstream: not a bit is lost on the way through low precision
+                reference.bn.running_mean.copy_(model.bn.running_mean)
+                reference.bn.running_var.copy_(model.bn.running_var)
+                self.assertEqual(output, reference(*inputs))
+
+    @skip_if_lt_x_gpu(2)
+    def test_full_precision_in_eval_buffers(self):
+        """So do buffers, which are low again in training."""
+        self._run_in_eval(self._test_full_precision_in_eval_buffers)
+
+    def _test_full_precision_in_eval_buffers(self, cast_forward_inputs, full_precision):
+        config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
+        with full_precision_in_eval(full_precision):
+            model = self._get_simple_nested_model(torch.float32, run_checks=False, mixed_precision=config)
+        seen = []
+        for layer in (model.module[0].module, model.module[1]):
+            layer.register_forward_pre_hook(lambda layer, _: seen.append(getattr(layer, layer.buffer_name).dtype))
+        x = torch.randn(1, 10, device=self.device)
+        in_eval = BUFFER_DTYPE if full_precision else torch.float16
+        for training, dtype in ((True, torch.float16), (False, in_eval), (True, torch.float16)):
+            model.train(training)
+            model((x, None))
+            self.assertEqual(seen, [dtype] * 2)
+            self.assertEqual([buffer.dtype for buffer in model.buffers()], [dtype] * 2)
+            seen.clear()
+
+    @skip_if_lt_x_gpu(2)
+    def test_full_precision_in_eval_buffers_under_any_root(self):
+        """Beyond upstream: a root without parameters casts all buffers if any of its instances has mixed precision."""
+        with full_precision_in_eval(True):
+            layers = [LinearMixedPrecision(torch.float32, f"buffer{index}", False).to(self.device) for index in (0, 1)]
+            half = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=True)
+            wrapped = [FSDP(layers[0], mixed_precision=half), FSDP(layers[1])]
+            model = FSDP(nn.ModuleList(wrapped))
+        model.module.forward = lambda x: [layer((x, None)) for layer in wrapped]
+        self.assertIsNone(model._handle)
+        for training, low in ((True, torch.float16), (False, BUFFER_DTYPE), (True, torch.float16)):
+            model.train(training)
+            model(torch.randn(1, 10, device=self.device))
+            self.assertEqual([buffer.dtype for buffer in model.buffers()], [low, BUFFER_DTYPE])
+
+    @skip_if_lt_x_gpu(2)
+    def test_full_precision_in_eval_comm(self):
+        """And gradients of a model in eval mode are reduced in full precision where that is asked for."""
+        self._run_in_eval(self._test_full_precision_in_eval_comm)
+
+    def _test_full_precision_in_eval_comm(self, cast_forward_inputs, full_precision):
+        config = MixedPrecision(
+            param_dtype=torch.float32,
+            buffer_dtype=torch.float32,
+            reduce_dtype=torch.float16,
+            cast_forward_inputs=cast_forward_inputs,
+            _module_classes_to_ignore=[],
+        )
+        with full_precision_in_eval(full_precision):
+            model = self._transformer(mixed_precision=config).eval()
+        inputs = model.module.get_input(self.device)
+        with recorded_collectives() as sent:
+            model.module.get_loss(inputs, model(*inputs)).backward()
+        self.assertEqual(sent["reduced"], [torch.float32 if full_precision else torch.float16] * 5)
+        self.assertEqual(set(sent["gathered"]), {torch.float32})
+
+    @skip_if_lt_x_gpu(2)
+    def test_input_grads_with_param_mixed_precision(self):
+        """The gradient of a float32 input is float32, though it was computed in half of that."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
+            self._test_input_grads_with_param_mixed_precision,
+        )
+
+    def _test_input_grads_with_param_mixed_precision(self, sharding_strategy, use_orig_params):
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 16, bias=False, device=self.device)
+        expected = layer.weight.detach().half()
+        model = FSDP(
+            layer,
+            sharding_strategy=sharding_strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=MixedPrecision(torch.float16, torch.float32, torch.float32),
+        )
+        x = torch.randn(4, 16, device=self.device, requires_grad=True)
+        weight = torch.randn(4, 16, device=self.device).half()
+        (model(x) * weight).sum().backward()
+        self.assertEqual((x.dtype, x.grad.dtype), (torch.float32, torch.float32))
+        self.assertEqual(x.grad, (weight @ expected).float(), rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_parity_with_casts_by_hand(self):
+        """Beyond upstream: on each rank all gradients, parameters and losses are, bit for bit, those of casts by hand.
+
+        The reference computes with a copy in ``param_dtype``, averages its gradients in ``reduce_dtype`` over the ranks
+        and steps in float32. Inputs differ by rank; after the first of the three steps so do Adam's moments.
+        """
+        self.run_subtests(
+            {
+                "dtypes": [
+                    (torch.float16, torch.float32),
+                    (torch.bfloat16, torch.float32),
+                    (torch.float16, None),
+                    (torch.bfloat16, None),
+                    (torch.bfloat16, torch.float16),
+                    (None, torch.float16),
+                ],
+                # Gradients are compared with the original parameters in use; without, only parameters.
+                "layout": [*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
+            },
+            self._test_parity_with_casts_by_hand,
+        )
+
+    def _test_parity_with_casts_by_hand(self, dtypes, layout):
+        param_dtype, reduce_dtype = dtypes
+        sharding_strategy, use_orig_params = layout
+        torch.manual_seed(0)
+        reference = ResidualLayers().to(self.device)
+        model = FSDP(
+            copy.deepcopy(reference),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=sharding_strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=MixedPrecision(param_dtype, reduce_dtype, param_dtype),
+        )
+        low = param_dtype or torch.float32
+        optims = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (reference, model)]
+        torch.manual_seed(self.rank + 1)
+        for step in range(ITERATIONS):
+            x = torch.randn(4, 8, device=self.device)
+            copied = copy.deepcopy(reference).to(low)
+            expected_loss = copied(x.to(low)).square().sum()
+            loss = (model(x=x) if step else model(x)).square().sum()
+            expected_loss.backward()
+            loss.backward()
+            self.assertEqual(loss, expected_loss, rtol=0, atol=0)
+            for param, computed in zip(reference.parameters(), copied.parameters()):
+                param.grad = mean_over_ranks(computed.grad.to(reduce_dtype or low)).float()
+            if use_orig_params:
+                with FSDP.summon_full_params(model, with_grads=True):
+                    grads = [param.grad.clone() for param in model.parameters()]
+                self.assertEqual(grads, [param.grad for param in reference.parameters()], rtol=0, atol=0)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+            with FSDP.summon_full_params(model, writeback=False):
+                found = [param.detach().clone() for param in model.parameters()]
+            self.assertEqual(found, [param.detach() for param in reference.parameters()], rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_overflow_on_one_rank(self):
+        """Beyond upstream: where one rank's scaled loss, or a part of it, overflows, all ranks skip the step.
+
+        A loss that is inf spoils all of the gradient. An output that is spoils a row of it, which a single rank holds,
+        and only the scaler tells the others.
+        """
+        self.run_subtests(
+            {"overflows": ["loss", "output"], "on_rank": [0, 1], "reduce_dtype": [torch.float16, torch.float32]},
+            self._test_overflow_on_one_rank,
+        )
+
+    def _test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
+        torch.manual_seed(0)
+        config = MixedPrecision(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
+        model = FSDP(nn.Linear(8, 8, bias=False).to(self.device), mixed_precision=config)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        scaler = self._scaler(growth_interval=100)
+        x = torch.full((1, 8), self.rank + 1.0, device=self.device)
+        scale = INIT_SCALE
+        for overflow in (False, True, False):
+            weight = torch.ones(8, device=self.device, dtype=torch.float16)
+            if overflow and self.rank == on_rank:
+                weight[0] = math.inf if overflows == "output" else 1.0
+                weight *= 1.0 if overflows == "output" else 60000.0
+            before = model._handle.flat_param.detach().clone()
+            optim.zero_grad()
+            scaler.scale((model(x) * weight).sum()).backward()
+            spoilt = not model._handle.flat_param.grad.isfinite().all()
+            self.assertEqual(spoilt, overflow and (overflows == "loss" or self.rank == 0))
+            scaler.step(optim)
+            scaler.update()
+            scale *= 0.5 if overflow else 1.0
+            self.assertEqual(scaler.get_scale(), scale)
+            changed = not torch.equal(model._handle.flat_param.detach(), before)
+            self.assertEqual(changed, not overflow)
+        self.assertEqual(optim.state[model._handle.flat_param]["step"].item(), 2)
+
+
+class ResidualNetwork(nn.Module):
+    """Convolutions and batch norms, with a shortcut, and a layer on top."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.block = nn.Sequential(
+            *(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 4, 3, padding=1), nn.BatchNorm2d(4)),
+        )
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.fc(F.relu(x + self.block(x)).mean((2, 3)))
+
+
+class BatchNormNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(2, 40, bias=False)
+        self.bn = nn.BatchNorm1d(4)
+        self.fc2 = nn.Linear(40, 4, bias=False)
+        self.ln = nn.LayerNorm(4)
+        self.fc3 = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        x = self.bn(self.fc1(x).reshape(-1, 4, 10))
+        x = self.ln(self.fc2(x.reshape(-1, 40)))
+        return self.fc3(x).softmax(dim=1)
+
+
+class SeesInput(nn.Module):
+    """A module that remembers the dtype of its input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return self.layer(x)
+
+
+class ResidualLayers(nn.Module):
+    """Three layers of odd sizes, two of them in a shortcut, a parameter of the root's own, and a buffer in use."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin1, self.lin2, self.lin3 = nn.Linear(8, 5), nn.Linear(5, 7), nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.rand(5))
+        self.register_buffer("shift", torch.rand(5))
+
+    def forward(self, x):
+        x = self.lin1(x)
+        return x + self.lin3(self.lin2(x).relu()) * self.scale + self.shift
+
+
+class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
+    """On one rank, for which every strategy becomes NO_SHARD."""
+
+    @property
+    def world_size(self):
+        return 1
+
+    @skip_if_lt_x_gpu(1)
+    def test_grads_reduced_precision(self):
+        self.run_subtests(
+            {"offload_params": [False, True], "use_orig_params": [False, True]}, self._test_grads_reduced_precision
+        )
+
+    @skip_if_lt_x_gpu(1)
+    def test_mixed_precision_no_reshard_after_forward(self):
+        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+    @skip_if_lt_x_gpu(1)
+    def test_mixed_precision_e2e_full_shard(self):
+        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce)
+
+
+class IgnoredModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(100, 100)
+
+    def forward(self, x):
+        return self.l(x)
+
+
+class ModelWithIgnoredModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l1 = nn.Linear(100, 100)
+        self.ignored = IgnoredModule()
+        self.l2 = nn.Linear(100, 100)
+
+    def forward(self, x):
+        return self.l2(self.ignored(self.l1(x)))
+
+
+class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
+    @property
+    def world_size(self):
+        return 1
+
+    @skip_if_lt_x_gpu(1)
+    def test_mixed_precision_with_ignored_module(self):
+        """An ignored module stays in full precision, and so refuses what comes from a low one."""
+        model = ModelWithIgnoredModule().to(accelerator.current().device(self.rank))
+        float16 = MixedPrecision(param_dtype=torch.float16)
+        model = FSDP(model, ignored_modules=[model.ignored], mixed_precision=float16)
+        x = torch.ones(2, 100, device=accelerator.current().device(self.rank))
+        with self.assertRaisesRegex(RuntimeError, "must have the same dtype"):
+            model(x)
+        self.assertEqual(model.ignored.l.weight.dtype, torch.float32)
+
+
+class TestFSDPDifferentSubmodulePrecision(FSDPTest):
+    """Which dtypes a model and its two submodules see, with a precision for one of them, or for each.
+
+    Beyond upstream: in bfloat16 as in float16, and the gradients are those of the original dtype.
+    """
+
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _run_dtypes(self, test):
+        self.run_subtests({"low": LOW_DTYPES}, test)
+
+    def _check_seen(self, forward_inputs, expected):
+        self.assertEqual([forward_inputs[module].dtype for module in expected], list(expected.values()))
+
+    def _check_grads(self, model):
+        grads = [handle.flat_param.grad for handle in traversal_utils._get_fsdp_handles(model)]
+        self.assertEqual({grad.dtype for grad in grads}, {torch.float32})
+
+    @skip_if_lt_x_gpu(2)
+    def test_float16_on_one_submodule(self):
+        self._run_dtypes(self._test_float16_on_one_submodule)
+
+    def _test_float16_on_one_submodule(self, low):
+        seen = {}
+        model = SaveForwardInputsModel(seen, cast_forward_inputs=False).to(self.device)
+        c1, c2 = model.c1, model.c2
+        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=True))
+        sharded = FSDP(model)
+        output = sharded(torch.zeros(2, 100, device=self.device))
+        output.sum().backward()
+        self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: low})
+        self.assertEqual(output.dtype, low)
+        self._check_grads(sharded)
+
+    @skip_if_lt_x_gpu(2)
+    def test_float16_on_one_submodule_skip_inputs(self):
+        self._run_dtypes(self._test_float16_on_one_submodule_skip_inputs)
+
+    def _test_float16_on_one_submodule_skip_inputs(self, low):
+        seen = {}
+        model = SaveForwardInputsModel(seen, cast_forward_inputs=True).to(self.device)
+        c1, c2 = model.c1, model.c2
+        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=False))
+        sharded = FSDP(model)
+        sharded(torch.zeros(2, 100, device=self.device)).sum().backward()
+        self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: torch.float32})
+        self._check_grads(sharded)
+
+    @skip_if_lt_x_gpu(2)
+    def test_float16_on_one_submodule_skip_inputs_error(self):
+        self._run_dtypes(self._test_float16_on_one_submodule_skip_inputs_error)
+
+    def _test_float16_on_one_submodule_skip_inputs_error(self, low):
+        model = SaveForwardInputsModel({}, cast_forward_inputs=False).to(self.device)
+        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=False))
+        with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
+            FSDP(model)(torch.zeros(2, 100, device=self.device))
+
+    @skip_if_lt_x_gpu(2)
+    def test_submodules_with_different_precisions_error(self):
+        """The root casts its own input only: what its first submodule makes of it reaches the second in fp16."""
+        self._run_dtypes(self._test_submodules_with_different_precisions_error)
+
+    def _test_submodules_with_different_precisions_error(self, low):
+        model = SaveForwardInputsModel({}, cast_forward_inputs=False).to(self.device)
+        model.c1 = FSDP(model.c1, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=True))
+        sharded = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True))
+        with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
+            sharded(torch.zeros(2, 100, device=self.device))
+
+    @skip_if_lt_x_gpu(2)
+    def test_submodules_with_different_precisions(self):
+        self._run_dtypes(self._test_submodules_with_different_precisions)
+
+    def _test_submodules_with_different_precisions(self, low):
+        seen = {}
+        model = SaveForwardInputsModel(seen, cast_forward_inputs=False).to(self.device)
+        c1, c2 = model.c1, model.c2
+        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=True))
+        sharded = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True))
+        sharded(torch.zeros(2, 100, device=self.device)).sum().backward()
+        self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: low})
+        self._check_grads(sharded)
+
+    @skip_if_lt_x_gpu(2)
+    def test_submodules_with_external_inputs(self):
+        """A submodule's inputs are cast by the root if they come from outside, and not if the model makes them."""
+        self._run_dtypes(self._test_submodules_with_external_inputs)
+
+    def _test_submodules_with_external_inputs(self, low):
+        seen = {}
+        model = MakesAnInput(seen).to(self.device)
+        l2 = model.l2
+        model.l2 = FSDP(model.l2, mixed_precision=MixedPrecision(param_dtype=low))
+        sharded = FSDP(model, mixed_precision=MixedPrecision(param_dtype=low))
+        sharded(torch.ones(2, 100, device=self.device)).sum().backward()
+        self.assertEqual(seen, {"root": low, "x": low, "y": torch.float32})
+        self.assertIs(model.l2.module, l2)
+        self._check_grads(sharded)
+
+
+class TakesTwo(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.l = nn.Linear(100, 100)
+        self.seen = seen
+
+    def forward(self, x, y):
+        self.seen.update(x=x.dtype, y=y.dtype)
+        return self.l(x)
+
+
+class MakesAnInput(nn.Module):
+    """Calls its second layer with an output of the first and a tensor that it makes by itself."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.l1 = nn.Linear(100, 100)
+        self.l2 = TakesTwo(seen)
+        self.seen = seen
+
+    def forward(self, x):
+        self.seen["root"] = x.dtype
+        return self.l2(self.l1(x), torch.ones(2, 100, device=x.device))
+
+
+class TransformerWithEMA(nn.Module):
+    """Trains a transformer, and evaluates a moving average of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = self._transformer()
+        # A short memory: what a step changes has to be seen in half precision.
+        self.ema_module = AveragedModel(self._transformer(), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+
+    def _transformer(self):
+        return nn.Transformer(8, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=8)
+
+    def forward(self, *args):
+        return self.module(*args) if self.training else self.ema_module(*args)
+
+
+class TestFSDPTrainEval(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_train_ema_eval_flow(self):
+        """Training one part of a model, averaging it into the other, and evaluating that, in turn."""
+        self.run_subtests(
+            {
+                "sharding_strategy": [
+                    ShardingStrategy.SHARD_GRAD_OP,
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.NO_SHARD,
+                ]
+            },
+            self._test_train_ema_eval_flow,
+        )
+
+    def _test_train_ema_eval_flow(self, sharding_strategy):
+        device = accelerator.current().device(self.rank)
+        torch.manual_seed(0)
+        model = FSDP(
+            TransformerWithEMA().to(device),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}),
+            mixed_precision=MixedPrecision(param_dtype=torch.float16),
+            sharding_strategy=sharding_strategy,
+        )
+        optim = torch.optim.Adam(model.module.module.parameters(), lr=1e-2)
+        torch.manual_seed(1 + self.rank)
+        eval_source = torch.randn(8, 1, 8, device=device)
+        eval_target = torch.randn(16, 1, 8, device=device)
+        sums = []
+        expected = None  # beyond upstream: the average, kept by hand
+        for _ in range(3):
+            model.train()
+            source, target = torch.randn(8, 4, 8, device=device), torch.randn(16, 4, 8, device=device)
+            model(source, target).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            with FSDP.summon_full_params(model):
+                model.ema_module.update_parameters(model.module.module)
+                trained = [param.detach().clone() for param in model.module.module.parameters()]
+                averaged = [param.detach().clone() for param in model.ema_module.module.parameters()]
+            expected = trained if expected is None else [0.9 * a + 0.1 * b for a, b in zip(expected, trained)]
+            self.assertEqual(averaged, expected)
+            model.eval()
+            with torch.no_grad():
+                output = model(eval_source, eval_target)
+            self.assertEqual(output.dtype, torch.float16)
+            sums.append(output.float().sum().item())
+        for one, other in ((0, 1), (1, 2), (0, 2)):
+            self.assertNotEqual(sums[one], sums[other])
+
+
+instantiate_parametrized_tests(TestFSDPMixedPrecisionSharded)
+
+if __name__ == "__main__":
+    run_tests()
