@@ -1,0 +1,458 @@
+"""``ShardedGradScaler``: what it scales and unscales, and that an inf or NaN of one rank's shard is one of all ranks.
+
+On the side of FSDP1, whose trainings with it are compared with those of DDP with a plain ``GradScaler``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import unittest
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    DEVICEInitMode,
+    DummyProcessGroup,
+    FSDPInitMode,
+    FSDPTest,
+    NestedWrappedModule,
+    NonUniformReqGradNWM,
+    TransformerWithSharedParams,
+    subtest_name,
+)
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+params = "cpu_offload,sharding_strategy,mixed_precision,use_orig_params"
+cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
+sharding_strategy_config = [ShardingStrategy.SHARD_GRAD_OP, None]
+mixed_precision = ["enable_mixed_precision", None]
+use_orig_params = ["enable_use_orig_params", None]
+
+configs = list(itertools.product(cpu_offload_config, sharding_strategy_config, mixed_precision, use_orig_params))
+test_name_mapping = {
+    str(CPUOffload(offload_params=True)): "offload_true",
+    str(CPUOffload(offload_params=False)): "offload_false",
+    str(ShardingStrategy.SHARD_GRAD_OP): "shard_grad_op",
+    "enable_mixed_precision": "mixed_precision",
+    "enable_use_orig_params": "use_orig_params",
+}
+subtest_name = functools.partial(subtest_name, test_name_mapping)
+
+LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
+NOT_FINITE = [math.inf, -math.inf, math.nan]
+
+
+class TestShardGradScaler(TestCase):
+    """Without ranks, on host memory, of which a scaler takes tensors whatever the device is."""
+
+    def _scaler(self, **kwargs):
+        device = "cpu"  # the CPU is the subject
+        return ShardedGradScaler(device, process_group=DummyProcessGroup(0, 1), **{"init_scale": 2.0, **kwargs})
+
+    def test_grad_scaling(self):
+        scaler = self._scaler()
+        t4, t8 = torch.full((1,), 4.0), torch.full((1,), 8.0)
+        outputs = [t8.clone(), (t4.clone(), t8.clone()), [t4.clone(), t8.clone()]]
+        scaled = scaler.scale(outputs)
+        self.assertIsInstance(scaled[1], tuple)
+        self.assertIsInstance(scaled[2], list)
+        self.assertEqual(scaled, [t8 * 2, (t4 * 2, t8 * 2), [t4 * 2, t8 * 2]])
+        self.assertEqual(outputs, [t8, (t4, t8), [t4, t8]])
+        self.assertEqual(scaler._scale, torch.tensor(2.0), exact_device=True)
+
+    def test_scaled_dtypes(self):
+        """Beyond upstream: what is scaled keeps its dtype, alone and in any iterable; what is no tensor is refused."""
+        scaler = self._scaler()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for shape in ((2,), ()):  # without dimensions the wider dtype of the scale would win
+                output = torch.full(shape, 3.0, dtype=dtype)
+                doubled = torch.full(shape, 6.0, dtype=dtype)
+                self.assertEqual(scaler.scale(output), doubled)
+                self.assertEqual(list(scaler.scale(each for each in (output, output))), [doubled] * 2)
+        with self.assertRaisesRegex(ValueError, "outputs must be a Tensor or an iterable of Tensors"):
+            scaler.scale([1.0])
+
+    def test_scaling_unscaling_sparse(self):
+        """The values of a sparse gradient are unscaled, and those of one index are added up before they are judged."""
+        scaler = self._scaler()
+        inverse, found = torch.full((1,), 0.5), torch.empty(1)
+        indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
+
+        def unscaled(indices, values, dtype):
+            """The gradient after unscaling, and the record of what was found."""
+            grad = torch.sparse_coo_tensor(indices, torch.tensor(values), (2, 3), dtype=dtype, check_invariants=True)
+            param = torch.empty((2, 3), dtype=dtype, requires_grad=True)
+            param.grad = grad.clone()
+            found.zero_()
+            optim = torch.optim.SGD([param], lr=1.0)
+            records = scaler._unscale_grads_(optim, inverse, found, True)
+            return param.grad, [record.item() for record in records.values()]
+
+        grad, record = unscaled(indices, [16.0, 32.0, 64.0], torch.float32)
+        self.assertEqual(record, [0.0])
+        self.assertEqual(grad.to_dense(), torch.tensor([[0.0, 0.0, 8.0], [16.0, 0.0, 32.0]]))
+
+        for value in NOT_FINITE:
+            _, record = unscaled(indices, [16.0, value, 64.0], torch.float32)
+            self.assertEqual(record, [1.0])
+
+        # Each is finite in half precision, and the sum of the first two is not.
+        same = torch.tensor([[0, 0, 1], [2, 2, 0]])
+        _, record = unscaled(same, [2.0**15, 2.0**15, 1.0], torch.float16)
+        self.assertEqual(record, [1.0])
+        grad, record = unscaled(same, [2.0**14, 2.0**14, 1.0], torch.float16)
+        self.assertEqual(record, [0.0])
+        expected = torch.tensor([[0.0, 0.0, 2.0**14], [0.5, 0.0, 0.0]], dtype=torch.float16)
+        self.assertEqual(grad.to_dense(), expected)
+
+    def test_inf_gradients_skip_optim_step(self):
+        """A step that is skipped returns nothing and changes nothing, except for the scale."""
+        for value in NOT_FINITE:
+            scaler = self._scaler()
+            loss = torch.full((1,), 4.0)
+            self.assertEqual(scaler.scale(loss), torch.full((1,), 8.0))
+            param = torch.ones(4, requires_grad=True)
+            param.grad = torch.tensor([1.0, value, 1.0, 1.0])
+            optim = torch.optim.SGD([param], lr=1.0)
+            self.assertIsNone(scaler.step(optim))
+            self.assertEqual(param.detach(), torch.ones(4))
+            scaler.update()
+            self.assertEqual(scaler.get_scale(), 1.0)
+
+    def test_disabled(self):
+        """Beyond upstream: a scaler that is not enabled passes everything on, and steps whatever the gradient is."""
+        scaler = self._scaler(enabled=False)
+        loss = torch.full((1,), 4.0)
+        self.assertIs(scaler.scale(loss), loss)
+        param = torch.ones(2, requires_grad=True)
+        param.grad = torch.tensor([1.0, math.inf])
+        optim = torch.optim.SGD([param], lr=1.0)
+        scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        self.assertEqual(param.detach(), torch.tensor([0.0, -math.inf]))
+        self.assertEqual(scaler.get_scale(), 1.0)
+
+    def test_order_of_calls(self):
+        """Beyond upstream: to unscale twice, or after a step, or to update without any check, is refused."""
+        scaler = self._scaler()
+        param = torch.ones(2, requires_grad=True)
+        optim = torch.optim.SGD([param], lr=1.0)
+        with self.assertRaisesRegex(AssertionError, "Attempted unscale_ but _scale is None"):
+            scaler.unscale_(optim)
+        scaler.scale(param.sum()).backward()
+        with self.assertRaisesRegex(AssertionError, "No inf checks were recorded prior to update"):
+            scaler.update()
+        scaler.unscale_(optim)
+        self.assertEqual(param.grad, torch.ones(2))
+        with self.assertRaisesRegex(RuntimeError, r"unscale_\(\) has already been called"):
+            scaler.unscale_(optim)
+        scaler.step(optim)  # does not unscale again
+        self.assertEqual(param.detach(), torch.zeros(2))
+        with self.assertRaisesRegex(RuntimeError, r"unscale_\(\) is being called after step\(\)"):
+            scaler.unscale_(optim)
+        scaler.update()
+        scaler.unscale_(optim)
+        self.assertEqual(param.grad, torch.full((2,), 0.5))
+
+    def test_update_with_a_new_scale(self):
+        """Beyond upstream: a new scale is copied, be it a number or a tensor; other tensors are refused."""
+        scaler = self._scaler()
+        scaler.scale(torch.ones(1))
+        scaler.update(8.0)
+        self.assertEqual(scaler.get_scale(), 8.0)
+        new_scale = torch.tensor(4.0)
+        scaler.update(new_scale)
+        new_scale.fill_(32.0)
+        self.assertEqual(scaler.get_scale(), 4.0)
+        for refused in (torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")):
+            with self.assertRaisesRegex(AssertionError, "new_scale should be a float or a 1-element"):
+                scaler.update(refused)
+
+    @unittest.expectedFailure
+    def test_update_with_a_vector_of_one(self):
+        """Beyond upstream: a new scale may be any tensor with one element, as the message about others says.
+
+        It may not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0, here and in ``torch.amp.GradScaler``: the
+        scale has no dimension, and ``copy_`` takes no vector for it::
+
+            scaler = torch.amp.GradScaler(accelerator.current().type)
+            scaler.scale(torch.ones(1))
+            scaler.update(torch.tensor([4.0]))
+        """
+        scaler = self._scaler()
+        scaler.scale(torch.ones(1))
+        scaler.update(torch.tensor([4.0]))
+        self.assertEqual(scaler.get_scale(), 4.0)
+
+    def test_two_optimizers(self):
+        """Beyond upstream: an inf skips the step of its own optimizer; the scale is one for both."""
+        scaler = self._scaler()
+        ps = [torch.ones(2, requires_grad=True) for _ in range(2)]
+        optims = [torch.optim.SGD([param], lr=1.0) for param in ps]
+        for spoilt in (1, 0):
+            scaler.scale((ps[0] + ps[1]).sum()).backward()
+            ps[spoilt].grad[0] = math.inf
+            before = [param.detach().clone() for param in ps]
+            for optim in optims:
+                scaler.step(optim)
+                optim.zero_grad()
+            scaler.update()
+            before[1 - spoilt] -= 1.0
+            self.assertEqual([param.detach() for param in ps], before)
+        self.assertEqual(scaler.get_scale(), 0.5)
+        # What the first optimizer met counts no more in an iteration in which it does not step.
+        scaler.scale(ps[1].sum()).backward()
+        scaler.step(optims[1])
+        scaler.update()
+        self.assertEqual(scaler.get_scale(), 0.5)
+
+    def test_unscaling_of_each_dtype(self):
+        """Beyond upstream: gradients of several dtypes are all unscaled, and judged, whatever the optimizer's order."""
+        dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float16]
+        for spoilt in (None, *range(len(dtypes))):
+            scaler = self._scaler()
+            scaler.scale(torch.ones(1))
+            ps = [torch.ones(2, dtype=dtype, requires_grad=True) for dtype in dtypes]
+            for number, param in enumerate(ps):
+                param.grad = torch.tensor([4.0, math.nan if number == spoilt else 6.0], dtype=param.dtype)
+            optim = torch.optim.SGD(ps, lr=1.0)
+            scaler.unscale_(optim)
+            for number, param in enumerate(ps):
+                expected = torch.tensor([2.0, math.nan if number == spoilt else 3.0], dtype=param.dtype)
+                self.assertEqual(param.grad, expected)
+            scaler.step(optim)
+            scaler.update()
+            self.assertEqual(scaler.get_scale(), 2.0 if spoilt is None else 1.0)
+            moved = [param[0].item() for param in ps]
+            self.assertEqual(moved, [-1.0 if spoilt is None else 1.0] * len(ps))
+
+
+class TestShardedGradScalerParityWithDDP(FSDPTest):
+    @property
+    def world_size(self):
+        device = accelerator.current()
+        return 2 if device.is_host else device.ranks
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _get_init_modes_for_test(self, cpu_offload):
+        # Without a memory of its own a device makes no difference between these modes.
+        if not accelerator.current().has("device_memory"):
+            return [DEVICEInitMode.DEVICE_BEFORE]
+        modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
+        return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
+
+    def _scaler(self, cls=ShardedGradScaler, **kwargs):
+        return cls(**{"device": accelerator.current().type, "init_scale": 2.0, **kwargs})
+
+    def _everywhere(self, value):
+        """A number of each rank."""
+        here = torch.tensor(float(value), device=self.device)
+        values = [torch.empty_like(here) for _ in range(self.world_size)]
+        dist.all_gather(values, here)
+        return [each.item() for each in values]
+
+    def _check_scale(self, scaler, expected):
+        """Beyond upstream: it is the expected one on all ranks."""
+        self.assertEqual(self._everywhere(scaler.get_scale()), [float(expected)] * self.world_size)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize(params, configs, subtest_name)
+    def test_fsdp_ddp_parity_with_grad_scaler(self, cpu_offload, sharding_strategy, mixed_precision, use_orig_params):
+        """With the scaler FSDP takes the steps that DDP takes without, also where a rank holds nothing that trains.
+
+        Scaled by a power of two and unscaled again, numbers are what they were. With mixed precision the loss itself is
+        float16: times the default scale it would be inf, and no step be taken.
+        """
+        low = torch.float16 if mixed_precision else None
+        if use_orig_params:
+            model_class, scale = NonUniformReqGradNWM, {"init_scale": 2.0**11}
+        else:
+            model_class, scale = NestedWrappedModule, {}
+        if mixed_precision:
+            scale = {"init_scale": 2.0**8}
+        self.run_subtests(
+            {"device_init_mode": self._get_init_modes_for_test(cpu_offload)},
+            self._test_fsdp_parity,
+            model_class,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+            mixed_precision=MixedPrecision(low, low, low) if mixed_precision else None,
+            enable_sharded_grad_scaler=True,
+            use_orig_params=use_orig_params is not None,
+            sharded_grad_scaler_kwargs=scale,
+        )
+
+    def _train_for_several_steps(self, model, *args, **kwargs):
+        """Without a scaler for the reference. Fail also if all steps were skipped: nothing would be compared."""
+        before = [param.detach().clone() for param in model.parameters()]
+        if isinstance(model, FSDP):
+            loss = super()._train_for_several_steps(model, *args, **kwargs)
+        else:
+            kwargs["enable_sharded_grad_scaler"] = False
+            loss = super()._train_for_several_steps(model, *args, **kwargs)
+            loss = loss * kwargs["sharded_grad_scaler_kwargs"].get("init_scale", 2.0**16)
+        changed = sum(not torch.equal(param, was) for param, was in zip(model.parameters(), before))
+        self.assertGreater(sum(self._everywhere(changed)), 0)
+        self.assertTrue(loss.isfinite())
+        return loss
+
+    def _build_model_and_optim(self, cpu_offload=CPUOffload(offload_params=False), use_orig_params=False):  # noqa: B008
+        """A transformer in FSDP and the same in DDP, each with its optimizer."""
+        model = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+        )
+        ids = None if self.device.index is None else [self.device.index]
+        ref_model = DDP(copy.deepcopy(model), device_ids=ids)
+        model = FSDP(model, cpu_offload=cpu_offload, auto_wrap_policy=LAYERS, use_orig_params=use_orig_params)
+        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-2), ref_model, ref_optim
+
+    def _tokens(self):
+        """Of each rank its own, and others at each call."""
+        return tuple(torch.randint(23, (length, 2), device=self.device) for length in (6, 4))
+
+    @skip_if_lt_x_gpu(2)
+    def test_sharded_grad_scaler_found_inf(self):
+        """Whatever is not finite on one rank is so for all: they skip the step, and the scale backs off.
+
+        Beyond upstream: on the first rank or on the last, inf or NaN; what is skipped is unchanged to the bit.
+        """
+        self.run_subtests(
+            {
+                "use_orig_params": [False, True],
+                "cpu_offload": [CPUOffload(offload_params=True), CPUOffload(offload_params=False)],
+                "spoilt": [(0, math.inf), (self.world_size - 1, math.nan)],
+            },
+            self._test_sharded_grad_scaler_found_inf,
+        )
+
+    def _test_sharded_grad_scaler_found_inf(self, use_orig_params, cpu_offload, spoilt):
+        model, optim, ref_model, ref_optim = self._build_model_and_optim(cpu_offload, use_orig_params)
+        scaler, ref_scaler = self._scaler(), self._scaler(GradScaler)
+        spoilt_rank, value = spoilt
+        torch.manual_seed(42 + self.rank + 1)
+        for iteration in range(10):
+            tokens = self._tokens()
+            losses = []
+            for each, each_optim, each_scaler, ranks in (
+                (ref_model, ref_optim, ref_scaler, range(self.world_size)),
+                (model, optim, scaler, [spoilt_rank]),
+            ):
+                scale = each_scaler.get_scale()
+                each_optim.zero_grad()
+                losses.append(each_scaler.scale(each.module.get_loss(tokens, each(*tokens))))
+                losses[-1].backward()
+                with_grad = [param for param in each.parameters() if param.grad is not None]
+                before = [param.detach().clone() for param in with_grad]
+                self.assertGreater(len(with_grad), 0)
+                if iteration % 2 == 0 and self.rank in ranks:
+                    with_grad[0].grad.fill_(value)
+                each_scaler.step(each_optim)
+                each_scaler.update()
+
+                changed = [not torch.equal(param, was) for param, was in zip(with_grad, before)]
+                if iteration % 2 == 0:
+                    self._check_scale(each_scaler, scale * each_scaler.get_backoff_factor())
+                    self.assertNotIn(True, changed)
+                else:
+                    self._check_scale(each_scaler, scale)
+                    self.assertNotIn(False, changed)
+            self.assertEqual(losses[1], losses[0].detach())
+        self.assertEqual(scaler.get_scale(), 2.0 * 0.5**5)
+
+    @skip_if_lt_x_gpu(2)
+    def test_growth(self):
+        """Beyond upstream: the scale doubles after two clean steps in a row, and an inf begins the count anew.
+
+        It backs off once, on however many ranks the inf is.
+        """
+        model, optim, *_ = self._build_model_and_optim()
+        scaler = self._scaler(growth_interval=2)
+        torch.manual_seed(self.rank)
+        last, everywhere = [self.world_size - 1], range(self.world_size)
+        # Clean steps count 1, 2 and grow; 1, an inf; 1, 2 and grow; an inf; 1, an inf; 1, 2 and grow.
+        steps = [([], 2), ([], 4), ([], 4), (last, 2), ([], 2), ([], 4), (everywhere, 2), ([], 2), (last, 1)]
+        for spoilt, scale in [*steps, ([], 1), ([], 2)]:
+            tokens = self._tokens()
+            optim.zero_grad()
+            scaler.scale(model.module.get_loss(tokens, model(*tokens))).backward()
+            if self.rank in spoilt:
+                model._handle.flat_param.grad[0] = math.inf
+            scaler.step(optim)
+            scaler.update()
+            self._check_scale(scaler, scale)
+
+    @skip_if_lt_x_gpu(2)
+    def test_rank_without_gradients(self):
+        """Beyond upstream: a rank that holds nothing to train has a record all the same, and backs off with the rest.
+
+        Both parameters that train lie in the last rank's shard.
+        """
+        self.run_subtests({"spoilt": [False, True]}, self._test_rank_without_gradients)
+
+    def _test_rank_without_gradients(self, spoilt):
+        model = NonUniformReqGradNWM.init(
+            self.process_group,
+            FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_BEFORE,
+            {"use_orig_params": True},
+            deterministic=True,
+        )
+        model = FSDP(model, use_orig_params=True)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        scaler = self._scaler()
+        inputs = model.module.get_input(self.device)
+        scaler.scale(model(*inputs).sum()).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        counts = self._everywhere(len(grads))
+        self.assertEqual((counts[0], sum(counts)), (0.0, 2.0))
+        if spoilt and grads:
+            grads[0].fill_(math.inf)
+        scaler.unscale_(optim)
+        state = scaler._per_optimizer_states[id(optim)]
+        self.assertIs(state["stage"], OptState.UNSCALED)
+        records = [(device.type, record.item() > 0) for device, record in state["found_inf_per_device"].items()]
+        self.assertEqual(records, [(accelerator.current().type, spoilt)])
+        scaler.step(optim)
+        scaler.update()
+        self._check_scale(scaler, 1.0 if spoilt else 2.0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_ranks_of_another_group(self):
+        """Beyond upstream: a scaler asks the ranks of its own group and no others."""
+        mine = dist.new_group([self.rank], use_local_synchronization=True)
+        scaler = self._scaler(process_group=mine)
+        param = torch.ones(2, device=self.device, requires_grad=True)
+        optim = torch.optim.SGD([param], lr=1.0)
+        scaler.scale(param.sum()).backward()
+        if self.rank == 0:
+            param.grad[1] = math.nan
+        scaler.step(optim)
+        scaler.update()
+        self.assertEqual(param[0].item(), 1.0 if self.rank == 0 else 0.0)
+        self.assertEqual(self._everywhere(scaler.get_scale()), [1.0] + [2.0] * (self.world_size - 1))
+
+
+instantiate_parametrized_tests(TestShardedGradScalerParityWithDDP)
+
+if __name__ == "__main__":
+    run_tests()
