@@ -1,0 +1,343 @@
+"""A model on the meta device, or deferred by torchdistX, becomes in FSDP1 the model that it would have been without."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+
+import torch
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, _init_utils
+from torch.distributed.fsdp._init_utils import _TORCHDISTX_AVAIL
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
+from torch_fsdp_tests.common_fsdp.patches import swapped
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+META = torch.device("meta")
+
+needs_torchdistx = requires(lambda: None if _TORCHDISTX_AVAIL else "needs torchdistX")
+
+
+def _states(module, recurse=True):
+    return [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
+
+
+class MyLinear(nn.Linear):
+    """Without a bias. Whenever it is initialized, its weight is the same."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, bias=False, **kwargs)
+
+    def reset_parameters(self):
+        torch.manual_seed(42)
+        with torch.no_grad():
+            nn.init.xavier_uniform_(self.weight, 1.0)
+
+
+class MyBuffer(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("buf", torch.empty(3, 3, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.manual_seed(42)
+        nn.init.xavier_uniform_(self.buf, 0.5)
+
+
+class MyModel(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.lin1 = MyLinear(2, 2, device=device)
+        self.lin2 = MyLinear(2, 2, device=device)
+        self.buf_mod = MyBuffer(device)
+
+    def forward(self, x):
+        return self.lin2(self.lin1(x))
+
+
+class NestedModel(nn.Module):
+    """Two of its three parts are wrapped, if it is built under ``enable_wrap``."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.lin1 = wrap(MyLinear(2, 2, device=device))
+        self.lin2 = MyLinear(2, 2, device=device)
+        self.l3 = wrap(MyModel(device))
+
+    def forward(self, x):
+        return self.l3(self.lin2(self.lin1(x)))
+
+
+class OwnWeight(nn.Module):
+    """A parameter of its own, and no ``reset_parameters``."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def _init_with_reset_params(module):
+    if any(tensor.is_meta for tensor in _states(module, recurse=False)):
+        module.to_empty(device=get_devtype(), recurse=False)
+        with torch.no_grad():
+            module.reset_parameters()
+
+
+def _init_with_torchdistX(module):
+    from torchdistx import deferred_init
+
+    deferred_init.materialize_module(module, check_fn=lambda child: not isinstance(child, FSDP))
+
+
+def _deferred(build):
+    from torchdistx import deferred_init
+
+    return deferred_init.deferred_init(build, get_devtype())
+
+
+def _reset_all(model):
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+
+class TestFSDPWithMetaDevice(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _compare_fsdp(self, *models):
+        """Parameters and buffers are alike, and all are where they can compute."""
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                if isinstance(model, FSDP):
+                    stack.enter_context(FSDP.summon_full_params(model, writeback=False))
+            found, *others = [[tensor.detach().clone() for tensor in _states(model)] for model in models]
+        self.assertEqual({tensor.device for tensor in found}, {self.device})
+        for other in others:
+            self.assertEqual(found, other)
+
+    def _check_training(self, from_meta, regular, plain):
+        """They are alike before and after a step, and like a model without FSDP that has the data of all ranks."""
+        models = from_meta, regular, plain
+        optims = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+        self._compare_fsdp(*models)
+        inputs = torch.randn(self.world_size, 10, 2, generator=torch.Generator().manual_seed(7)).to(self.device)
+        before = [param.detach().clone() for param in plain.parameters()]
+        for model in (from_meta, regular):
+            model(inputs[self.rank]).sum().backward()
+        (plain(inputs.flatten(0, 1)).sum() / self.world_size).backward()
+        for optim in optims:
+            optim.step()
+        self.assertNotEqual([param.detach() for param in plain.parameters()], before)
+        self._compare_fsdp(*models)
+
+    def _test_simple_model_with_meta_device(self, build, init_fn=None):
+        is_meta = next(build().parameters()).is_meta
+        for policy in (always_wrap_policy, None):
+            from_meta = FSDP(build(), auto_wrap_policy=policy, param_init_fn=init_fn)
+            plain = MyModel(self.device)
+            if is_meta:
+                _reset_all(plain)
+            regular = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy)
+            self._check_training(from_meta, regular, plain)
+
+    def _test_nested_model_with_meta_device(self, build, auto_wrap, init_fn=None):
+        """With ``auto_wrap`` all modules of both are in FSDP; else the first and last layer, and the whole."""
+        is_meta = next(build().parameters()).is_meta
+        plain = NestedModel(self.device)
+        if is_meta:
+            _reset_all(plain)
+        if auto_wrap:
+            from_meta = FSDP(build(), auto_wrap_policy=always_wrap_policy, param_init_fn=init_fn)
+            regular = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy)
+        else:
+            with enable_wrap(wrapper_cls=FSDP, param_init_fn=init_fn):
+                from_meta = wrap(build())
+            regular = copy.deepcopy(plain)
+            with enable_wrap(wrapper_cls=FSDP):
+                regular.lin1 = wrap(regular.lin1)
+                regular.l3 = wrap(regular.l3)
+                regular = wrap(regular)
+        self.assertEqual(len(FSDP.fsdp_modules(from_meta)), 7 if auto_wrap else 3)
+        self._check_training(from_meta, regular, plain)
+
+    @skip_if_lt_x_gpu(2)
+    def test_simple_model_with_meta_device_reset_params(self):
+        """From the meta device, by a function that calls ``reset_parameters``."""
+        self._test_simple_model_with_meta_device(functools.partial(MyModel, META), _init_with_reset_params)
+
+    @skip_if_lt_x_gpu(2)
+    def test_simple_model_with_meta_device_default_init(self):
+        """From the meta device, by what FSDP does when no function is given."""
+        self._test_simple_model_with_meta_device(functools.partial(MyModel, META))
+
+    @needs_torchdistx
+    @skip_if_lt_x_gpu(2)
+    def test_simple_model_with_torchdistX_default_init(self):
+        """Deferred, and materialized by FSDP."""
+        self._test_simple_model_with_meta_device(functools.partial(_deferred, MyModel))
+
+    @needs_torchdistx
+    @skip_if_lt_x_gpu(2)
+    def test_simple_model_with_torchdistX_init_fn(self):
+        """Deferred, and materialized by a function."""
+        self._test_simple_model_with_meta_device(functools.partial(_deferred, MyModel), _init_with_torchdistX)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("auto_wrap", [True, False])
+    def test_nested_model_with_meta_device_reset_params(self, auto_wrap):
+        """FSDP in FSDP, by a function that calls ``reset_parameters``."""
+        build = functools.partial(NestedModel, META)
+        self._test_nested_model_with_meta_device(build, auto_wrap, _init_with_reset_params)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("auto_wrap", [True, False])
+    def test_nested_model_with_meta_device_default_init(self, auto_wrap):
+        """FSDP in FSDP, by what FSDP does when no function is given."""
+        self._test_nested_model_with_meta_device(functools.partial(NestedModel, META), auto_wrap)
+
+    @needs_torchdistx
+    @skip_if_lt_x_gpu(2)
+    @parametrize("auto_wrap", [True, False])
+    def test_nested_model_with_torchdistX_default_init(self, auto_wrap):
+        """FSDP in FSDP, deferred."""
+        self._test_nested_model_with_meta_device(functools.partial(_deferred, NestedModel), auto_wrap)
+
+    @needs_torchdistx
+    @skip_if_lt_x_gpu(2)
+    @parametrize("auto_wrap", [True, False])
+    def test_nested_model_with_torchdistX_init_fn(self, auto_wrap):
+        """FSDP in FSDP, deferred and materialized by a function."""
+        build = functools.partial(_deferred, NestedModel)
+        self._test_nested_model_with_meta_device(build, auto_wrap, _init_with_torchdistX)
+
+    def _test_bad_arg(self, model):
+        with self.assertRaisesRegex(ValueError, "to be callable"):
+            FSDP(model, auto_wrap_policy=always_wrap_policy, param_init_fn=42)
+
+    @needs_torchdistx
+    @skip_if_lt_x_gpu(2)
+    def test_bad_arg_torchdistx(self):
+        """What is no function cannot materialize a deferred model."""
+        self._test_bad_arg(_deferred(NestedModel))
+
+    @skip_if_lt_x_gpu(2)
+    def test_bad_arg_meta(self):
+        """What is no function cannot materialize a model from the meta device."""
+        self._test_bad_arg(NestedModel(META))
+
+    @skip_if_lt_x_gpu(2)
+    def test_meta_device_with_mixed_precision(self):
+        """With mixed precision the layer and what is around it can be materialized, each with parameters of its own."""
+
+        def init_layers(module):
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, mean=0.0, std=0.1)
+                nn.init.zeros_(module.bias)
+
+        def init(module):
+            module.to_empty(device=self.device)
+            module.apply(init_layers)
+
+        with META:
+            model = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), OwnWeight())
+        model = FSDP(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float16),
+            param_init_fn=init,
+            device_id=self.device,
+        )
+        handles = traversal_utils._get_fsdp_handles(model)
+        self.assertEqual([handle.flat_param._fqns for handle in handles], [("2.weight",), ("weight", "bias")])
+        self.assertEqual([handle.flat_param.device for handle in handles], [self.device] * 2)
+        precision = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
+        self.assertEqual(precision, [(torch.float32, torch.float16)] * 2)
+
+    @skip_if_lt_x_gpu(2)
+    def test_each_rank_initializes_its_own_shard(self):
+        """Beyond upstream: a shard is of its rank's own initialization, and with ``sync_module_states`` of rank 0's."""
+        self.run_subtests({"sync": [False, True], "use_orig_params": [False, True]}, self._test_each_rank_initializes)
+
+    def _test_each_rank_initializes(self, sync, use_orig_params):
+        def values(shape, rank):
+            return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(self.device)
+
+        def init(module):
+            module.to_empty(device=self.device, recurse=False)
+            with torch.no_grad():
+                for tensor in _states(module, recurse=False):
+                    tensor.copy_(values(tensor.shape, self.rank))
+
+        model = nn.Linear(4, 4, bias=False, device=META)
+        model.register_buffer("buf", torch.empty(3, device=META))
+        with contextlib.ExitStack() as stack:
+            if not accelerator.current().has("device_memory"):
+                # FSDP refuses to broadcast what lies in host memory. Where that is all there is, the backend can.
+                name = "_check_module_states_for_sync_module_states"
+                write = functools.partial(setattr, _init_utils, name)
+                stack.enter_context(swapped(write, getattr(_init_utils, name), lambda states: None))
+            model = FSDP(model, param_init_fn=init, sync_module_states=sync, use_orig_params=use_orig_params)
+        source = 0 if sync else self.rank
+        expected = values((4, 4), source).flatten().chunk(self.world_size)[self.rank]
+        self.assertEqual(model._handle.flat_param.detach(), expected, rtol=0, atol=0)
+        self.assertEqual(model.module.buf, values((3,), source), rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_init_fn_is_called_once_for_each_module(self):
+        """Beyond upstream: no module twice, and none that a nested FSDP has taken care of."""
+        called = collections.Counter()
+
+        def init(module):
+            called[module] += 1
+            _init_with_reset_params(module)
+
+        def times_by_name(model):
+            parts = {module: name.split(".") for name, module in model.named_modules()}
+            return {".".join(without_fsdp(parts[module])): times for module, times in called.items()}
+
+        def without_fsdp(parts):
+            return [part for part in parts if part != "_fsdp_wrapped_module"]
+
+        leaves = ["lin1", "lin2", "l3.lin1", "l3.lin2", "l3.buf_mod"]
+        with enable_wrap(wrapper_cls=FSDP, param_init_fn=init):
+            model = wrap(NestedModel(META))
+        self.assertEqual(times_by_name(model), dict.fromkeys([*leaves, "", "l3"], 1))
+
+        called.clear()
+        model = FSDP(NestedModel(META), auto_wrap_policy=always_wrap_policy, param_init_fn=init)
+        # Around the leaves nothing is left on the meta device.
+        self.assertEqual(times_by_name(model), dict.fromkeys(leaves, 1))
+
+    @skip_if_lt_x_gpu(2)
+    def test_module_without_reset_parameters(self):
+        """Beyond upstream: what has parameters and cannot initialize them is refused, and a warning names it."""
+        with META:
+            model = nn.Sequential(nn.Linear(5, 5), OwnWeight())
+        with self.assertWarnsRegex(UserWarning, r"(?s)^Unable to call `reset_parameters\(\)`.*OwnWeight"):
+            with self.assertRaisesRegex(AttributeError, "reset_parameters"):
+                FSDP(model)
+
+
+instantiate_parametrized_tests(TestFSDPWithMetaDevice)
+
+if __name__ == "__main__":
+    run_tests()
