@@ -1,0 +1,250 @@
+"""Full tensors cut into the shards of state dicts, along the first dimension, with nothing lost and nothing twice."""
+
+from __future__ import annotations
+
+import math
+import unittest
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._shard_utils import (
+    _all_gather_dtensor,
+    _create_chunk_dtensor,
+    _create_chunk_sharded_tensor,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+
+# One row for two ranks; rows that two ranks share evenly; rows that they do not. With one dimension and with two.
+SIZES = ((1,), (1, 6), (12,), (12, 6), (25,), (25, 6))
+
+
+def device_of(rank: int) -> torch.device:
+    return accelerator.current().device(rank)
+
+
+def devices_per_node() -> int:
+    return max(accelerator.current().count, 1)
+
+
+def _create_tensor(rank: int, *size: int) -> torch.Tensor:
+    """The same numbers on every rank."""
+    torch.manual_seed(0)
+    return torch.rand(*size).to(device_of(rank))
+
+
+def rows_of(tensor: torch.Tensor, index: int, world_size: int) -> torch.Tensor:
+    """The rows that the rank with this index has: as many for each as come to the first, until there are no more."""
+    rows = math.ceil(len(tensor) / world_size)
+    return tensor[index * rows : (index + 1) * rows]
+
+
+class TestShardUtilsDistributed(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def _chunked(self, tensor: torch.Tensor) -> ShardedTensor:
+        return _create_chunk_sharded_tensor(tensor, self.rank, self.world_size, devices_per_node(), dist.group.WORLD)
+
+    @skip_if_lt_x_gpu(2)
+    def test_create_chunk_sharded_tensor(self):
+        """Gathered again the shards are the tensor. Beyond upstream: what they say about themselves, on each rank."""
+        for size in SIZES:
+            tensor = _create_tensor(self.rank, *size)
+            sharded = self._chunked(tensor)
+            gathered = torch.empty_like(tensor) if self.rank == 0 else None
+            sharded.gather(0, gathered)
+            if gathered is not None:
+                self.assertEqual(gathered, tensor, rtol=0, atol=0)
+            check_metadata(self, sharded, tensor, list(range(self.world_size)), self.rank)
+
+    @skip_if_lt_x_gpu(2)
+    def test_sharded_tensor_is_a_copy(self):
+        """Beyond upstream: what happens to the tensor afterwards does not reach its shards."""
+        tensor = _create_tensor(self.rank, 5, 3)
+        mine = rows_of(tensor, self.rank, self.world_size).clone()
+        sharded = self._chunked(tensor)
+        tensor.zero_()
+        (shard,) = sharded.local_shards()
+        self.assertEqual(shard.tensor, mine, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_dtypes_of_sharded_tensors(self):
+        """Beyond upstream: shards have the tensor's dtype, and a tensor that requires a gradient is refused."""
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype)
+            sharded = self._chunked(tensor)
+            (shard,) = sharded.local_shards()
+            self.assertEqual(shard.tensor, rows_of(tensor, self.rank, self.world_size), rtol=0, atol=0)
+            properties = sharded.metadata().tensor_properties
+            self.assertEqual((sharded.dtype, properties.dtype, properties.requires_grad), (dtype, dtype, False))
+        with self.assertRaisesRegex(ValueError, "requires_grad property is incompatible"):
+            self._chunked(_create_tensor(self.rank, 5, 3).requires_grad_())
+
+
+def check_metadata(case, sharded, tensor, ranks, rank):
+    """Every rank must know all shards: where each begins, how large it is, and who has it; and have its own."""
+    world_size = len(ranks)
+    wanted = [(index, rows_of(tensor, index, world_size)) for index in range(world_size)]
+    offsets = [[math.ceil(len(tensor) / world_size) * index, *[0] * (tensor.dim() - 1)] for index, _ in wanted]
+    holders = [index for index, rows in wanted if len(rows) > 0]
+    found = sharded.metadata()
+    case.assertEqual(found.size, tensor.size())
+    case.assertEqual([each.shard_offsets for each in found.shards_metadata], [offsets[index] for index in holders])
+    sizes = [list(rows.size()) for _, rows in wanted if len(rows) > 0]
+    case.assertEqual([each.shard_sizes for each in found.shards_metadata], sizes)
+    places = [f"rank:{ranks[index]}/{device_of(ranks[index])}" for index in holders]
+    case.assertEqual([str(each.placement) for each in found.shards_metadata], places)
+
+    mine = wanted[ranks.index(rank)][1]
+    case.assertEqual(len(sharded.local_shards()), 1 if len(mine) > 0 else 0)
+    for shard in sharded.local_shards():
+        case.assertEqual(shard.tensor, mine, rtol=0, atol=0)
+        case.assertEqual(shard.metadata.shard_offsets, offsets[ranks.index(rank)])
+        case.assertEqual(shard.metadata.shard_sizes, list(mine.size()))
+
+
+class TestShardUtilsDistributedDTensor(DTensorTestBase):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_create_chunk_dtensor(self):
+        """A rank has its chunk, or nothing if there are fewer chunks than ranks."""
+        mesh = init_device_mesh(self.device_type, (self.world_size,))
+        for size in SIZES:
+            tensor = _create_tensor(self.rank, *size)
+            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            self.assertEqual((found.size(), found.placements, found.device_mesh), (tensor.size(), (Shard(0),), mesh))
+            chunks = torch.chunk(tensor, self.world_size, dim=0)
+            local = found.to_local()
+            if local.numel() != 0:
+                self.assertEqual(local, chunks[self.rank], rtol=0, atol=0)
+            else:
+                self.assertGreaterEqual(self.rank, len(chunks))
+            # Beyond upstream: nothing is lost, for any rank.
+            self.assertEqual(len(local), len(rows_of(tensor, self.rank, self.world_size)))
+            self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_dtensor_is_a_copy(self):
+        """Beyond upstream: what happens to the tensor afterwards does not reach its shards, be there only one."""
+        for shape in ((2,), (2, 1)):
+            mesh = init_device_mesh(self.device_type, shape)
+            tensor = _create_tensor(self.rank, 5, 3)
+            mine = (rows_of(tensor, self.rank, 2) if len(shape) == 1 else tensor).clone()
+            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            tensor.zero_()
+            self.assertEqual(found.to_local(), mine, rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_dtypes_of_dtensors(self):
+        """Beyond upstream: shards have the tensor's dtype, and do not require a gradient even if it does."""
+        mesh = init_device_mesh(self.device_type, (self.world_size,))
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype).requires_grad_(dtype.is_floating_point)
+            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            self.assertEqual((found.dtype, found.to_local().dtype), (dtype, dtype))
+            self.assertEqual((found.requires_grad, found.is_leaf, found.to_local().requires_grad), (False, True, False))
+            self.assertEqual(found.full_tensor(), tensor.detach(), rtol=0, atol=0)
+
+
+class TestShardUtilsFourRanks(FSDPTest):
+    """Beyond upstream: five rows over four ranks make shards of 2, 2, 1 and 0; and groups of a mesh."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @skip_if_lt_x_gpu(4)
+    def test_five_rows_over_four_ranks(self):
+        """Beyond upstream: both helpers leave the last rank empty, and lose nothing."""
+        tensor = _create_tensor(self.rank, 5, 3)
+        sharded = _create_chunk_sharded_tensor(tensor, self.rank, 4, devices_per_node(), dist.group.WORLD)
+        check_metadata(self, sharded, tensor, [0, 1, 2, 3], self.rank)
+        self.assertEqual([each.shard_sizes[0] for each in sharded.metadata().shards_metadata], [2, 2, 1])
+        gathered = torch.empty_like(tensor) if self.rank == 0 else None
+        sharded.gather(0, gathered)
+        if gathered is not None:
+            self.assertEqual(gathered, tensor, rtol=0, atol=0)
+
+        mesh = init_device_mesh(accelerator.current().type, (4,))
+        found = _create_chunk_dtensor(tensor, self.rank, mesh)
+        self.assertEqual(len(found.to_local()), [2, 2, 1, 0][self.rank])
+        self.assertEqual(found.to_local(), rows_of(tensor, self.rank, 4), rtol=0, atol=0)
+        self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
+
+    def _sharded_over_a_pair(self) -> tuple[list[int], torch.Tensor, ShardedTensor]:
+        """The ranks of this rank's group, a tensor that differs by group, and its shards over the two of them."""
+        pairs = [[0, 2], [1, 3]]
+        groups = [dist.new_group(ranks) for ranks in pairs]
+        group = groups[self.rank % 2]
+        tensor = _create_tensor(self.rank, 5, 3) + self.rank % 2
+        sharded = _create_chunk_sharded_tensor(tensor, dist.get_rank(group), 2, devices_per_node(), group)
+        return pairs[self.rank % 2], tensor, sharded
+
+    @skip_if_lt_x_gpu(4)
+    def test_sharded_tensor_of_one_group(self):
+        """Beyond upstream: within a group of some of the ranks the shards' places are those of the whole world."""
+        ranks, tensor, sharded = self._sharded_over_a_pair()
+        check_metadata(self, sharded, tensor, ranks, self.rank)
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(4)
+    def test_local_shard_of_one_group(self):
+        """Beyond upstream: there, too, the local shard says of its place what the common metadata say.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the local shard is given the rank within the group. ::
+
+            group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+            sharded = _create_chunk_sharded_tensor(torch.ones(2), dist.get_rank(group), 2, 1, group)
+            sharded.local_shards()[0].metadata.placement  # on rank 3 it is rank:1, and rank:3 in sharded.metadata()
+        """
+        _, _, sharded = self._sharded_over_a_pair()
+        (shard,) = sharded.local_shards()
+        self.assertIn(shard.metadata, sharded.metadata().shards_metadata)
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(4)
+    def test_gather_within_one_group(self):
+        """Beyond upstream: the shards of a group are gathered to its first rank.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``ShardedTensor.gather`` counts the shards' sizes by ranks of the world
+        in a list as long as the group, which is an IndexError on every rank. Same reproduction as above, then
+        ``sharded.gather(0, torch.empty(2) if dist.get_rank(group) == 0 else None)``.
+        """
+        ranks, tensor, sharded = self._sharded_over_a_pair()
+        gathered = torch.empty_like(tensor) if self.rank == ranks[0] else None
+        sharded.gather(0, gathered)
+        if gathered is not None:
+            self.assertEqual(gathered, tensor, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(4)
+    def test_dtensor_of_two_dimensions(self):
+        """Beyond upstream: of a mesh of replicas by shards only the last dimension cuts the tensor."""
+        mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        for size in ((5, 3), (1, 3)):
+            tensor = _create_tensor(self.rank, *size)
+            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            self.assertIsInstance(found, DTensor)
+            self.assertEqual((found.size(), found.placements), (tensor.size(), (Replicate(), Shard(0))))
+            self.assertEqual(found.to_local(), rows_of(tensor, self.rank % 2, 2), rtol=0, atol=0)
+            self.assertEqual(_all_gather_dtensor(found, mesh), tensor, rtol=0, atol=0)
+            with self.assertRaisesRegex(AssertionError, "should be a root mesh"):
+                _all_gather_dtensor(found, mesh["shard"])
+
+
+if __name__ == "__main__":
+    run_tests()
