@@ -1,0 +1,425 @@
+"""Modules wrapped for activation checkpointing or offloading: the same numbers, names and arguments as without."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+_SAVED_PREFIX = "_saved_"
+GRAD_FN_NEXT_FUNCTIONS = "next_functions"
+
+REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+NO_REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "reentrant": REENTRANT,
+    "no_reentrant": NO_REENTRANT,
+    "offload": offload_wrapper,
+}
+
+
+class LinearWithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(10, 10)
+        self.bn = nn.BatchNorm1d(10)
+        self.nested_linear = nn.Sequential(nn.Linear(10, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn(self.nested_linear(self.lin(x)))
+
+
+class ThreeBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seq = nn.Sequential(*(LinearWithBatchNorm() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.seq(x)
+
+
+class Counting(nn.Module):
+    """Two layers with dropout between them, and the number of times that they began to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(x)
+
+
+class LiveStorage(TorchDispatchMode):
+    """The largest number of bytes that tensors made within this mode held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Gives a function for the most bytes in use so far: those of the device's allocator, where it keeps statistics."""
+    device = accelerator.current()
+    if device.has("memory_stats"):
+        module = torch.get_device_module(device.type)
+        module.reset_peak_memory_stats()
+        yield module.max_memory_allocated
+    else:
+        with LiveStorage() as live:
+            yield lambda: live.peak
+
+
+class CheckpointWrapperTest(TestCase):
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(0)
+
+    def test_load_activation_checkpointed_module(self):
+        """The state dict of a wrapped module loads into a plain one, and the other way round."""
+        plain = nn.Linear(10, 10, bias=False)
+        wrapped = checkpoint_wrapper(
+            nn.Linear(10, 10, bias=False), checkpoint_fn=checkpoint, use_reentrant=True, preserve_rng_state=False
+        )
+        self.assertNotEqual(plain.weight, wrapped.weight)
+        plain.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+        self.assertEqual(list(plain.parameters()), list(wrapped.parameters()), rtol=0, atol=0)
+        with torch.no_grad():
+            plain.weight.add_(0.5)
+        self.assertNotEqual(plain.weight, wrapped.weight)
+        wrapped.load_state_dict(copy.deepcopy(plain.state_dict()))
+        self.assertEqual(list(plain.parameters()), list(wrapped.parameters()), rtol=0, atol=0)
+
+    def test_checkpoint_wrapper_kwarg_support(self):
+        """Arguments by keyword arrive as such, together with those by position."""
+
+        class MyModel(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lin = nn.Linear(10, 10)
+
+            def forward(self, a: Any, b: Any, c: Any = None, d: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+                self.further = kwargs
+                return self.lin(a), self.lin(b), self.lin(c), self.lin(d)
+
+        for name, wrapper in WRAPPERS.items():
+            with self.subTest(wrapper=name):
+                model = wrapper(MyModel())
+                self.assertIs(type(model), OffloadWrapper if wrapper is offload_wrapper else CheckpointWrapper)
+                # All are different, so that one in the place of another is seen.
+                a, b, c, d, e, f = (torch.full((4, 10), float(i), requires_grad=True) for i in range(6))
+                out = model(a, b, c=c, d=d, e=e, f=f)
+                self.assertEqual(model.further, {"e": e, "f": f})
+                by_position = model(a, b, c, d)
+                self.assertEqual((type(out), len(out)), (tuple, 4))
+                self.assertEqual(out, by_position, rtol=0, atol=0)
+                self.assertEqual([each.requires_grad for each in out], [each.requires_grad for each in by_position])
+                self.assertEqual([each.requires_grad for each in out], [True] * 4)
+
+        class ModelEnforceKwarg(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lin = nn.Linear(10, 10)
+
+            def forward(self, *, a: Any = None, b: Any = None) -> tuple[Any, Any]:
+                return self.lin(a), self.lin(b)
+
+        model = REENTRANT(ModelEnforceKwarg())
+        a, b = (torch.full((4, 10), value, requires_grad=True) for value in (1.0, 2.0))
+        self.assertEqual(model(b=b, a=a), (model.lin(a), model.lin(b)))
+
+    def test_checkpoint_wrapper_args_kwargs(self):
+        """What else the wrapper is given goes to the checkpoint function."""
+        entered = 0
+
+        @contextlib.contextmanager
+        def ctx_manager() -> Iterator[None]:
+            nonlocal entered
+            entered += 1
+            yield
+
+        def get_ctx_mgrs() -> tuple[Any, Any]:
+            return ctx_manager(), ctx_manager()
+
+        wrapped = checkpoint_wrapper(
+            nn.Linear(1, 1), checkpoint_fn=checkpoint, use_reentrant=False, context_fn=get_ctx_mgrs
+        )
+        loss = wrapped(torch.randn(2, 1)).sum()
+        self.assertEqual(entered, 1)
+        loss.backward()
+        self.assertEqual(entered, 2)
+
+    def test_preserve_rng_state_is_passed_on(self):
+        """Beyond upstream: so is the choice to let dropout draw anew in the second forward, whose gradients differ."""
+        for name in ("reentrant", "no_reentrant"):
+            with self.subTest(wrapper=name):
+                plain = Counting()
+                wrapped = WRAPPERS[name](copy.deepcopy(plain), preserve_rng_state=False)
+                self.assertEqual(self._run(plain)[0], self._run(wrapped)[0], rtol=0, atol=0)
+                self.assertNotEqual(self._run(plain)[1], self._run(wrapped)[1])
+
+    def test_checkpoint_wrapper_parity(self):
+        """A wrapper takes exactly the memory that calling the checkpoint function takes, and less than no checkpoint.
+
+        Without an allocator's statistics the storages alive are counted, and the model is smaller in the same
+        proportion of activations to parameters.
+        """
+        width, rows = (256, 10000) if accelerator.current().has("memory_stats") else (16, 625)
+
+        class Block(nn.Sequential):
+            def __init__(self) -> None:
+                super().__init__(*(nn.Linear(width, width) for _ in range(3)))
+
+        class Model(nn.Module):
+            def __init__(self, call: Callable[..., Any] | None, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(wrapper(Block()) for _ in range(8))
+                self.call = call
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = block(x) if self.call is None else self.call(block, x)
+                return x
+
+        def test(call: Callable[..., Any] | None = None, wrapper: Callable[..., nn.Module] = nn.Sequential) -> int:
+            model = Model(call, wrapper).to(self.device)
+            x = torch.randn(rows, width, device=self.device, requires_grad=True)
+            with peak_memory() as peak:
+                model(x).sum().backward()
+                return peak()
+
+        without = test()
+        for use_reentrant, wrapper in ((False, NO_REENTRANT), (True, REENTRANT)):
+            with self.subTest(use_reentrant=use_reentrant):
+                functional = test(functools.partial(checkpoint, use_reentrant=use_reentrant))
+                self.assertEqual(test(wrapper=wrapper), functional)
+                self.assertGreater(functional, 0)
+                # Of 24 activations at most one block's three, their gradients, and the inputs of 8 blocks are there.
+                self.assertLess(functional, without * 3 / 4)
+
+    def test_forward_missing_attributes(self):
+        lin = nn.Linear(1, 1)
+        inner = nn.Sequential(lin, lin)
+        wrapped = CheckpointWrapper(inner)
+        self.assertIs(wrapped[0], lin)
+        inner.foo = "bar"
+        self.assertEqual(wrapped.foo, "bar")
+        with self.assertRaisesRegex(AttributeError, "no attribute 'baz'"):
+            _ = wrapped.baz
+
+    def test_apply_activation_checkpointing(self):
+        """All layers that the policy or function chooses are wrapped in place, and the model trains."""
+
+        def check_fn(module: nn.Module) -> bool:
+            return isinstance(module, nn.Linear)
+
+        for name, wrapper in WRAPPERS.items():
+            chosen = {"check_fn": check_fn}
+            if wrapper is REENTRANT:
+                chosen = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+            with self.subTest(wrapper=name):
+                self._test_apply_activation_checkpointing(wrapper, chosen)
+
+    def _test_apply_activation_checkpointing(
+        self, wrapper: Callable[[nn.Module], nn.Module], chosen: dict[str, Any]
+    ) -> None:
+        kind = OffloadWrapper if wrapper is offload_wrapper else CheckpointWrapper
+        model = ThreeBlocks()
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, **chosen)
+        modules = [type(module) for module in model.modules()]
+        self.assertEqual((modules.count(nn.Linear), modules.count(kind)), (6, 6))
+        layers = [layer for block in model.seq for layer in (block.lin, block.nested_linear[0])]
+        self.assertEqual([type(layer) for layer in layers], [kind] * 6)
+        self.assertEqual([type(block.bn) for block in model.seq], [nn.BatchNorm1d] * 3)
+        for _ in range(6):
+            model.zero_grad()
+            loss = model(x=torch.randn(4, 10, requires_grad=True)).sum()
+            self.assertTrue(loss.requires_grad)
+            loss.backward()
+            for layer in layers:
+                for param in (layer._checkpoint_wrapped_module.weight, layer._checkpoint_wrapped_module.bias):
+                    self.assertTrue(param.requires_grad)
+                    self.assertIsNotNone(param.grad)
+
+    def test_apply_activation_checkpointing_keeps_names(self):
+        """Beyond upstream: state dicts have the plain model's keys, and load both ways."""
+        for name, wrapper in WRAPPERS.items():
+            with self.subTest(wrapper=name):
+                plain, model = ThreeBlocks(), ThreeBlocks()
+                apply_activation_checkpointing(
+                    model, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, (nn.Linear, nn.Sequential))
+                )
+                self.assertGreater(sum(isinstance(m, (CheckpointWrapper, OffloadWrapper)) for m in model.modules()), 6)
+                self.assertEqual(list(model.state_dict()), list(plain.state_dict()))
+                for source, target in ((plain, model), (model, plain)):
+                    with torch.no_grad():
+                        for tensor in source.parameters():
+                            tensor.add_(0.5)
+                    target.load_state_dict(copy.deepcopy(source.state_dict()), strict=True)
+                    self.assertEqual(target.state_dict(), source.state_dict(), rtol=0, atol=0)
+
+    def test_apply_activation_checkpointing_leaves_the_root(self):
+        """Beyond upstream: the root is not wrapped even if it is asked for, and what is neither policy nor function
+        is refused."""
+        for chosen in (
+            {},
+            {"check_fn": lambda module: True},
+            {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential, nn.Linear})},
+            {"auto_wrap_policy": CustomPolicy(lambda module: True)},
+        ):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+            apply_activation_checkpointing(model, **chosen)
+            inner = model[1]._checkpoint_wrapped_module
+            found = [type(module) for module in (model, model[0], model[1], inner, inner[0])]
+            kind = CheckpointWrapper
+            self.assertEqual(found, [nn.Sequential, kind, kind, nn.Sequential, kind])
+        with self.assertRaisesRegex(ValueError, "to be callable or be a pre-defined wrap policy"):
+            apply_activation_checkpointing(model, auto_wrap_policy={nn.Linear})
+
+    def test_custom_policy_gives_arguments_to_the_wrapper(self):
+        """Beyond upstream: with a policy each module may have arguments of its own."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        given = {model[0]: {"checkpoint_impl": CheckpointImpl.REENTRANT}, model[2]: True}
+        apply_activation_checkpointing(model, auto_wrap_policy=CustomPolicy(lambda module: given.get(module, False)))
+        self.assertEqual([type(layer) for layer in model], [CheckpointWrapper, nn.Linear, CheckpointWrapper])
+        impls = [layer.checkpoint_impl for layer in (model[0], model[2])]
+        self.assertEqual(impls, [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT])
+
+    def test_fqn(self):
+        """The names of parameters are those of the state dict."""
+        wrapped = checkpoint_wrapper(nn.Linear(10, 10, bias=False))
+        names = [name for name, _ in wrapped.named_parameters()]
+        self.assertEqual(names, ["weight"])
+        self.assertEqual(names, list(wrapped.state_dict()))
+
+    def test_checkpoint_wrapper_cpu_offload(self):
+        """Whatever autograd has saved is a copy in host memory.
+
+        It is looked at before it is brought back: the hook that would do so is replaced by one that hands it out as it
+        is. Where the device is the host, that is seen by the memory alone: none is that of the tensor saved.
+        """
+        model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3))).to(self.device)
+        wrapped = offload_wrapper(model)
+        original_init = saved_tensors_hooks.__init__
+        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def testing_cpu_offload_unpack_hook(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+            return packed[1]
+
+        def patched_init(hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+            def remembering(tensor: torch.Tensor) -> Any:
+                packed = pack_hook(tensor)
+                saved.append((tensor, packed[1]))
+                return packed
+
+            original_init(hooks, remembering, testing_cpu_offload_unpack_hook)
+
+        with mock.patch.object(saved_tensors_hooks, "__init__", patched_init):
+            loss = wrapped(torch.randn(3, 10, device=self.device)).sum()
+
+        found: list[torch.Tensor] = []
+
+        def dfs(grad_fn: Any) -> None:
+            for attribute in dir(grad_fn):
+                if attribute.startswith(_SAVED_PREFIX):
+                    value = getattr(grad_fn, attribute)
+                    if isinstance(value, torch.Tensor):
+                        found.append(value)
+            for next_fn, _ in getattr(grad_fn, GRAD_FN_NEXT_FUNCTIONS, ()):
+                if next_fn is not None:
+                    dfs(next_fn)
+
+        dfs(loss.grad_fn)
+        self.assertGreaterEqual(len(found), 3)
+        host = torch.device("cpu")  # the CPU is the subject
+        self.assertEqual([tensor.device for tensor in found], [host] * len(found))
+        self.assertGreaterEqual(len(saved), 3)
+        for tensor, packed in saved:
+            self.assertEqual(packed.device, host)
+            self.assertNotEqual(packed.untyped_storage().data_ptr(), tensor.untyped_storage().data_ptr())
+            self.assertEqual(packed, tensor.detach().cpu(), rtol=0, atol=0)
+
+    def _run(self, model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss of one iteration, and the gradients of the input and of all parameters."""
+        model.zero_grad()
+        model.to(self.device)
+        torch.manual_seed(7)
+        x = torch.randn(4, 8, device=self.device, requires_grad=True)
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach(), [x.grad, *(param.grad for param in model.parameters())]
+
+    def test_same_numbers(self):
+        """Beyond upstream: loss and gradients are those of the plain model, dropout included.
+
+        Recomputed they are to the last bit. What is offloaded comes back contiguous, also if it was a transposed
+        weight, and the product with such a one is summed in another order: there the tolerance is that of float32.
+        """
+        for name, wrapper in WRAPPERS.items():
+            with self.subTest(wrapper=name):
+                plain = nn.Sequential(Counting(), nn.Tanh(), Counting())
+                wrapped = copy.deepcopy(plain)
+                apply_activation_checkpointing(
+                    wrapped, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Counting)
+                )
+                optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
+                for _ in range(3):
+                    wanted, found = self._run(plain), self._run(wrapped)
+                    self.assertEqual(found, wanted, **({} if wrapper is offload_wrapper else {"rtol": 0, "atol": 0}))
+                    self.assertGreater(wanted[1][0].abs().sum().item(), 0)
+                    for optim in optims:
+                        optim.step()
+
+    def test_number_of_forwards(self):
+        """Beyond upstream: checkpoints run forward twice an iteration; offloading, and no gradient, means once."""
+        for name, wrapper in WRAPPERS.items():
+            with self.subTest(wrapper=name):
+                inner = Counting()
+                model = wrapper(inner)
+                for iteration in (1, 2):
+                    self._run(model)
+                    self.assertEqual(inner.calls, iteration * (1 if wrapper is offload_wrapper else 2))
+                inner.calls = 0
+                with torch.no_grad():
+                    model(torch.randn(4, 8, device=self.device))
+                self.assertEqual(inner.calls, 1)
+
+
+if __name__ == "__main__":
+    run_tests()
