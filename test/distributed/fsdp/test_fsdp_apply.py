@@ -1,0 +1,250 @@
+"""``FSDP.apply``: a function sees whole parameters, what it writes stays, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    NestedWrappedModule,
+    TransformerWithSharedParams,
+)
+from torch_fsdp_tests.common_utils import run_tests
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the whole parameters by the names that the plain model gives them."""
+    with FSDP.summon_full_params(model, recurse=True, writeback=False):
+        return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
+
+
+class TestApply(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(self.rank)
+
+    @torch.no_grad()
+    def _init_linear_weights(self, module: nn.Module) -> None:
+        # Attention has a subclass of Linear for its output, which is to stay as it is.
+        if type(module) is nn.Linear:
+            module.weight.fill_(1.0)
+            module.bias.fill_(1.0)
+
+    def check_weights(
+        self, fsdp: nn.Module, expected_tensor_fn: Callable[[torch.Tensor], torch.Tensor], check: Callable[..., Any]
+    ) -> None:
+        with FSDP.summon_full_params(fsdp, recurse=True):
+            linears = [module for module in fsdp.modules() if type(module) is nn.Linear]
+            self.assertGreater(len(linears), 0)
+            for linear in linears:
+                for param in linear.parameters():
+                    check(param, expected_tensor_fn(param))
+
+    def _check_apply(self, fsdp: nn.Module) -> None:
+        self.check_weights(fsdp, torch.ones_like, self.assertNotEqual)
+        self.assertIs(fsdp.apply(self._init_linear_weights), fsdp)
+        self.check_weights(fsdp, torch.ones_like, self.assertEqual)
+
+    def _nested(self) -> nn.Module:
+        return NestedWrappedModule.init(
+            self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_AFTER, {"device_id": self.device}
+        )
+
+    def _transformer(self) -> FSDP:
+        return TransformerWithSharedParams.init(
+            self.process_group,
+            FSDPInitMode.RECURSIVE,
+            DEVICEInitMode.DEVICE_AFTER,
+            {"device_id": self.device},
+            deterministic=True,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_nested_module_apply(self):
+        """Called on a module around FSDP instances."""
+        model = self._nested()
+        self.assertNotIsInstance(model, FSDP)
+        self._check_apply(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_transformer_module_apply(self):
+        """Called on an instance with others inside, and with a weight that two modules share."""
+        model = self._transformer()
+        self.assertIsInstance(model, FSDP)
+        self._check_apply(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_apply_in_summon_raises_error(self):
+        model = self._transformer()
+        with FSDP.summon_full_params(model):
+            with self.assertRaisesRegex(ValueError, "expected to be in states"):
+                model.apply(self._init_linear_weights)
+
+    @skip_if_lt_x_gpu(2)
+    def test_other_parameters_stay(self):
+        """Beyond upstream: what the function leaves alone is the same bit for bit."""
+        model = self._transformer()
+        plain = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+        )
+        written = {
+            f"{name}.{each}"
+            for name, module in plain.named_modules()
+            if type(module) is nn.Linear
+            for each in ("weight", "bias")
+        }
+        # The name under which the plain model lists the weight that its output projection shares.
+        written = (written - {"output_proj.weight"}) | {"embed_tokens.weight"}
+        before = full_parameters(model)
+        model.apply(self._init_linear_weights)
+        after = full_parameters(model)
+        self.assertEqual(list(after), list(before))
+        self.assertTrue(written < after.keys())
+        for name, param in after.items():
+            expected = torch.ones_like(param) if name in written else before[name]
+            self.assertEqual(param, expected, rtol=0, atol=0, msg=name)
+
+    @skip_if_lt_x_gpu(2)
+    def test_each_rank_writes_its_shard(self):
+        """Beyond upstream: where ranks write different values an element has that of the rank whose shard it is in."""
+        for build in (self._nested, self._transformer):
+            model = build()
+
+            @torch.no_grad()
+            def fn(module: nn.Module) -> None:
+                for param in module.parameters(recurse=False):
+                    param.fill_(self.rank)
+
+            model.apply(fn)
+            handles = traversal_utils._get_fsdp_handles(model)
+            self.assertGreater(len(handles), 2)
+            with FSDP.summon_full_params(model, recurse=True, writeback=False):
+                for handle in handles:
+                    flat_param = handle.flat_param
+                    numel = sum(shape.numel() for shape in flat_param._shapes)
+                    owners = torch.arange(numel, device=self.device) // math.ceil(numel / self.world_size)
+                    self.assertEqual(flat_param.flatten(), owners.float(), rtol=0, atol=0)
+
+    def _two_layers(self) -> tuple[nn.Sequential, FSDP]:
+        """A plain model, and a copy in which its first layer, and around it the whole, is in FSDP."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(self.device)
+        model = copy.deepcopy(plain)
+        model[0] = FSDP(model[0])
+        return plain, FSDP(model)
+
+    def _check_unsharded(self, model: FSDP, root: bool) -> None:
+        """Only the root may have its parameters unsharded, and has them if ``root``."""
+        kept = [handle.flat_param._full_param_padded.untyped_storage().size() > 0 for handle in self._handles(model)]
+        self.assertEqual(kept, [root, False])
+
+    def _handles(self, model: FSDP) -> list[Any]:
+        return [model._handle, model.module[0]._handle]
+
+    def _check_training(self, plain: nn.Module, model: FSDP) -> None:
+        """Over three steps on data that differs by rank the model must do as the plain one with averaged gradients."""
+        models = plain, model
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in models]
+        torch.manual_seed(1 + self.rank)
+        for _ in range(3):
+            inp = torch.randn(4, 3, device=self.device)
+            losses = []
+            for each, optim in zip(models, optims):
+                optim.zero_grad()
+                losses.append(each(inp).square().sum())
+            self.assertEqual(*losses)
+            self._check_unsharded(model, root=True)
+            for loss in losses:
+                loss.backward()
+            for param in plain.parameters():
+                dist.all_reduce(param.grad)
+                param.grad.div_(self.world_size)
+            for optim in optims:
+                optim.step()
+            self._check_unsharded(model, root=False)
+        found = list(full_parameters(model).values())
+        self.assertEqual(found, [param.detach() for param in plain.parameters()])
+
+    @skip_if_lt_x_gpu(2)
+    def test_training_after_apply(self):
+        """Beyond upstream: a model trains from what was written, whichever instance came first."""
+        for first in ("root", "inner"):
+            plain, model = self._two_layers()
+            for each in (plain, model):
+                if first == "inner":
+                    each[0].apply(self._init_linear_weights)
+                self.assertIs(each.apply(self._init_linear_weights), each)
+            self.assertEqual([state._is_root for state in FSDP.fsdp_modules(model)], [None, None])
+            self._check_unsharded(model, root=False)
+            with torch.no_grad():  # layers of ones alone would stay alike
+                for each in (plain, model):
+                    each.apply(self._scale_bias)
+            self._check_training(plain, model)
+
+    def _scale_bias(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias.mul_(torch.arange(1.0, 1.0 + module.bias.numel(), device=self.device))
+
+    def _break(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            raise KeyError("on purpose")
+
+    @skip_if_lt_x_gpu(2)
+    def test_function_raises(self):
+        """Beyond upstream: after an exception FSDP is idle and sharded, nothing is written, and the model trains."""
+        plain, model = self._two_layers()
+        with self.assertRaisesRegex(KeyError, "on purpose"):
+            model.apply(self._break)
+        self.assertEqual({state.training_state for state in FSDP.fsdp_modules(model)}, {TrainingState.IDLE})
+        for handle in self._handles(model):
+            self.assertIs(handle._training_state, HandleTrainingState.IDLE)
+            self.assertEqual(handle.flat_param.data_ptr(), handle.flat_param._local_shard.data_ptr())
+            self.assertEqual(handle.flat_param.shape, handle.flat_param._sharded_size)
+        self._check_unsharded(model, root=False)
+        self._check_training(plain, model)
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(2)
+    def test_function_raises_on_an_inner_instance(self):
+        """Beyond upstream: nor does an exception under an instance inside another one keep the whole from running.
+
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``apply`` undoes its lazy initialization only if the function returns,
+        so the inner instance stays a root. ::
+
+            model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2))))
+            try:
+                model.module[0].apply(raises)
+            except KeyError:
+                pass
+            model(torch.ones(2))  # RuntimeError: Non-root FSDP instance's `_is_root` should not have been set yet
+        """
+        plain, model = self._two_layers()
+        with self.assertRaisesRegex(KeyError, "on purpose"):
+            model.module[0].apply(self._break)
+        self._check_training(plain, model)
+
+
+instantiate_device_type_tests(TestApply, globals())
+
+if __name__ == "__main__":
+    run_tests()
