@@ -1,0 +1,167 @@
+"""In which order a model uses its modules and parameters, as told by tracing it symbolically."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._trace_utils import _ExecOrderTracer, _ExecutionInfo, _ParamUsageInfo
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+
+class Model(nn.Module):
+    """Layers that run once, twice, or only if they are asked to, and parameters of its own, one of them unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight1 = nn.Parameter(torch.randn(6, 6))
+        self.weight2 = nn.Parameter(torch.randn(6, 6))
+        self.weight_unused = nn.Parameter(torch.randn(2, 2))
+        self.layer0 = nn.Linear(6, 6)
+        self.layer1 = nn.Linear(6, 6, bias=False)
+        self.layer2 = nn.Sequential(nn.Linear(6, 3, bias=False), nn.ReLU(), nn.Linear(3, 6, bias=False))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor, run_all_layers: bool) -> torch.Tensor:
+        z = self.relu(self.layer0(x))
+        z = self.relu(self.layer2(z))
+        z = z @ self.weight1
+        if run_all_layers:
+            z = self.relu(self.layer1(z))
+            z = z @ self.weight2
+            # What was computed so far is dropped: the same layer runs again, on the input.
+            z = self.relu(self.layer0(x))
+        return z
+
+
+def traced(model: Model, run_all_layers: bool) -> _ExecutionInfo:
+    tracer, exec_order = torch.fx.Tracer(), _ExecOrderTracer()
+    with exec_order.patch_tracer(tracer=tracer, root_module=model):
+        tracer.trace(model, concrete_args={"run_all_layers": run_all_layers})
+    return exec_order.exec_info
+
+
+class TestSymbolicTracing(TestCase):
+    def assertSame(self, found: list, expected: list) -> None:
+        """The same objects in the same order; parameters are tensors, which compare by value."""
+        self.assertEqual([id(each) for each in found], [id(each) for each in expected])
+
+    def assertUsages(self, found: list[_ParamUsageInfo], expected: list[tuple[nn.Module, list]]) -> None:
+        self.assertSame([usage.module for usage in found], [module for module, _ in expected])
+        for usage, (_, named_params) in zip(found, expected, strict=True):
+            self.assertEqual([name for name, _ in usage.named_params], [name for name, _ in named_params])
+            self.assertSame([param for _, param in usage.named_params], [param for _, param in named_params])
+
+    def test_symbolic_tracing_outputs(self):
+        """All modules and parameters in the order of their use, by module and, each once, of all."""
+        model = Model()
+        tracer, exec_order = torch.fx.Tracer(), _ExecOrderTracer()
+        original = tracer.call_module, tracer.create_proxy
+        with exec_order.patch_tracer(tracer=tracer, root_module=model):
+            self.assertNotEqual((tracer.call_module, tracer.create_proxy), original)
+            tracer.trace(model, concrete_args={"run_all_layers": True})
+        self.assertEqual((tracer.call_module, tracer.create_proxy), original)
+
+        info, seq = exec_order.exec_info, model.layer2
+        first = [model, model.layer0, model.relu, seq, seq[0], seq[1], seq[2], model.relu]
+        self.assertSame(info.module_forward_order, [*first, model.layer1, model.relu, model.layer0, model.relu])
+
+        def whole(module: nn.Module) -> tuple[nn.Module, list]:
+            return module, list(module.named_parameters())
+
+        usages = info.module_to_param_usage_infos
+        self.assertEqual(set(usages), {model, model.layer0, model.layer1, seq, *seq, model.relu})
+        expected = {
+            model: [
+                whole(model.layer0),
+                whole(seq),
+                (model, [("weight1", model.weight1)]),
+                whole(model.layer1),
+                (model, [("weight2", model.weight2)]),
+                whole(model.layer0),
+            ],
+            model.layer0: [whole(model.layer0)],
+            model.layer1: [whole(model.layer1)],
+            seq: [whole(seq[0]), whole(seq[2])],
+            seq[0]: [whole(seq[0])],
+            seq[1]: [],
+            seq[2]: [whole(seq[2])],
+            model.relu: [],
+        }
+        for module, of_module in expected.items():
+            self.assertUsages(usages[module], of_module)
+
+        order = [*model.layer0.parameters(), seq[0].weight, seq[2].weight, model.weight1, model.layer1.weight]
+        self.assertSame(info.param_forward_order, [*order, model.weight2])
+        self.assertEqual(info.visited_params, {*order, model.weight2})
+        self.assertEqual(len(info.visited_params), len(info.param_forward_order))
+
+    def test_layers_that_do_not_run(self):
+        """Beyond upstream: what the traced branch leaves out is in no record, and what no branch uses never is."""
+        model = Model()
+        info, seq = traced(model, run_all_layers=False), model.layer2
+        expected = [model, model.layer0, model.relu, seq, seq[0], seq[1], seq[2], model.relu]
+        self.assertSame(info.module_forward_order, expected)
+        order = [*model.layer0.parameters(), seq[0].weight, seq[2].weight, model.weight1]
+        self.assertSame(info.param_forward_order, order)
+        self.assertEqual(info.visited_params, set(order))
+        self.assertNotIn(model.layer1, info.module_to_param_usage_infos)
+        used = [usage.module for usage in info.module_to_param_usage_infos[model]]
+        self.assertSame(used, [model.layer0, seq, model])
+        for run_all_layers in (False, True):
+            self.assertNotIn(model.weight_unused, traced(model, run_all_layers).visited_params)
+
+    def test_exception_while_tracing(self):
+        """Beyond upstream: the tracer has its own methods again, and works."""
+        model = Model()
+        tracer, exec_order = torch.fx.Tracer(), _ExecOrderTracer()
+        original = tracer.call_module, tracer.create_proxy
+        with self.assertRaisesRegex(torch.fx.proxy.TraceError, "control flow"):
+            with exec_order.patch_tracer(tracer=tracer, root_module=model):
+                tracer.trace(model)  # the branch depends on an argument that is not known
+        self.assertEqual((tracer.call_module, tracer.create_proxy), original)
+        recorded = len(exec_order.exec_info.module_forward_order)
+        tracer.trace(model, concrete_args={"run_all_layers": True})
+        self.assertEqual(len(exec_order.exec_info.module_forward_order), recorded)
+
+
+class TestRuntimeOrder(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_order_at_runtime(self):
+        """Beyond upstream: FSDP, when it runs the model, sees its units in the order that tracing has told."""
+        device = accelerator.current().device(self.rank)
+        for run_all_layers in (False, True):
+            torch.manual_seed(0)
+            model = Model().to(device)
+            names = {module: name for name, module in model.named_modules()}
+            modules = traced(model, run_all_layers).module_forward_order
+            units = [module for module in modules if module is model or isinstance(module, nn.Linear)]
+            told = list(dict.fromkeys(names[module] for module in units))
+            self.assertEqual(told, ["", "layer0", "layer2.0", "layer2.2", *(["layer1"] if run_all_layers else [])])
+
+            fsdp_model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+            instances = {
+                module._handle: clean_tensor_name(name)
+                for name, module in fsdp_model.named_modules()
+                if isinstance(module, FSDP)
+            }
+            fsdp_model(torch.randn(2, 6, device=device), run_all_layers).sum().backward()
+            order = fsdp_model._exec_order_data.handles_pre_forward_order
+            self.assertEqual([instances[handle] for handle in order], told)
+
+
+instantiate_device_type_tests(TestSymbolicTracing, globals())
+
+if __name__ == "__main__":
+    run_tests()
