@@ -1,0 +1,295 @@
+"""What FSDP1 holds in memory in the course of training: what comes, what goes, and when.
+
+Where the device has an allocator with statistics, its numbers are followed through the iterations. Everywhere the
+storages that FSDP and the optimizer own are counted by kind, which is exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._traversal_utils as traversal_utils
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.utils.checkpoint import checkpoint
+
+from torch_fsdp_tests import accelerator, common_cuda
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+BYTES = 4  # of a float32
+ITERATIONS = 4
+POINTS = "start", "after fwd", "after loss", "after bwd", "after step", "done"
+SMALL, LARGE = (32, 16), (128, 224)  # channels within the model, and width and height of its input
+
+
+def get_cur_mem(device):
+    """Millions of bytes that are allocated on the device, without what libraries of matrix products keep."""
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear_workspaces is not None:
+        clear_workspaces()
+    return round(torch.get_device_module(device).memory_allocated() / 1024**2)
+
+
+def bytes_of(tensors):
+    """The bytes of the storages under these tensors, each storage once. A freed storage has none."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def alive():
+    """The bytes of the storages under all tensors that the garbage collector knows."""
+    gc.collect()
+    return bytes_of(each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+
+
+class Model(nn.Module):
+    """Four convolutions to ten numbers a sample. The norm after each is in FSDP, if so asked."""
+
+    def __init__(self, hidden_dim, with_fsdp=False, with_checkpoint=False, **fsdp_kwargs):
+        super().__init__()
+
+        def convolution(inputs, outputs, size, padding):
+            norm = nn.BatchNorm2d(outputs)
+            norm = FSDP(norm, **fsdp_kwargs) if with_fsdp else norm
+            return nn.Conv2d(inputs, outputs, size, padding=padding), norm, nn.ReLU(inplace=True)
+
+        self.stem = nn.Sequential(*convolution(3, 64, 3, 0))
+        self.blocks = nn.Sequential(
+            *convolution(64, hidden_dim, 5, 2),
+            *convolution(hidden_dim, hidden_dim, 5, 2),
+            *convolution(hidden_dim, hidden_dim, 5, 2),
+            nn.AdaptiveAvgPool2d((1, 1)),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(hidden_dim, 10)
+        self.with_checkpoint = with_checkpoint
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(checkpoint(self.blocks, x, use_reentrant=True) if self.with_checkpoint else self.blocks(x))
+
+
+def create_model(with_fsdp, with_checkpoint, model_hidden_dim, **fsdp_kwargs):
+    torch.manual_seed(0)
+    model = Model(model_hidden_dim, with_fsdp, with_checkpoint, **fsdp_kwargs)
+    if with_fsdp:
+        for name in ("stem", "blocks", "head"):
+            setattr(model, name, FSDP(getattr(model, name), **fsdp_kwargs))
+    return model
+
+
+class TestFSDPMemory(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def device(self):
+        return accelerator.current().device(self.rank)
+
+    def _sharded(self, hidden_dim, with_checkpoint=False, **fsdp_kwargs):
+        model = create_model(True, with_checkpoint, hidden_dim, **fsdp_kwargs)
+        return FSDP(model.to(self.device), **fsdp_kwargs)
+
+    def _input(self, size):
+        torch.manual_seed(1 + self.rank)
+        return torch.randn(2, 3, size, size).to(self.device)
+
+    def _dist_train(self, model, optim, x, look, iterations=ITERATIONS):
+        """Train, and return for each iteration what ``look`` sees at each of the points."""
+        seen = []
+        for _ in range(iterations):
+            at = {"start": look()}
+            output = model(x)
+            at["after fwd"] = look()
+            loss = nn.functional.mse_loss(output[0].sum(), torch.tensor(0.0, device=self.device))
+            at["after loss"] = look()
+            loss.backward()
+            at["after bwd"] = look()
+            optim.step()
+            at["after step"] = look()
+            optim.zero_grad(set_to_none=True)
+            del output, loss
+            at["done"] = look()
+            seen.append(at)
+        return seen
+
+    def _optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("ckpt", ["no_ckpt", "ckpt"])
+    def test_fsdp_memory(self, ckpt):
+        """Shards stay; what is gathered, and gradients, come and go; the momentum comes with the first step."""
+        self._test_storages(ckpt == "ckpt")
+        if accelerator.current().has("memory_stats"):
+            self._test_allocator(ckpt == "ckpt")
+
+    # What the allocator says.
+
+    def _test_allocator(self, with_checkpoint):
+        hidden_dim, size = LARGE
+        look = functools.partial(get_cur_mem, self.device)
+        before = look()
+        model = create_model(False, False, hidden_dim).to(self.device)
+        shard = (look() - before) // 2
+        del model
+        model = self._sharded(hidden_dim, with_checkpoint)
+        seen = self._dist_train(model, self._optimizer(model), self._input(size), look)
+
+        # The activations of both samples have been measured for one kind of device; for others the first forward tells.
+        activations = seen[0]["after fwd"]
+        if common_cuda.TEST_CUDA:
+            activations = 51 if with_checkpoint else 340
+        first = [shard + 1, activations, activations, 2 * shard + 1, 3 * shard + 1, 2 * shard + 1]
+        later = [2 * shard + 1, *[activations + shard] * 2, 3 * shard + 1, 3 * shard + 1, 2 * shard + 1]
+        for found, expected in zip(seen, [first, *[later] * (ITERATIONS - 1)], strict=True):
+            self.assertEqual(found, dict(zip(POINTS, expected, strict=True)), rtol=0, atol=1)
+
+    # What the storages add up to.
+
+    def _held(self, model, optim):
+        flat_params = [handle.flat_param for handle in traversal_utils._get_fsdp_handles(model)]
+        return {
+            "shards": bytes_of(flat_params),
+            "gathered": bytes_of(getattr(flat_param, "_full_param_padded", None) for flat_param in flat_params),
+            "gradients": bytes_of(
+                getattr(flat_param, name, None) for flat_param in flat_params for name in ("grad", "_saved_grad_shard")
+            ),
+            "momentum": bytes_of(value for state in optim.state.values() for value in state.values()),
+        }
+
+    def _shard_bytes(self, model):
+        """Of what each unit has, the part of this rank: all ranks have equally much, the last one with padding."""
+        handles = traversal_utils._get_fsdp_handles(model)
+        self.assertEqual(len(handles), 7)  # stem, blocks, head, and four norms
+        self.assertIsNone(model._handle)
+        numels = [sum(shape.numel() for shape in handle.flat_param._shapes) for handle in handles]
+        shards = [-(-numel // self.world_size) for numel in numels]
+        return BYTES * sum(shards), BYTES * sum(numels)
+
+    def _test_storages(self, with_checkpoint):
+        hidden_dim, size = SMALL
+        model = self._sharded(hidden_dim, with_checkpoint)
+        optim = self._optimizer(model)
+        x = self._input(size)
+        shard, total = self._shard_bytes(model)
+        plain = create_model(False, False, hidden_dim)
+        self.assertEqual(total, BYTES * sum(param.numel() for param in plain.parameters()))
+        seen = self._dist_train(model, optim, x, lambda: self._held(model, optim))
+        for iteration, found in enumerate(seen):
+            momentum = shard if iteration else 0
+            forward = {"shards": shard, "gathered": 0, "gradients": 0, "momentum": momentum}
+            backward = {**forward, "gradients": shard}
+            expected = [*[forward] * 3, backward, {**backward, "momentum": shard}, {**forward, "momentum": shard}]
+            self.assertEqual(found, dict(zip(POINTS, expected, strict=True)))
+
+        # Beyond upstream: on every rank; together the shards hold all parameters, and at most one more a unit.
+        of_all = torch.tensor(shard, device=self.device)
+        dist.all_reduce(of_all)
+        self.assertGreaterEqual(of_all.item(), total)
+        self.assertLessEqual(of_all.item() - total, BYTES * 7 * (self.world_size - 1))
+        if with_checkpoint:
+            without = self._saved_bytes(self._sharded(hidden_dim), x)
+            self.assertLess(2 * self._saved_bytes(model, x), without)
+
+    def _saved_bytes(self, model, x):
+        """The bytes that forward keeps for backward, without those of the parameters."""
+        saved = []
+
+        def pack(tensor):
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(x).sum()
+        handles = traversal_utils._get_fsdp_handles(model)
+        owned = {handle.flat_param._full_param_padded.untyped_storage()._cdata for handle in handles}
+        kept = bytes_of(tensor for tensor in saved if tensor.untyped_storage()._cdata not in owned)
+        loss.backward()
+        self.assertGreater(kept, 0)
+        return kept
+
+    @skip_if_lt_x_gpu(2)
+    def test_gathered_only_on_the_path(self):
+        """Beyond upstream: in forward a unit is gathered while it runs, and what is within it, and nothing else is."""
+        model = self._sharded(SMALL[0])
+        units = {name: module for name, module in model.named_modules() if getattr(module, "_handle", None) is not None}
+        self._shard_bytes(model)
+        looks = []
+
+        def gathered():
+            storages = {name: unit._handle.flat_param._full_param_padded for name, unit in units.items()}
+            return {name for name, storage in storages.items() if bytes_of([storage])}
+
+        def look_within(name, *_):
+            path = {unit for unit in units if f"{name}.".startswith(f"{unit}.")}
+            looks.append(name)
+            self.assertEqual(gathered(), path)
+
+        def look_after(name, *_):
+            looks.append(name)
+            self.assertNotIn(name, gathered())
+
+        for name, unit in units.items():
+            unit.module.register_forward_pre_hook(functools.partial(look_within, name))
+            unit.module.register_forward_hook(functools.partial(look_within, name))
+            unit.register_forward_hook(functools.partial(look_after, name))
+        for _ in range(2):
+            looks.clear()
+            loss = model(self._input(SMALL[1])).sum()
+            self.assertEqual({name: looks.count(name) for name in units}, dict.fromkeys(units, 3))
+            loss.backward()
+            self.assertEqual(gathered(), set())
+
+    @skip_if_lt_x_gpu(2)
+    def test_gathered_until_backward(self):
+        """Beyond upstream: with SHARD_GRAD_OP all that forward gathered stays until backward, and then all goes."""
+        self.run_subtests({"with_checkpoint": [False, True]}, self._test_gathered_until_backward)
+
+    def _test_gathered_until_backward(self, with_checkpoint):
+        hidden_dim, size = SMALL
+        model = self._sharded(hidden_dim, with_checkpoint, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        optim = self._optimizer(model)
+        shard, _ = self._shard_bytes(model)
+        seen = self._dist_train(model, optim, self._input(size), lambda: self._held(model, optim), iterations=2)
+        for found in seen:
+            gathered = [at["gathered"] for at in found.values()]
+            self.assertEqual(gathered, [0, *[self.world_size * shard] * 2, 0, 0, 0])
+            self.assertEqual({at["shards"] for at in found.values()}, {shard})
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("ckpt", ["no_ckpt", "ckpt"])
+    def test_no_growth(self, ckpt):
+        """Beyond upstream: at each point of the last iteration as much is there as in the one before, all told.
+
+        By all tensors there are, and where the device has statistics, by the peak of the allocator.
+        """
+        model = self._sharded(SMALL[0], ckpt == "ckpt")
+        x = self._input(SMALL[1])
+        seen = self._dist_train(model, self._optimizer(model), x, alive)
+        self.assertEqual(seen[3], seen[2])
+        # After forward there are activations more than at the start, or nothing was looked at.
+        self.assertGreater(seen[2]["after fwd"], seen[2]["start"])
+        if accelerator.current().has("memory_stats"):
+            model = self._sharded(LARGE[0], ckpt == "ckpt")
+            optim, x = self._optimizer(model), self._input(LARGE[1])
+            module = torch.get_device_module(self.device)
+            peaks = []
+            for _ in range(ITERATIONS):
+                module.reset_peak_memory_stats()
+                self._dist_train(model, optim, x, lambda: None, iterations=1)
+                peaks.append(module.max_memory_allocated() / 1024**2)
+            self.assertEqual(peaks[3], peaks[2], rtol=0, atol=1)
+
+
+instantiate_parametrized_tests(TestFSDPMemory)
+
+if __name__ == "__main__":
+    run_tests()
