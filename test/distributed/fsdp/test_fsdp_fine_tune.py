@@ -1,0 +1,407 @@
+"""FSDP1 with some parameters frozen: their units are resharded in time and communicate nothing, and the rest trains."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import unittest
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as runtime_utils
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_reduce, patch_reduce_scatter
+from torch_fsdp_tests.common_utils import run_tests
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+class LinearUnusedInput(nn.Linear):
+    def forward(self, frozen_input: torch.Tensor, learnable_input: torch.Tensor) -> torch.Tensor:
+        return super().forward(frozen_input)
+
+
+class ModelUnusedInput(nn.Module):
+    """Three layers side by side, which are all given an input that needs a gradient, and do not use it."""
+
+    def __init__(self, freeze: bool) -> None:
+        super().__init__()
+        self.layer0 = LinearUnusedInput(4, 4)
+        self.layer1_frozen = LinearUnusedInput(4, 4)
+        self.layer1_frozen.requires_grad_(not freeze)
+        self.layer2 = LinearUnusedInput(4, 4)
+
+    def forward(self, frozen_input: torch.Tensor, learnable_input: torch.Tensor) -> torch.Tensor:
+        layers = (self.layer0, self.layer1_frozen, self.layer2)
+        return torch.concat([*(layer(frozen_input, learnable_input) for layer in layers), learnable_input])
+
+
+class MultiTraversal(nn.Module):
+    """Units that run several times in one forward, one of them frozen, and the last time of each round unrecorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_0 = nn.Linear(5, 5)
+        self.layer_no_grad = nn.Linear(5, 5)
+        self.layer_with_grad = nn.Linear(5, 5)
+        self.layer_no_grad.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer_0(x)
+        for _ in range(10):
+            x = self.layer_no_grad(self.layer_with_grad(x))
+            with torch.no_grad():
+                x += self.layer_with_grad(x)
+        return x
+
+
+class TestFSDPFineTune(FSDPTest):
+    NUM_LINEARS = 6
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def num_iters(self) -> int:
+        """Enough for the optimizer's state to matter. Where the host computes for all ranks, half of them."""
+        return 3 if accelerator.current().is_host else 6
+
+    def _init_seq_module(self, device: str) -> nn.Sequential:
+        torch.manual_seed(42)
+        layers = [layer for _ in range(self.NUM_LINEARS) for layer in (nn.Linear(5, 5, device=device), nn.ReLU())]
+        module = nn.Sequential(*layers)
+        self._set_seq_module_requires_grad(module, False)
+        return module
+
+    def _set_seq_module_requires_grad(self, seq: nn.Module, requires_grad: bool) -> None:
+        """Freeze every second linear layer, beginning with the first one, or unfreeze it."""
+        for index in range(0, self.NUM_LINEARS, 2):
+            for param in seq[2 * index].parameters():
+                param.requires_grad_(requires_grad)
+
+    def _init_multi_traversal_module(self, device: str) -> nn.Module:
+        torch.manual_seed(42)
+        return MultiTraversal().to(device)
+
+    def _ddp(self, module: nn.Module, device: str) -> DDP:
+        index = torch.device(device).index
+        return DDP(module, device_ids=None if index is None else [index])
+
+    def _units(self, model: FSDP) -> list[FSDP]:
+        """The instances with parameters of their own, in the order of the model's layers."""
+        return [module for module in FSDP.fsdp_modules(model) if module._handle is not None]
+
+    def _gathered(self, model: FSDP) -> list[bool]:
+        """Which units hold unsharded parameters now; under NO_SHARD, which gathers nothing, none."""
+        return [
+            unit.sharding_strategy is not NO_SHARD
+            and unit._handle.flat_param._full_param_padded.untyped_storage().size() > 0
+            for unit in self._units(model)
+        ]
+
+    def _full_params(self, model: FSDP) -> dict[str, torch.Tensor]:
+        with FSDP.summon_full_params(model, writeback=False):
+            return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
+
+    def assert_same_grads(self, model: FSDP, reference: nn.Module) -> None:
+        """Each unit's reduced gradient, put together from the ranks, is that of the layer in the reference."""
+        layers = [layer for layer in reference.modules() if isinstance(layer, nn.Linear)]
+        self.assertEqual(len(layers), len(self._units(model)))
+        for unit, layer in zip(self._units(model), layers):
+            wanted = [None if param.grad is None else param.grad.flatten().cpu() for param in layer.parameters()]
+            mine = [None if param.grad is None else param.grad.flatten().cpu() for param in unit.parameters()]
+            everywhere: list[Any] = [mine]
+            if unit.sharding_strategy is not NO_SHARD:
+                everywhere = [None] * self.world_size
+                dist.all_gather_object(everywhere, mine)
+            of_each = [[piece for piece in pieces if piece is not None] for pieces in zip(*everywhere, strict=True)]
+            if not any(grad is not None for grad in wanted):
+                self.assertEqual([piece for pieces in of_each for piece in pieces], [])
+                continue
+            # Either one flat gradient, which may end in padding, or one of each parameter.
+            found = torch.cat([piece for pieces in of_each for piece in pieces])
+            self.assertEqual(found[: 5 * 5 + 5], torch.cat(wanted))
+
+    def _optims(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+            for model in models
+        ]
+
+    @skip_if_lt_x_gpu(2)
+    def test_backward_reshard_hooks(self, device):
+        """Each unit is resharded by a hook of its own in backward, the frozen ones by one on their inputs."""
+        self.run_subtests(
+            {
+                "device_id": [device],
+                "sharding_strategy": STRATEGIES,
+                "use_orig_params": [False, True],
+                "inp_requires_grad": [False, True],
+                "unfreeze_params": [False, True],
+            },
+            self._test_backward_reshard_hooks,
+        )
+
+    def _test_backward_reshard_hooks(
+        self,
+        device_id: str,
+        sharding_strategy: ShardingStrategy,
+        use_orig_params: bool,
+        inp_requires_grad: bool,
+        unfreeze_params: bool,
+    ) -> None:
+        seq = FSDP(
+            self._init_seq_module(device_id),
+            auto_wrap_policy=LINEARS,
+            sharding_strategy=sharding_strategy,
+            use_orig_params=use_orig_params,
+            device_id=torch.device(device_id),
+        )
+        torch.manual_seed(self.rank + 1)
+        inp = torch.randn(8, 5, device=device_id, requires_grad=inp_requires_grad)
+        count = 0
+        left_over: list[bool] = []
+
+        def _post_backward_reshard_with_count(*args: Any, **kwargs: Any) -> None:
+            nonlocal count
+            count += 1
+            reshard(*args, **kwargs)
+
+        def final_callback(*args: Any, **kwargs: Any) -> None:
+            left_over.extend(self._gathered(seq))
+            final(*args, **kwargs)
+
+        def _assert_post_backward_requires_grad() -> None:
+            for param in seq.parameters():
+                self.assertTrue(param.requires_grad)
+
+        def _assert_post_backward_reshard_count(step: int) -> None:
+            unfrozen = step > 0 and unfreeze_params
+            # The first unit, frozen and with no input that asks for a gradient, has nothing to hang a hook on. It is
+            # left to the end of backward, if forward has not resharded it yet.
+            has_hook = inp_requires_grad or unfrozen
+            self.assertEqual(count, self.NUM_LINEARS if has_hook else self.NUM_LINEARS - 1)
+            left = not has_hook and sharding_strategy is SHARD_GRAD_OP
+            self.assertEqual(left_over, [left] + [False] * (self.NUM_LINEARS - 1))
+            if unfrozen:
+                _assert_post_backward_requires_grad()
+
+        reshard, final = runtime_utils._post_backward_reshard, runtime_utils._post_backward_final_callback
+        with (
+            mock.patch.object(runtime_utils, "_post_backward_reshard", _post_backward_reshard_with_count),
+            mock.patch.object(runtime_utils, "_post_backward_final_callback", final_callback),
+        ):
+            for step in range(3):
+                if step == 1:
+                    with torch.no_grad():
+                        seq(inp)
+                    self.assertEqual(count, 0)
+                    continue
+                if unfreeze_params and step == 2:
+                    self._set_seq_module_requires_grad(seq, True)
+                seq(inp).sum().backward()
+                _assert_post_backward_reshard_count(step)
+                # Beyond upstream: then no unit holds anything that was gathered, frozen or not, except for what
+                # test_frozen_unit_is_freed_at_the_end is about.
+                stays = not use_orig_params and left_over[0]
+                self.assertEqual(self._gathered(seq), [stays] + [False] * (self.NUM_LINEARS - 1))
+                count = 0
+                left_over.clear()
+
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_unit_is_freed_at_the_end(self, device):
+        """Beyond upstream: with SHARD_GRAD_OP the end of backward frees a frozen unit that no hook has resharded.
+
+        It does not with flat parameters, seen with torch 2.13.0, 2.11.0 and 2.9.1: the unit that is first, and whose
+        input needs no gradient, stays gathered between iterations, so its memory is never sharded. The first linear
+        layer below is such a unit. ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` takes a flat
+        parameter that points at its shard for one whose gathered form is freed; forward, which does not free, has made
+        it point there. With the original parameters in use it knows better.
+        """
+        seq = FSDP(
+            self._init_seq_module(device),
+            auto_wrap_policy=LINEARS,
+            sharding_strategy=SHARD_GRAD_OP,
+            use_orig_params=False,
+        )
+        seq(torch.ones(2, 5, device=device)).sum().backward()
+        self.assertEqual(self._gathered(seq), [False] * self.NUM_LINEARS)
+
+    def _check_parity(
+        self,
+        module: nn.Module,
+        device: str,
+        trainable: int,
+        inp_requires_grad: bool = False,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        """Losses, gradients and parameters are DDP's; frozen parameters stay, and cost no communication."""
+        frozen = {name: param.detach().clone() for name, param in module.named_parameters() if not param.requires_grad}
+        self.assertGreater(len(frozen), 0)
+        ddp_model = self._ddp(copy.deepcopy(module), device)
+        fsdp_model = FSDP(module, auto_wrap_policy=LINEARS, device_id=torch.device(device), **fsdp_kwargs)
+        optims = self._optims(ddp_model, fsdp_model)
+        reductions: list[str] = []
+
+        def noted(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            reductions.append(name)
+            return collective(*args, **kwargs)
+
+        all_reduce = functools.partial(noted, "all_reduce", dist.all_reduce)
+        reduce_scatter = functools.partial(noted, "reduce_scatter", getattr(dist, torch_facts.REDUCE_SCATTER_NAME))
+        torch.manual_seed(self.rank + 1)
+        for _ in range(self.num_iters):
+            inp = torch.randn(8, 5, device=device)
+            inputs = [inp.clone().requires_grad_(inp_requires_grad) for _ in range(2)]
+            losses = [model(each).sum() for model, each in zip((ddp_model, fsdp_model), inputs)]
+            torch.testing.assert_close(*losses)
+            losses[0].backward()
+            with patch_all_reduce(all_reduce), patch_reduce_scatter(reduce_scatter):
+                losses[1].backward()
+            one = "all_reduce" if fsdp_model.sharding_strategy is NO_SHARD else "reduce_scatter"
+            self.assertEqual(reductions, [one] * trainable)
+            reductions.clear()
+            self.assertEqual(inputs[1].grad, inputs[0].grad)
+            self.assert_same_grads(fsdp_model, ddp_model)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        found = self._full_params(fsdp_model)
+        self.assertEqual(found, {name: param.detach() for name, param in ddp_model.module.named_parameters()})
+        for name, value in frozen.items():
+            self.assertEqual(found[name], value, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_hooks_multi_traversal(self, device):
+        """Units that run many times in one forward are unsharded and resharded right, and train as with DDP."""
+        self.run_subtests(
+            {
+                "sharding_strategy": STRATEGIES,
+                "use_orig_params": [False, True],
+                "inp_requires_grad": [False, True],
+                "forward_prefetch": [False, True],
+            },
+            self._test_hooks_multi_traversal,
+            device=device,
+        )
+
+    def _test_hooks_multi_traversal(self, device: str, **kwargs: Any) -> None:
+        self._check_parity(self._init_multi_traversal_module(device), device, trainable=2, **kwargs)
+
+    @skip_if_lt_x_gpu(2)
+    def test_parity_with_ddp(self, device):
+        """Six layers, of which every second one is frozen, train as with DDP."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
+            self._test_parity_with_ddp,
+            device=device,
+        )
+
+    def _test_parity_with_ddp(self, device: str, **kwargs: Any) -> None:
+        self._check_parity(self._init_seq_module(device), device, trainable=self.NUM_LINEARS // 2, **kwargs)
+
+    @skip_if_lt_x_gpu(2)
+    def test_parity_with_non_frozen_fsdp(self, device):
+        """A frozen layer's neighbours, and its input, learn what they learn beside one that is only not stepped."""
+        self.run_subtests(
+            {
+                "device_id": [device],
+                "sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP],
+                "use_orig_params": [True, False],
+                "offload_params": [True, False],
+                "mixed_precision": [
+                    MixedPrecision(),
+                    MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float16),
+                ],
+                "backward_prefetch": [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
+            },
+            self._test_parity_with_non_frozen_fsdp,
+        )
+
+    def _test_parity_with_non_frozen_fsdp(
+        self,
+        device_id: str,
+        sharding_strategy: ShardingStrategy,
+        use_orig_params: bool,
+        offload_params: bool,
+        mixed_precision: MixedPrecision,
+        backward_prefetch: BackwardPrefetch,
+    ) -> None:
+        models = []
+        for freeze in (True, False):
+            torch.manual_seed(42)
+            models.append(
+                FSDP(
+                    ModelUnusedInput(freeze).to(device_id),
+                    auto_wrap_policy=ModuleWrapPolicy({LinearUnusedInput}),
+                    sharding_strategy=sharding_strategy,
+                    use_orig_params=use_orig_params,
+                    cpu_offload=CPUOffload(offload_params=offload_params),
+                    mixed_precision=mixed_precision,
+                    backward_prefetch=backward_prefetch,
+                    device_id=torch.device(device_id),
+                )
+            )
+        frozen_model, ref_model = models
+        trained = [
+            param
+            for name, param in ref_model.named_parameters()
+            if not name.startswith("_fsdp_wrapped_module.layer1_frozen")
+        ]
+        self.assertLess(len(trained), len(list(ref_model.parameters())))
+        optims = [torch.optim.Adam(params, lr=1e-2) for params in (list(frozen_model.parameters()), trained)]
+        frozen = frozen_model.module.layer1_frozen
+        initial = self._full_params(frozen_model)
+
+        torch.manual_seed(self.rank + 1)
+        for _ in range(self.num_iters):
+            frozen_input = torch.randn((4, 4), device=device_id)
+            learnable = torch.randn((4, 4), device=device_id)
+            losses, inputs = [], [learnable.clone().requires_grad_() for _ in models]
+            for model, optim, learnable_input in zip(models, optims, inputs):
+                loss = model(frozen_input, learnable_input).square().sum()
+                losses.append(loss.detach())
+                optim.zero_grad()
+                loss.backward()
+                # Beyond upstream: also where a unit is resharded by its input's gradient before it was unsharded for
+                # backward, nothing that was gathered stays.
+                self.assertEqual(self._gathered(model), [False] * 3)
+                optim.step()
+            self.assertEqual(*losses)
+            # Beyond upstream: the input's gradient is that of the plain computation, in which it is added to no other.
+            low = mixed_precision.param_dtype or torch.float32
+            for learnable_input in inputs:
+                self.assertEqual(learnable_input.grad, 2 * learnable.to(low).float())
+            self.assertEqual([param.grad for param in frozen.parameters()], [None] * len(list(frozen.parameters())))
+        found = self._full_params(frozen_model)
+        self.assertEqual(found, self._full_params(ref_model))
+        for name, value in initial.items():
+            if name.startswith("layer1_frozen"):
+                self.assertEqual(found[name], value, rtol=0, atol=0)
+            else:
+                self.assertNotEqual(found[name], value)
+
+
+instantiate_device_type_tests(TestFSDPFineTune, globals(), allow_xpu=True)
+
+if __name__ == "__main__":
+    run_tests()
