@@ -1,0 +1,352 @@
+"""FSDP1 over one dimension of a mesh and tensor parallelism over the other: numbers, collectives, states."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType, _init_utils
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
+
+SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
+
+
+class SimpleModel(nn.Module):
+    """Three layers: the first is split by columns, the second by rows, the third not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(5, 8)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(8, 4)
+        self.net3 = nn.Linear(4, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net3(self.net2(self.relu(self.net1(x))))
+
+    @staticmethod
+    def get_sharded_param_names() -> dict[str, int]:
+        """The parameters that tensor parallelism cuts, and along which dimension."""
+        return {"net1.weight": 0, "net1.bias": 0, "net2.weight": 1}
+
+    @staticmethod
+    def get_non_sharded_param_names() -> list[str]:
+        """Those that tensor parallelism knows nothing of, so that each of its ranks has a gradient of its own."""
+        return ["net3.weight", "net3.bias"]
+
+
+class NormThenMLP(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.norm = RMSNormPython(10).to(device)
+        self.mlp = MLPModule(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.norm(x))
+
+
+def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Let the module see its ranks' inputs as shards of one, along the first dimension, and give back local ones."""
+
+    def prepare_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [Shard(0)])
+
+    def prepare_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        return output.to_local()
+
+    return distribute_module(module, device_mesh, input_fn=prepare_input, output_fn=prepare_output)
+
+
+class TestTPFSDPIntegration(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(self.rank)
+
+    def _mesh(self) -> DeviceMesh:
+        """Ranks 0 and 1, and 2 and 3, share a model; 0 and 2, and 1 and 3, shard it."""
+        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def _model(self) -> SimpleModel:
+        torch.manual_seed(0)
+        return SimpleModel().to(self.device)
+
+    def _input(self, seed: int) -> torch.Tensor:
+        """A batch of this rank's own, also among those that share a model."""
+        generator = torch.Generator().manual_seed(self.rank + seed)
+        return torch.rand((2, 3, 5), generator=generator).to(self.device)
+
+    def _tp_model(self, tp_mesh: DeviceMesh) -> nn.Module:
+        plan = {
+            "net1": ColwiseParallel(input_layouts=Shard(0)),
+            "net2": RowwiseParallel(output_layouts=Shard(0)),
+        }
+        model = parallelize_module(self._model(), tp_mesh, plan)
+        self.assertIsInstance(model.net1.weight, DTensor)
+        self.assertIsInstance(model.net2.weight, DTensor)
+        return model
+
+    def _tp_fsdp_model(self, mesh: DeviceMesh, **fsdp_kwargs: Any) -> FSDP:
+        return FSDP(self._tp_model(mesh["tp"]), device_mesh=mesh["dp"], **fsdp_kwargs)
+
+    def _local_grads(self, model: FSDP) -> dict[str, torch.Tensor]:
+        """This rank's elements of each parameter's gradient, flattened: views of the flat parameter's gradient."""
+        flat_param = model._handle.flat_param
+        grads = {}
+        for name, info in zip(flat_param._fqns, flat_param._shard_param_infos, strict=True):
+            start, count = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+            grads[name] = flat_param.grad[start : start + count]
+        return grads
+
+    def _sync_tp_grads(self, model: FSDP, tp_group: dist.ProcessGroup) -> None:
+        """Average over the ranks of tensor parallelism, as sharding averages over its own.
+
+        Tensor parallelism sums the gradients of what it distributes; what it does not is summed here.
+        """
+        grads = self._local_grads(model)
+        for name in SimpleModel.get_non_sharded_param_names():
+            summed = grads[name].to(self.device, copy=True)  # gradients that are offloaded lie elsewhere
+            dist.all_reduce(summed, group=tp_group)
+            grads[name].copy_(summed)
+        model._handle.flat_param.grad.div_(tp_group.size())
+
+    def _full_grads(self, model: FSDP, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
+        """The whole gradients by name, put together from the ranks that shard and then those that split."""
+        mine = {name: grad.detach().cpu() for name, grad in self._local_grads(model).items()}
+        shards: list[Any] = [None] * model.process_group.size()
+        dist.all_gather_object(shards, mine, group=model.process_group)
+        full = {name: torch.cat([shard[name] for shard in shards]) for name in mine}
+        shapes = {name: list(param.shape) for name, param in self._model().named_parameters()}
+        self.assertEqual(list(full), list(shapes))
+        if mesh is not None:
+            tp_group = mesh.get_group("tp")
+            splits: list[Any] = [None] * tp_group.size()
+            dist.all_gather_object(splits, full, group=tp_group)
+            for name, dim in SimpleModel.get_sharded_param_names().items():
+                shape = [size // (tp_group.size() if index == dim else 1) for index, size in enumerate(shapes[name])]
+                full[name] = torch.cat([split[name].view(shape) for split in splits], dim=dim)
+            for name in set(shapes) - set(SimpleModel.get_sharded_param_names()):
+                for split in splits:  # whoever does not split it has all of it
+                    self.assertEqual(split[name], full[name], rtol=0, atol=0)
+        return {name: grad.view(shapes[name]) for name, grad in full.items()}
+
+    def _reference_step(self, model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> dict[str, torch.Tensor]:
+        """A step of the model by itself on the batches of all ranks; its gradients, of the mean over the ranks."""
+        batches = []
+        for rank in range(self.world_size):
+            generator = torch.Generator().manual_seed(rank + seed)
+            batches.append(torch.rand((2, 3, 5), generator=generator))
+        optim.zero_grad()
+        (model(torch.cat(batches).to(self.device)).sum() / self.world_size).backward()
+        grads = {name: param.grad.detach().cpu().clone() for name, param in model.named_parameters()}
+        optim.step()
+        return grads
+
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_tp_integration(self):
+        """On two dimensions outputs, gradients and the next outputs are those of sharding over all ranks."""
+        self.run_subtests(
+            {
+                "cpu_offload": [CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
+                "sharding_strategy": [None, ShardingStrategy.SHARD_GRAD_OP],
+                "use_orig_params": [False, True],
+            },
+            self._test_fsdp_tp_integration,
+        )
+
+    def _test_fsdp_tp_integration(self, **fsdp_kwargs: Any) -> None:
+        mesh = self._mesh()
+        all_ranks = init_device_mesh(accelerator.current().type, (self.world_size,))
+        fsdp_model = FSDP(self._model(), device_mesh=all_ranks, **fsdp_kwargs)
+        tp_fsdp_model = self._tp_fsdp_model(mesh, **fsdp_kwargs)
+        models = fsdp_model, tp_fsdp_model
+        optims = [torch.optim.SGD(model.parameters(), lr=SGD_LR) for model in models]
+        reference = self._model()
+        ref_optim = torch.optim.SGD(reference.parameters(), lr=SGD_LR)
+
+        inp = self._input(seed=1)
+        outputs = [model(inp) for model in models]
+        self.assertEqual(outputs[0], reference(inp))
+        self.assertEqual(outputs[1], reference(inp))
+        for output in outputs:
+            output.sum().backward()
+        self._sync_tp_grads(tp_fsdp_model, mesh.get_group("tp"))
+        grads = self._full_grads(fsdp_model), self._full_grads(tp_fsdp_model, mesh)
+        self.assertEqual(grads[1], grads[0])
+        # Beyond upstream: by name, and as one process computes them from all the batches.
+        wanted = self._reference_step(reference, ref_optim, seed=1)
+        self.assertEqual(grads[0], wanted)
+        self.assertEqual(grads[1], wanted)
+
+        for optim in optims:
+            optim.step()
+        inp = self._input(seed=16)
+        expected = reference(inp)
+        self.assertNotEqual(expected, self._model()(inp))
+        for model in models:
+            self.assertEqual(model(inp), expected)
+
+    @skip_if_lt_x_gpu(4)
+    def test_replicas_stay_alike(self):
+        """Beyond upstream: what is not split stays alike where its gradients are synchronized, else it parts."""
+        self.run_subtests({"synchronizes": [True, False]}, self._test_replicas_stay_alike)
+
+    def _test_replicas_stay_alike(self, synchronizes: bool) -> None:
+        mesh = self._mesh()
+        tp_group = mesh.get_group("tp")
+        model = self._tp_fsdp_model(mesh, use_orig_params=True)
+        optim = torch.optim.SGD(model.parameters(), lr=SGD_LR, momentum=0.9)
+        reference = self._model()
+        ref_optim = torch.optim.SGD(reference.parameters(), lr=SGD_LR, momentum=0.9)
+        for step in range(3):
+            optim.zero_grad()
+            model(self._input(seed=10 * step)).sum().backward()
+            if synchronizes:
+                self._sync_tp_grads(model, tp_group)
+            optim.step()
+            self._reference_step(reference, ref_optim, seed=10 * step)
+            alike = self._alike(model, tp_group)
+            if synchronizes:
+                self.assertEqual(alike, {"net2.bias": True, "net3.weight": True, "net3.bias": True})
+            elif step == 0:
+                # Each output is a row of net3.weight, and its sum is taken: so a bias has the same gradient everywhere.
+                self.assertEqual(alike, {"net2.bias": True, "net3.weight": False, "net3.bias": True})
+            else:
+                self.assertFalse(alike["net3.weight"])
+        inp = self._input(seed=16)
+        if synchronizes:
+            self.assertEqual(model(inp), reference(inp))
+        else:
+            self.assertNotEqual(model(inp), reference(inp))
+
+    def _alike(self, model: FSDP, group: dist.ProcessGroup) -> dict[str, bool]:
+        """Which of the parameters that nobody splits are the same on all ranks of the group, bit for bit."""
+        with FSDP.summon_full_params(model, writeback=False):
+            full = {
+                name: (param.to_local() if isinstance(param, DTensor) else param).detach().cpu().clone()
+                for name, param in model.module.named_parameters()
+                if name not in SimpleModel.get_sharded_param_names()
+            }
+        everywhere: list[Any] = [None] * group.size()
+        dist.all_gather_object(everywhere, full, group=group)
+        return {name: all(torch.equal(other[name], value) for other in everywhere) for name, value in full.items()}
+
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_tp_extension_grad(self):
+        """Gradients of DTensors get through the flat parameter, by no more collectives than there must be."""
+        mesh = self._mesh()
+        model = NormThenMLP(self.device)
+        plan = {
+            "net1": ColwiseParallel(input_layouts=Shard(0)),
+            "net2": RowwiseParallel(output_layouts=Shard(0)),
+        }
+        parallelize_module(model.mlp, mesh["tp"], plan)
+        distribute_rmsnorm(model.norm, mesh["tp"])
+        fsdp_model = FSDP(model, device_mesh=mesh["dp"])
+        torch.manual_seed(self.rank)
+        with CommDebugMode() as comm_mode:
+            fsdp_model(torch.rand(2, 10, device=self.device)).sum().backward()
+
+        functional, c10d = torch.ops.c10d_functional, torch.ops.c10d
+        counts = {op: count for op, count in comm_mode.get_comm_counts().items() if count}
+        # FSDP gathers what lies in host memory into a list of tensors, elsewhere into one.
+        in_list = self.device == torch.device("cpu")  # the CPU is the subject
+        self.assertEqual(
+            counts,
+            {
+                functional.reduce_scatter_tensor: 2,
+                functional.all_gather_into_tensor: 2,
+                functional.all_reduce: 1,
+                c10d.allgather_ if in_list else c10d._allgather_base_: 1,
+                c10d._reduce_scatter_base_: 1,
+            },
+        )
+        self.assertEqual(comm_mode.get_total_counts(), 7)
+        (grad,) = (param.grad for param in fsdp_model.parameters())
+        self.assertEqual(grad.isfinite().all().item(), True)
+        self.assertGreater(grad.count_nonzero().item(), 0)
+
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_tp_sync_module_state(self):
+        """Parameters and buffers that are DTensors come from the first rank of each group that shards."""
+        mesh = self._mesh()
+        dp_group, tp_mesh = mesh.get_group("dp"), mesh["tp"]
+        torch.manual_seed(self.rank)
+        model = nn.Module()
+        model.param = nn.Parameter(self._replicated(tp_mesh))
+        model.register_buffer("buffer", self._replicated(tp_mesh))
+
+        def local_of_all(module: nn.Module) -> list[list[torch.Tensor]]:
+            """For each rank of the group its local tensors."""
+            mine = [tensor.to_local().detach().cpu().clone() for tensor in (module.param, module.buffer)]
+            everywhere: list[Any] = [None] * dp_group.size()
+            dist.all_gather_object(everywhere, mine, group=dp_group)
+            return everywhere
+
+        first, second = local_of_all(model)
+        for mine, theirs in zip(first, second, strict=True):
+            self.assertNotEqual(mine, theirs)
+        with self._states_may_be_synced():
+            fsdp_model = FSDP(model, device_mesh=mesh["dp"], sync_module_states=True)
+        with FSDP.summon_full_params(fsdp_model):
+            synced = local_of_all(fsdp_model.module)
+        self.assertEqual(synced, [first, first], rtol=0, atol=0)
+
+    def _replicated(self, tp_mesh: DeviceMesh) -> DTensor:
+        """Not the same on all ranks, although it says so."""
+        return DTensor.from_local(torch.rand(8, 8).to(self.device), tp_mesh, [Replicate()], run_check=False)
+
+    def _states_may_be_synced(self) -> contextlib.AbstractContextManager[Any]:
+        """FSDP refuses to broadcast what lies in host memory. Where that is all there is, gloo does it well."""
+        if accelerator.current().has("device_memory"):
+            return contextlib.nullcontext()
+        check = "_check_module_states_for_sync_module_states"
+        return mock.patch.object(_init_utils, check, lambda module_states: None)
+
+    @skip_if_lt_x_gpu(4)
+    def test_sharded_state_dict(self):
+        """Beyond upstream: a sharded state dict has the parameters as DTensors over both dimensions, and loads."""
+        self.run_subtests({"use_orig_params": [False, True]}, self._test_sharded_state_dict)
+
+    def _test_sharded_state_dict(self, use_orig_params: bool) -> None:
+        mesh = self._mesh()
+        model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
+        reference = {name: param.detach() for name, param in self._model().named_parameters()}
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state_dict = copy.deepcopy(model.state_dict())
+            self.assertEqual(list(state_dict), list(reference))
+            for name, value in state_dict.items():
+                self.assertIsInstance(value, DTensor)
+                self.assertEqual(value.device_mesh.mesh_dim_names, ("dp", "tp"))
+                self.assertEqual(value.full_tensor(), reference[name], rtol=0, atol=0)
+                # Of what is split each rank has a quarter, of the rest a half.
+                parts = 4 if name in SimpleModel.get_sharded_param_names() else 2
+                self.assertEqual(value.to_local().numel() * parts, value.numel(), msg=name)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            model.load_state_dict(state_dict)
+        inp = self._input(seed=1)
+        self.assertEqual(model(inp), self._model()(inp))
+
+
+if __name__ == "__main__":
+    run_tests()
