@@ -11,16 +11,22 @@ Nothing here initialises a device runtime in the asking process, since a process
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+
+from torch_fsdp_tests import launcher
 
 DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
 BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
@@ -29,7 +35,14 @@ _PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # what a probe found, for ranks t
 ENTRY_POINTS = "torch_fsdp_tests.accelerators"
 
 CPU_RANKS = 4
-PROBE_LIMIT = 120  # seconds; the first start of a device runtime on a large machine can take half a minute
+PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
+FORK_LIMIT = 60  # seconds for a forked process to compute something on the device
+SHARE_LIMIT = 60  # seconds for two processes to exchange tensors of one device
+ROOM_ENOUGH = 4  # devices from which on it does not matter whether ranks can share one: most tests want no more
+assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LIMIT
+
+# What two ranks that share a GPU need from NCCL, which knows it since 2.27 or so; an older one pays it no attention.
+_SHARE_VARIABLES = {"nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 
 # Backends that move no data between processes, and so prove nothing about ranks that are processes.
 _HOLLOW_BACKENDS = {"fake", "threaded", "undefined"}
@@ -61,7 +74,10 @@ class Accelerator:
     """One kind of device, with the backend that connects its ranks.
 
     ``count`` is the number of visible devices (0 for the CPU, which hosts any number of ranks); ``ranks`` the world
-    size of a test that states none; ``capabilities`` the names of ``CAPABILITIES`` that were found.
+    size of a test that states none; ``capabilities`` the names of ``CAPABILITIES`` that were found. ``type`` is what
+    torch calls the devices of the tensors, ``vendor_name`` what the vendor calls its device where that is not the same.
+
+    A vendor whose ranks find their device in a way of its own overrides :meth:`device` and :meth:`bind`.
     """
 
     type: str
@@ -69,17 +85,29 @@ class Accelerator:
     count: int
     ranks: int
     capabilities: frozenset[str] = frozenset()
+    vendor_name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the device is asked for and reported by."""
+        return self.vendor_name or self.type
 
     @property
     def is_host(self) -> bool:
-        """True when the ranks compute on the processor itself."""
-        return self.type == "cpu"
+        """True when the device under test is the processor itself."""
+        return self.name == "cpu"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a test with ``ranks`` ranks has several on a device."""
+        return 0 < self.count < self.ranks
 
     def device(self, rank: int = 0) -> torch.device:
         """The device of a rank: indexed where devices are counted, and shared in turn when ranks outnumber them."""
         if not self.has("device_index"):
             return torch.device(self.type)
-        return torch.device(self.type, rank % max(self.count, 1))
+        local = _local_ranks[rank] if rank < len(_local_ranks) else rank
+        return torch.device(self.type, local % max(self.count, 1))
 
     def bind(self, rank: int) -> torch.device:
         """Make the rank's device the current one of this process and return it."""
@@ -97,14 +125,21 @@ class Accelerator:
     def lacks(self, *capabilities: str) -> str | None:
         """Why a test that needs these capabilities cannot run here, in words; None when it can."""
         missing = [f"{name} ({CAPABILITIES[name]})" for name in capabilities if not self.has(name)]
-        return f"needs {', '.join(missing)}; {self.type} with {self.backend} has not" if missing else None
+        return f"needs {', '.join(missing)}; {self.name} with {self.backend} has not" if missing else None
 
     def lacks_room_for(self, world_size: int) -> str | None:
-        """Why this many ranks find no place here, in words; None when they do."""
+        """Why this many ranks find no place here, in words; None when they do.
+
+        Where a launcher made the ranks there are as many as it made, on whatever machines.
+        """
+        launch = launcher.found()
+        if launch is not None:
+            made = f"wants {world_size} ranks, the launcher made {launch.world_size}"
+            return made if world_size > launch.world_size else None
         if self.is_host or world_size <= self.count or (self.count and self.has("shared_device")):
             return None
         return (
-            f"needs {world_size} {self.type} devices, {self.count} visible, "
+            f"needs {world_size} {self.name} devices, {self.count} visible, "
             f"and ranks that share a device cannot use {self.backend}"
         )
 
@@ -114,18 +149,38 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
 
     Raises :class:`ConfigurationError` when torch has no such device, no device is visible, or the backend is absent.
     """
-    backend = _checked_backend(device_type, backend)
-    if device_type == "cpu":
+    asked, backend = backend, _checked_backend(device_type, backend)
+    if device_type == "cpu" and backend == "gloo":  # known, so that no file pays for a probe
         found = frozenset({"bf16_collectives", "fp16_collectives", "fork"})
         return Accelerator("cpu", backend, 0, ranks or CPU_RANKS, found)
     facts = _probe(device_type, backend)
+    if device_type == "cpu":
+        return Accelerator("cpu", backend, 0, ranks or CPU_RANKS, frozenset(facts["capabilities"]) & _OF_THE_HOST)
     count = int(facts["count"])
     if count == 0:
         raise ConfigurationError(
             f"the device {device_type!r} was asked for and this torch ({torch.__version__}) sees none: "
             f"check the driver and the variable that restricts visibility, or ask for another with {DEVICE_VARIABLE}"
         )
-    return Accelerator(device_type, backend, count, ranks or max(count, 2), frozenset(facts["capabilities"]))
+    ranks = ranks or max(count, 2)
+    if count < ranks and asked is None and "shared_device" not in facts["capabilities"]:
+        instead = _sharing_backend(device_type, backend)
+        if instead is not None:
+            backend, facts = instead, _probe(device_type, instead)
+    return Accelerator(device_type, backend, count, ranks, frozenset(facts["capabilities"]))
+
+
+# What a probe of the processor can tell; the other capabilities are those of a device apart from it.
+_OF_THE_HOST = frozenset({"bf16_collectives", "fp16_collectives", "premul_sum", "fork"})
+
+
+def _sharing_backend(device_type: str, backend: str) -> str | None:
+    """Another backend than the device's own, over which its ranks can share a device; None where there is none."""
+    for other in ("gloo",):
+        if other != backend and dist.is_backend_available(other):
+            if "shared_device" in _probe(device_type, other)["capabilities"]:
+                return other
+    return None
 
 
 def _checked_backend(device_type: str, backend: str | None) -> str:
@@ -155,12 +210,26 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
     return backend
 
 
-_found: dict[str, str] = {}
+_local_ranks: list[int] = []  # of each rank on its own machine, where a launcher made them
+
+
+def place(local_ranks: Sequence[int]) -> None:
+    """Tell which rank is the how-manieth of its machine, for a process whose ranks a launcher spread over several."""
+    _local_ranks[:] = local_ranks
+
+
+_answers: dict[str, dict] = {}  # of the probes made here, by device type and backend
 
 
 def environment() -> Mapping[str, str]:
-    """Variables that spare a process started from here the probe that was made here."""
-    return dict(_found)
+    """Variables for processes started from here: the answers of the probes made here, and what sharing devices needs.
+
+    Asked for when ranks are started, which is after :func:`current` has been asked.
+    """
+    found = {_PROBED_VARIABLE: json.dumps(_answers)} if _answers else {}
+    for answer in _answers.values():
+        found |= answer.get("variables", {})
+    return found
 
 
 @functools.cache
@@ -169,9 +238,11 @@ def _probe(device_type: str, backend: str) -> dict:
 
     A fresh interpreter, since the asking process may fork later and must not have started the device's runtime.
     """
+    what = f"{device_type} {backend}"
     told = json.loads(os.environ.get(_PROBED_VARIABLE, "{}"))
-    if told.get("probe") == [device_type, backend]:
-        return told["facts"]
+    if what in told:
+        _answers[what] = told[what]
+        return told[what]
     command = [sys.executable, "-m", f"{__package__}.accelerator", device_type, backend]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
@@ -181,9 +252,8 @@ def _probe(device_type: str, backend: str) -> dict:
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigurationError(f"the device {device_type!r} cannot be used: {reason}")
-    facts = json.loads(done.stdout.splitlines()[-1])
-    _found.update({_PROBED_VARIABLE: json.dumps({"probe": [device_type, backend], "facts": facts})})
-    return facts
+    _answers[what] = json.loads(done.stdout.splitlines()[-1])
+    return _answers[what]
 
 
 def _works(attempt: Callable[[], object]) -> bool:
@@ -196,6 +266,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 def _describe(device_type: str, backend: str) -> dict:
     """What a device can do, found by doing it. Runs in the probing process only."""
+    forks = _works(lambda: _computes_after_fork(device_type))  # first, while nothing here has touched the device
     try:
         module = torch.get_device_module(device_type)
     except RuntimeError as error:
@@ -203,7 +274,10 @@ def _describe(device_type: str, backend: str) -> dict:
     count = module.device_count()
     if count == 0:
         return {"count": 0, "capabilities": []}
-    device = torch.device(device_type, 0)
+    device = torch.device(device_type) if device_type == "cpu" else torch.device(device_type, 0)
+    needed = _SHARE_VARIABLES.get(backend, {})
+    few = device_type != "cpu" and count < ROOM_ENOUGH
+    shares = few and _works(lambda: _shares_a_device(device_type, backend, needed))
     attempts: dict[str, Callable[[], object]] = {
         "device_memory": lambda: torch.ones(1).to(device).data_ptr() != 0,
         "device_index": lambda: module.set_device(0),
@@ -213,23 +287,97 @@ def _describe(device_type: str, backend: str) -> dict:
         "sleep_kernel": lambda: module._sleep(1),
         "peer_access": lambda: count > 1 and module.can_device_access_peer(0, 1),
         "graphs": lambda: callable(module.graph),
-        "symmetric_memory": lambda: count > 1 and device_type == "cuda",
-        "fork": lambda: device_type in ("cuda", "xpu"),
-        "shared_device": lambda: backend == "gloo" or _nccl_shares_devices(backend),
+        "fork": lambda: forks,
+        "shared_device": lambda: shares,
         "bf16_collectives": lambda: _collective_works(device, backend, torch.bfloat16),
         "fp16_collectives": lambda: _collective_works(device, backend, torch.float16),
         "premul_sum": lambda: _collective_works(device, backend, torch.float32, premul=True),
+        "symmetric_memory": lambda: count > 1 and _has_symmetric_memory(device, backend),
     }
-    return {"count": count, "capabilities": [name for name, attempt in attempts.items() if _works(attempt)]}
+    found = [name for name, attempt in attempts.items() if _works(attempt)]
+    return {"count": count, "capabilities": found, "variables": needed if shares else {}}
 
 
-def _nccl_shares_devices(backend: str) -> bool:
-    return backend == "nccl" and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+def _computes_after_fork(device_type: str) -> bool:
+    """Whether a forked process can use the device, where its parent has asked for no more than its type.
+
+    That is what a test process has done when it forks the server of its ranks.
+    """
+    torch.accelerator.current_accelerator()
+    child = os.fork()
+    if child == 0:
+        right = _works(lambda: torch.ones(2, device=device_type).sum().item() == 2.0)
+        os._exit(0 if right else 1)
+    return _exit_status(child, FORK_LIMIT) == 0
+
+
+def _exit_status(child: int, limit: float) -> int | None:
+    """That of a child process of ours, which is killed at the limit; None then."""
+    give_up = time.monotonic() + limit
+    while time.monotonic() < give_up:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)  # the wait for a child has no limit of its own before pidfds
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _shares_a_device(device_type: str, backend: str, variables: Mapping[str, str]) -> bool:
+    """Whether two processes can exchange tensors of the first device by all that FSDP calls."""
+    with tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-") as folder:
+        command = [sys.executable, "-m", f"{__package__}.accelerator", device_type, backend, f"{folder}/meeting"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=os.environ | variables, stdout=subprocess.DEVNULL)
+            for rank in range(2)
+        ]
+        try:
+            give_up = time.monotonic() + SHARE_LIMIT
+            return all(rank.wait(max(give_up - time.monotonic(), 0)) == 0 for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def _exchange(device_type: str, backend: str, meeting: str, rank: int) -> None:
+    """One of the two processes of :func:`_shares_a_device`. Raises when a result is wrong or cannot be had."""
+    device = torch.device(device_type, 0)
+    torch.get_device_module(device_type).set_device(device)
+    timeout = datetime.timedelta(seconds=SHARE_LIMIT / 2)
+    dist.init_process_group(
+        backend, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=timeout, device_id=device
+    )
+    mine = torch.arange(2.0, device=device) + 10 * rank
+    gathered, scattered = torch.empty(4, device=device), torch.empty(1, device=device)
+    dist.all_gather_into_tensor(gathered, mine)
+    dist.reduce_scatter_tensor(scattered, mine)
+    dist.all_reduce(mine)
+    dist.broadcast(mine, 0)
+    found = (gathered.tolist(), scattered.tolist(), mine.tolist())
+    if found != ([0.0, 1.0, 10.0, 11.0], [10.0 + 2 * rank], [10.0, 12.0]):
+        raise RuntimeError(f"two ranks on one device exchanged {found}")
+    dist.destroy_process_group()
+
+
+def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
+    """Whether a buffer of symmetric memory can be had and found by its group, here of one rank."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    _connect(backend)
+    tensor = symmetric_memory.empty(4, device=device)
+    return symmetric_memory.rendezvous(tensor, dist.distributed_c10d._get_default_group()) is not None
+
+
+def _connect(backend: str) -> None:
+    """Make a process group of this process alone, once."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _collective_works(device: torch.device, backend: str, dtype: torch.dtype, premul: bool = False) -> bool:
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _connect(backend)
     tensor = torch.ones(2, dtype=dtype, device=device)
     op = dist._make_nccl_premul_sum(0.5) if premul else dist.ReduceOp.SUM
     dist.all_reduce(tensor, op=op)
@@ -242,8 +390,12 @@ def _from_vendors() -> Mapping[str, importlib.metadata.EntryPoint]:
 
 def _asked_ranks() -> int | None:
     text = os.environ.get(RANKS_VARIABLE)
-    if text is None:
-        return None
+    if not text:
+        try:
+            launch = launcher.found()
+        except launcher.LaunchError as error:
+            raise ConfigurationError(str(error)) from error
+        return None if launch is None else launch.world_size
     if not text.isdecimal() or int(text) == 0:
         raise ConfigurationError(f"{RANKS_VARIABLE} is {text!r}: give the number of ranks, 1 or more")
     return int(text)
@@ -294,4 +446,7 @@ def initialised() -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_describe(*sys.argv[1:3])))
+    if len(sys.argv) > 3:
+        _exchange(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        print(json.dumps(_describe(*sys.argv[1:3])))

@@ -80,6 +80,9 @@ def instantiate_device_type_tests(
     vanish. ``include_lazy``, ``allow_mps`` and ``allow_xpu`` are accepted and change nothing: one asks for a device by
     name.
 
+    The generic class stays as it is, so that a class derived from it earlier keeps what it inherits; upstream deletes
+    the tests from it.
+
     Raises ``AssertionError`` for a device type both in ``except_for`` and ``only_for``.
     """
     device_type = device_type_under_test()
@@ -97,8 +100,9 @@ def instantiate_device_type_tests(
         for attribute, test in vars(generic_test_class).items()
         if attribute.startswith("test") and callable(test)
     }
-    for attribute in generic_tests:
-        delattr(generic_test_class, attribute)  # or the new class would inherit them, without their arguments
+    # No loader takes None for a test. What is inherited would lack its arguments; and it cannot be deleted from the
+    # generic class, of which other classes may have been made.
+    namespace |= dict.fromkeys(generic_tests)
     made = type(name, (DeviceTypeTestBase, generic_test_class), namespace)
     for attribute, test in generic_tests.items():
         for variant_name, variant in _variants(attribute, test, generic_test_class, made):

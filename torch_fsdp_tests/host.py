@@ -6,16 +6,22 @@ the system frameworks go on after a fork, so there every rank is a fresh interpr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 LINUX = sys.platform.startswith("linux")
 MACOS = sys.platform == "darwin"
 
 REFUSAL = "torch_fsdp_tests runs on Linux and, on the CPU, on macOS; not on Windows (WSL 2 counts as Linux)"
+
+SHARED_MEMORY = "/dev/shm/"
+
+_SERVANTS = ("torch_shm_manager", "_inductor/compile_worker")
 
 # prctl(2) options, from <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -82,19 +88,51 @@ def children() -> list[int]:
     return found
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child of this process has ended; it can still be waited for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
 def command_of(pid: int) -> str:
     """The command line of a process in one line, for a report; its id where it cannot be read."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        words = []
+    words: list[bytes] = []
+    for _ in range(10):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if any(words) or has_ended(pid):
+            break
+        time.sleep(0.005)  # it is in the middle of its exec, when the kernel shows nothing
     line = b" ".join(words).decode(errors="backslashreplace").strip()
     return f"{pid} ({line[:120]})" if line else str(pid)
 
 
+def is_servant(command: str) -> bool:
+    """Whether a command line is that of a helper which Python or torch starts by itself: no test's doing."""
+    return is_tracker(command) or any(name in command for name in _SERVANTS)
+
+
+def is_tracker(command: str) -> bool:
+    """Whether a command line is that of multiprocessing's resource tracker.
+
+    Once the last process that it serves is gone it removes what they left in shared memory, and ends.
+    """
+    return "multiprocessing.resource_tracker" in command
+
+
+def shared_memory() -> set[str]:
+    """The names of all files in shared memory; empty where that is no folder."""
+    try:
+        return set(os.listdir(SHARED_MEMORY))
+    except OSError:
+        return set()
+
+
 def shared_memory_of(pids: set[int]) -> list[Path]:
     """Files that torch left in shared memory for the given processes (it writes their ids into the names)."""
-    return [path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    return [path for pid in pids for path in Path(SHARED_MEMORY).glob(f"torch_{pid}_*")]
 
 
 def signal_name(number: int) -> str:

@@ -1,6 +1,8 @@
 """The device under test as a value: what it answers, and where the answer comes from."""
 
+import contextlib
 import os
+import signal
 import unittest.mock
 
 import torch
@@ -83,6 +85,114 @@ class TestChoice(TestCase):
         with self.assertRaisesRegex(ConfigurationError, "the device 'abacus' cannot be used: .*abacus"):
             accelerator._probe("abacus", "gloo")
         self.assertFalse(accelerator.initialised())
+
+
+class TestSharing(TestCase):
+    """One device and several ranks: which backend is taken, decided from what probes of each have found."""
+
+    def chosen(self, *, count, own, gloo, backend=None, ranks=None):
+        facts = {"xccl": own, "gloo": gloo}
+        asked = []
+
+        def probe(device_type, name):
+            asked.append(name)
+            return {"count": count, "capabilities": ["shared_device"] * facts[name]}
+
+        with (
+            unittest.mock.patch.object(accelerator, "_probe", probe),
+            unittest.mock.patch.object(accelerator, "_checked_backend", lambda kind, name: name or "xccl"),
+        ):
+            return accelerator.from_torch("xpu", backend, ranks), asked
+
+    def test_the_devices_own_backend_is_preferred(self):
+        found, asked = self.chosen(count=1, own=True, gloo=True)
+        self.assertEqual((found.backend, found.ranks, found.is_shared, asked), ("xccl", 2, True, ["xccl"]))
+
+    def test_another_backend_where_only_that_shares(self):
+        found, asked = self.chosen(count=1, own=False, gloo=True)
+        self.assertEqual((found.backend, found.is_shared, asked), ("gloo", True, ["xccl", "gloo", "gloo"]))
+        self.assertIsNone(found.lacks_room_for(4))
+
+    def test_neither_shares(self):
+        found, _ = self.chosen(count=1, own=False, gloo=False)
+        self.assertEqual(found.backend, "xccl")
+        self.assertIn("needs 2 xpu devices, 1 visible, and ranks that share", found.lacks_room_for(2))
+
+    def test_a_wish_is_not_overruled(self):
+        found, asked = self.chosen(count=1, own=False, gloo=True, backend="xccl")
+        self.assertEqual((found.backend, asked), ("xccl", ["xccl"]))
+        self.assertIn("needs 2 xpu devices", found.lacks_room_for(2))
+
+    def test_devices_enough(self):
+        found, asked = self.chosen(count=8, own=False, gloo=True)
+        self.assertEqual((found.backend, found.ranks, found.is_shared, asked), ("xccl", 8, False, ["xccl"]))
+        found, _ = self.chosen(count=8, own=False, gloo=True, ranks=16)
+        self.assertEqual((found.backend, found.ranks, found.is_shared), ("gloo", 16, True))
+
+
+class Module:
+    """What ``torch.get_device_module`` gives, of a device that can do what its attributes say."""
+
+    def __init__(self, count, **parts):
+        self.device_count = lambda: count
+        vars(self).update(parts)
+
+
+class TestProbe(TestCase):
+    """What the probing process finds out, with a stand-in for the device."""
+
+    def described(self, module, backend="nccl", **answers):
+        always = {"_computes_after_fork": False, "_shares_a_device": False, "_has_symmetric_memory": False}
+        always |= {"_collective_works": False} | answers
+        with contextlib.ExitStack() as patches:
+            for name, answer in always.items():
+                patches.enter_context(unittest.mock.patch.object(accelerator, name, lambda *_, a=answer, **__: a))
+            patches.enter_context(unittest.mock.patch.object(torch, "get_device_module", lambda kind: module))
+            return accelerator._describe("xpu", backend)
+
+    def test_nothing_is_taken_for_granted(self):
+        self.assertEqual(self.described(Module(2)), {"count": 2, "capabilities": [], "variables": {}})
+        self.assertEqual(self.described(Module(0)), {"count": 0, "capabilities": []})
+
+    def test_each_is_found_by_its_own_attempt(self):
+        for attempt, names in {
+            "_computes_after_fork": ["fork"],
+            "_shares_a_device": ["shared_device"],
+            "_has_symmetric_memory": ["symmetric_memory"],
+            "_collective_works": ["bf16_collectives", "fp16_collectives", "premul_sum"],
+        }.items():
+            self.assertEqual(self.described(Module(2), **{attempt: True})["capabilities"], names)
+        able = Module(2, set_device=lambda index: None, graph=object, can_device_access_peer=lambda a, b: True)
+        self.assertEqual(self.described(able)["capabilities"], ["device_index", "peer_access", "graphs"])
+
+    def test_one_device_has_no_peers(self):
+        able = Module(1, can_device_access_peer=lambda a, b: True)
+        self.assertEqual(self.described(able, _has_symmetric_memory=True)["capabilities"], [])
+
+    def test_sharing_brings_the_variables_that_it_needs(self):
+        variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        shared = self.described(Module(1), _shares_a_device=True)
+        self.assertEqual(shared["variables"], variables)
+        self.assertEqual(self.described(Module(1), "gloo", _shares_a_device=True)["variables"], {})
+        # Nobody asks where there is room enough, since the answer costs two starts of the device's runtime.
+        self.assertEqual(self.described(Module(4), _shares_a_device=True)["capabilities"], [])
+        with unittest.mock.patch.dict(accelerator._answers, {"xpu nccl": shared}, clear=True):
+            self.assertLessEqual(variables.items(), accelerator.environment().items())
+
+    def test_a_forked_process_is_tried_and_has_a_limit(self):
+        self.assertTrue(accelerator._computes_after_fork("cpu"))  # the CPU is the subject
+        self.assertFalse(accelerator._computes_after_fork("xyz"))
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        self.assertIsNone(accelerator._exit_status(child, 0.05))
+        with self.assertRaises(ChildProcessError):  # it was collected
+            os.waitpid(child, 0)
+
+    def test_collectives_of_the_processor(self):
+        """What is known of gloo on the host without a probe is what a probe would find."""
+        found = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
+        self.assertEqual(accelerator._OF_THE_HOST & set(found), HOST.capabilities)
 
 
 class TestRequirements(TestCase):

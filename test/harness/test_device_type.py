@@ -78,6 +78,17 @@ class DeviceTypeTest(TestCase):
                 self.assertEqual(run(cls, FOO).errors, [])
             self.assertEqual(cls.calls, ["bare", (1, device), (2, device)])
 
+    def test_a_class_derived_earlier_keeps_what_it_inherits(self):
+        generic = type("TestX", (Recording,), {"calls": [], "test_y": lambda self: self.calls.append("y")})
+        derived = type("TestDerived", (generic,), {"test_z": lambda self: self.calls.append("z")})
+        scope = {"TestX": generic, "TestDerived": derived}
+        with unittest.mock.patch.object(accelerator, "current", lambda: FOO):
+            instantiate_device_type_tests(generic, scope)
+        self.assertEqual(sorted(scope), ["TestDerived", "TestXFOO"])
+        self.assertEqual((self.names(scope["TestXFOO"]), self.names(derived)), (["test_y_foo"], ["test_y", "test_z"]))
+        self.assertTrue(run(derived, FOO).wasSuccessful())
+        self.assertEqual(derived.calls, ["y", "z"])
+
     def test_the_device_under_test(self):
         under_test = accelerator.current()
 

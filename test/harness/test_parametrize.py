@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import unittest
 
 import torch
@@ -17,12 +16,6 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
     subtest,
 )
-
-try:
-    from hypothesis import given, settings
-    from hypothesis import strategies as st
-except ImportError:
-    given = None
 
 
 class Color(enum.Enum):
@@ -125,26 +118,6 @@ class NamesTest(TestCase):
         self.assertEqual(tests_of(again), ["test_x_a_1"])
         self.assertTrue(run(again).wasSuccessful())
         self.assertEqual(calls, [{"a": 1}])
-
-
-@unittest.skipIf(given is None, "hypothesis is not installed")
-class PropertyTest(TestCase):
-    def test_product_of_lists(self):
-        values = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
-
-        @settings(max_examples=30, deadline=None, database=None)
-        @given(st.lists(values, min_size=1, max_size=3))
-        def holds(lists):
-            names = "abc"[: len(lists)]
-            made, calls = class_with(*(parametrize(*pair) for pair in zip(names, lists)))
-            instantiate_parametrized_tests(made)
-            combinations = list(itertools.product(*lists))
-            wanted = ["_".join(f"{n}_{v}" for n, v in zip(names, each)) for each in combinations]
-            self.assertEqual(set(tests_of(made)), {f"test_x_{suffix}" for suffix in wanted})
-            run(made)
-            self.assertEqual(sorted(tuple(call[n] for n in names) for call in calls), sorted(combinations))
-
-        holds()
 
 
 if __name__ == "__main__":

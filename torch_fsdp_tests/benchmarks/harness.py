@@ -9,9 +9,11 @@ all imports, a second import of torch in helper processes included.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from torch_fsdp_tests.dispatch.devices import cores
 
 OURS = "torch_fsdp_tests"
 UPSTREAM = "torch.testing._internal"
@@ -93,7 +97,7 @@ class Run:
             if done.returncode != 0 or f"Ran {tests} test" not in done.stderr:
                 raise SystemExit(f"the benchmark's own test failed under {prefix}:\n{done.stdout}{done.stderr}")
             self._stamps = [line.split() for line in stamps.read_text().splitlines()]
-        entered = sum(1 for stage, _, _ in self._stamps if stage == "stepped")
+        entered = sum(1 for stage, _, _ in self._stamps if stage == "stepped")  # by all ranks of all tests
         if entered != ranks * tests:
             raise SystemExit(f"{prefix} ran {entered} of {ranks * tests} ranks, so its time means nothing")
 
@@ -117,11 +121,18 @@ def _further(run: Run) -> float:
 
 
 def measure(ranks: int, tests: int, pairs: int) -> dict[str, object]:
-    """Run both harnesses in turn and return the medians and the median ratios."""
-    ours, theirs = [], []
-    for _ in range(pairs):
-        ours.append(Run(OURS, ranks, tests))
-        theirs.append(Run(UPSTREAM, ranks, tests))
+    """Run both harnesses in turn and return the medians, the median ratios, and how far the pairs' ratios spread.
+
+    Every other pair begins with the other one, so that a machine that grows slower favours neither.
+    """
+    runs: dict[str, list[Run]] = {OURS: [], UPSTREAM: []}
+    for pair in range(pairs):
+        for prefix in (OURS, UPSTREAM) if pair % 2 == 0 else (UPSTREAM, OURS):
+            print(f"{ranks} ranks, pair {pair + 1} of {pairs}: {prefix} ...", file=sys.stderr, flush=True)
+            runs[prefix].append(Run(prefix, ranks, tests))
+    ours, theirs = runs[OURS], runs[UPSTREAM]
+    further = [_further(b) / _further(a) for a, b in zip(ours, theirs)]
+    file = [b.seconds / a.seconds for a, b in zip(ours, theirs)]
     stages = {
         name: [statistics.median(test[stage] for run in runs for test in run.tests()[1:]) for stage in STAGES]
         for name, runs in (("ours", ours), ("theirs", theirs))
@@ -129,11 +140,23 @@ def measure(ranks: int, tests: int, pairs: int) -> dict[str, object]:
     return {
         "ranks": ranks,
         "further": [statistics.median(map(_further, ours)), statistics.median(map(_further, theirs))],
-        "further_ratio": statistics.median(_further(b) / _further(a) for a, b in zip(ours, theirs)),
+        "further_ratio": statistics.median(further),
+        "further_spread": [min(further), max(further)],
         "file": [statistics.median(run.seconds for run in runs) for runs in (ours, theirs)],
-        "file_ratio": statistics.median(b.seconds / a.seconds for a, b in zip(ours, theirs)),
+        "file_ratio": statistics.median(file),
+        "file_spread": [min(file), max(file)],
         "stages": stages,
     }
+
+
+def _machine() -> str:
+    """What was measured on, in words."""
+    versions = f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
+    return f"{versions}, {platform.machine()}, {cores()} cores, load {os.getloadavg()[0]:.1f} before"
+
+
+def _spread(bounds: Sequence[float], digits: int) -> str:
+    return f"({bounds[0]:.{digits}f}-{bounds[1]:.{digits}f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,9 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.tests < 2 or options.pairs < 1 or min(options.ranks) < 1:
         parser.error("it takes 2 tests, 1 pair and 1 rank at the least")
     if not options.json:
+        print(f"{_machine()}; {options.tests} tests a file, medians of {options.pairs} pairs (their least and most)\n")
         print("| ranks | s per further test: ours | upstream | ratio | s per file: ours | upstream | ratio |")
         print("|---|---|---|---|---|---|---|", flush=True)
-    lines = []
+    lines: list[str] = []
     for ranks in options.ranks:
         row: dict = measure(ranks, options.tests, options.pairs)
         if options.json:
@@ -156,12 +180,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         (ours, theirs), (file, their_file) = row["further"], row["file"]
         print(
-            f"| {ranks} | {ours:.3f} | {theirs:.2f} | {row['further_ratio']:.0f} "
-            f"| {file:.1f} | {their_file:.1f} | {row['file_ratio']:.1f} |",
+            f"| {ranks} | {ours:.3f} | {theirs:.2f} | {row['further_ratio']:.0f} {_spread(row['further_spread'], 0)} "
+            f"| {file:.1f} | {their_file:.1f} | {row['file_ratio']:.1f} {_spread(row['file_spread'], 1)} |",
             flush=True,
         )
         for name, seconds in row["stages"].items():
-            parts = ", ".join(f"{stage} {value:.3f}" for stage, value in zip(STAGES, seconds))
-            lines.append(f"{ranks} ranks, {'ours' if name == 'ours' else 'upstream'}, seconds: {parts}")
-    print(*lines, sep="\n")
+            cells = " | ".join(f"{value:.3f}" for value in seconds)
+            lines.append(f"| {ranks} | {'ours' if name == 'ours' else 'upstream'} | {cells} |")
+    if lines:
+        print(f"\nwhere the seconds of a further test go:\n\n| ranks | harness | {' | '.join(STAGES)} |")
+        print("|---" * (2 + len(STAGES)) + "|", *lines, sep="\n")
     return 0

@@ -23,6 +23,8 @@ from torch_fsdp_tests import accelerator, events
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
 from torch_fsdp_tests.common_utils import TestCase, state
 from torch_fsdp_tests.ranks import (
+    Assignment,
+    Belongings,
     HarnessError,
     Kind,
     Outcome,
@@ -34,7 +36,7 @@ from torch_fsdp_tests.ranks import (
     register,
 )
 from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
-from torch_fsdp_tests.ranks.outcome import RankReport
+from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport
 
 __unittest = True
 
@@ -73,6 +75,30 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
 
     outcome = capture(rank, counted, time.perf_counter)
     return dataclasses.replace(outcome, subtests=_tally.ran, skipped_subtests=tuple(_tally.skipped))
+
+
+@contextlib.contextmanager
+def named_leaks(assignment: Assignment) -> Iterator[None]:
+    """Undo what the block leaves behind in this rank's process, and name it to the test process.
+
+    Threads cannot be ended; a rank that has some left takes no further test.
+    """
+    belongings = Belongings()
+    changes: list[str] = []
+    try:
+        with state.saved_state() as changes:
+            yield
+    finally:
+        threads = belongings.new_threads()
+        if threads:
+            assignment.leave()
+        for leak in (
+            *changes,
+            *(f"left the thread {thread.name!r} running" for thread in threads),
+            *(f"left the process {command} running" for command in belongings.end_new_children()),
+            *(f"left in shared memory: {name}" for name in belongings.end_tracked_files()),
+        ):
+            assignment.name_leak(leak)
 
 
 class RankTestCase(TestCase):
@@ -148,10 +174,39 @@ class RankTestCase(TestCase):
     def _close(self, group: RankGroup) -> None:
         """End a group and name what its ranks left behind, once; a failure of the test under the strict setting."""
         group.close()
-        leaks, group.leaks = list(dict.fromkeys(group.leaks)), []
+        self._name_leaks(group)
+
+    def _name_leaks(self, group: RankGroup) -> None:
+        leaks = group.take_leaks()
         if leaks and state.strict():
             raise HarnessError(f"{'; '.join(leaks)} ({state.STRICT_VARIABLE} makes this a failure)")
         state.notes.add(self.id(), leaks)
+
+    def _run_body(self, test_name: str, **kwargs: Any) -> None:
+        """In a rank: the test method, and then the clean-ups that it has registered. All of them run.
+
+        Upstream's harness never runs those. The first exception of a clean-up is raised; it is none of the body's.
+        """
+        try:
+            getattr(self, test_name)(**kwargs)
+        except Exception as error:
+            with contextlib.suppress(AttributeError):  # an exception with slots is taken for one of the surroundings
+                setattr(error, BODY_MARK, True)
+            raise
+        finally:
+            self._run_cleanups()
+
+    def _run_cleanups(self) -> None:
+        broken = None
+        registered: list = self._cleanups
+        while registered:
+            function, args, kwargs = registered.pop()
+            try:
+                function(*args, **kwargs)
+            except Exception as error:
+                broken = broken or error
+        if broken is not None:
+            raise broken
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, run_in_rank
+from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_utils import set_rng_seed, state
-from torch_fsdp_tests.ranks import Assignment, RankGroup
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, Kind, RankGroup, RanksErred, start_ranks
 
 __unittest = True
 
 _UNSET = -2
+_MESH = "mesh_"  # begins the descriptions of the groups that torch.distributed.device_mesh makes
 
 
 class MultiProcContinuousTest(RankTestCase):
@@ -26,8 +29,8 @@ class MultiProcContinuousTest(RankTestCase):
     Worth it where starting a device is dear. The group's ranks start with the first test and leave after the last.
 
     Differs from upstream's: a test that fails or skips never touches the next one, which gets new ranks (upstream skips
-    the rest of the class); what a test leaves changed in a rank is put back. ``poison_pill`` is kept for its name and
-    never set.
+    the rest of the class); what a test leaves changed in a rank is put back. A rank that dies after its test had passed
+    is an error of the class. ``poison_pill`` is kept for its name and never set.
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
@@ -39,6 +42,8 @@ class MultiProcContinuousTest(RankTestCase):
     pg: dist.ProcessGroup
 
     _group: RankGroup | None = None
+    _late_deaths: list[str]
+    _last_test: str = ""
 
     @classmethod
     def backend_str(cls) -> str | None:
@@ -56,13 +61,17 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        """Make the process group in a rank; subclasses extend it with what every rank needs."""
+        """Make the process group in a rank; subclasses extend it with what every rank needs.
+
+        Its collectives give up after ``timeout``, and before a test's limit.
+        """
+        timeout = min(cls.timeout, timedelta(seconds=get_timeout("") * COLLECTIVE_SHARE))
         os.environ["LOCAL_RANK"] = str(rank)  # keeps init_device_mesh from guessing the device
         store = dist.FileStore(rdvz_file, world_size)
         dist.init_process_group(
-            cls.backend_str(), world_size=world_size, rank=rank, store=store, pg_options=cls.opts(), timeout=cls.timeout
+            cls.backend_str(), world_size=world_size, rank=rank, store=store, pg_options=cls.opts(), timeout=timeout
         )
-        cls.pg = dist.distributed_c10d._get_default_group()
+        cls.pg = c10d._get_default_group()
 
     @classmethod
     def _world_size_of_class(cls) -> int:
@@ -77,17 +86,37 @@ class MultiProcContinuousTest(RankTestCase):
         world_size = self._world_size_of_class()
         self._ask_requirements(world_size)
         cls = type(self)
+        if cls._group is not None and not cls._group.ready():
+            cls._end_group()
         if cls._group is None:
-            cls._group = RankGroup(cls, None, world_size)
+            cls._group = start_ranks(cls, None, world_size)
             cls.rdvz_file = cls._group.file_name
-            cls.addClassCleanup(cls._end_group)
+            if "_late_deaths" not in vars(cls):
+                cls._late_deaths = []
+                cls.addClassCleanup(cls._conclude_class)
 
     @classmethod
     def _end_group(cls) -> None:
-        if cls._group is not None:
-            group, cls._group = cls._group, None
+        """Let the ranks go, in order. What goes wrong with that is kept until the end of the class."""
+        if cls._group is None:
+            return
+        group, cls._group = cls._group, None
+        where = f"after {cls._last_test}: " if cls._last_test else ""
+        try:
             group.close()
-            state.notes.add(f"{cls.__module__}.{cls.__qualname__}", group.leaks)
+        except HarnessError as error:
+            cls._late_deaths.append(f"{where}{error}")
+        cls._late_deaths += [f"{where}{words}" for words in group.late_deaths()]
+        state.notes.add(f"{cls.__module__}.{cls.__qualname__}", group.take_leaks())
+
+    @classmethod
+    def _conclude_class(cls) -> None:
+        """Raise what befell ranks after a test that had passed: no test can be blamed for it any more, the class is."""
+        cls._end_group()
+        deaths = cls._late_deaths
+        del cls._late_deaths
+        if deaths:
+            raise RanksErred("; ".join(deaths))
 
     def _join_ranks(self, fn: Callable) -> None:
         group = type(self)._group
@@ -96,9 +125,9 @@ class MultiProcContinuousTest(RankTestCase):
         kept = False
         try:
             self._conclude(group.run(self._testMethodName, limit), limit)
+            type(self)._last_test = self._testMethodName
+            self._name_leaks(group)
             kept = True
-            state.notes.add(self.id(), list(dict.fromkeys(group.leaks)))
-            group.leaks.clear()
         finally:
             if not kept:  # the ranks may be anywhere; the next test gets new ones
                 type(self)._group = None
@@ -116,12 +145,17 @@ class MultiProcContinuousTest(RankTestCase):
                 if not started:
                     cls._init_pg(rank, assignment.world_size, assignment.file_name)
                     started = True
-                with state.saved_state() as leaks:
+                with named_leaks(assignment), _same_groups(assignment):
                     cls._run_test_given_id(test)
-                for leak in leaks:
-                    assignment.name_leak(leak)
 
-            assignment.report(run_in_rank(rank, live))
+            outcome = run_in_rank(rank, live)
+            if outcome.kind not in (Kind.PASSED, Kind.SKIPPED):
+                # The others may wait for this rank in a collective. Its end is news to them, and the group is of no
+                # more use; to destroy it in order could take for ever.
+                assignment.leave()
+                assignment.report(outcome)
+                return
+            assignment.report(outcome)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -132,4 +166,24 @@ class MultiProcContinuousTest(RankTestCase):
         self = cls(test_name)
         self.rank = cls.rank
         set_rng_seed()
-        getattr(self, test_name)(**kwargs)
+        self._run_body(test_name, **kwargs)
+
+
+@contextlib.contextmanager
+def _same_groups(assignment: Assignment) -> Iterator[None]:
+    """Destroy the process groups that a test has made and left, and name them.
+
+    Where the class' own group is gone the rank takes no further test. After a failure all stays as it is.
+    """
+    before = list(c10d._world.pg_map)
+    yield
+    assignment.meet()
+    if any(group not in c10d._world.pg_map for group in before):
+        assignment.name_leak("destroyed the process group of the class")
+        assignment.leave()
+    left = [group for group in c10d._world.pg_map if group not in before]
+    meant = [group for group in left if not group.group_desc.startswith(_MESH)]  # nobody can close a device mesh
+    for group in left:
+        dist.destroy_process_group(group)
+    if meant:
+        assignment.name_leak(f"left {len(meant)} process group{'s' if len(meant) > 1 else ''} open")

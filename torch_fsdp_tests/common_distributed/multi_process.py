@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, run_in_rank
+from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_utils import set_rng_seed
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, RankGroup
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, RankGroup, start_ranks
 
 __unittest = True
 
@@ -35,6 +36,8 @@ class MultiProcessTestCase(RankTestCase):
 
     file_name: str = ""
     _group: RankGroup | None = None
+    _assignment: Assignment  # in a rank
+    _device_before: torch.device | None = None  # torch's default device, before the harness changed it for the test
 
     @property
     def world_size(self) -> int:
@@ -43,7 +46,7 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """Whether a process group that the test leaves open is destroyed without a word."""
+        """Whether a process group that the test leaves open is destroyed without a word; otherwise it is a leak."""
         return True
 
     @property
@@ -69,7 +72,7 @@ class MultiProcessTestCase(RankTestCase):
         """Start the ranks of the current test. Raises ``unittest.SkipTest`` when a requirement is not met."""
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
-        group = self._group = RankGroup(type(self), self._current_test_name(), world_size)
+        group = self._group = start_ranks(type(self), self._current_test_name(), world_size)
         self.addCleanup(self._close, group)
         self.processes, self.file_name = group.processes, group.file_name
 
@@ -97,6 +100,7 @@ class MultiProcessTestCase(RankTestCase):
     def _serve_rank(cls, assignment: Assignment) -> None:
         rank, file_name = assignment.index, assignment.file_name
         fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
+        cls._assignment = assignment
         for test in assignment.orders():
             run = functools.partial(cls._run, rank, test, file_name, None, **fake)
             assignment.report(run_in_rank(rank, run))
@@ -113,14 +117,24 @@ class MultiProcessTestCase(RankTestCase):
         self.run_test(test_name, parent_pipe)
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:
-        """Seed, run the test method, and close the process group that it may have left open.
+        """Seed, run the test method, name what it leaves, and close the process group that it may have left open.
 
-        After a failure the group stays as it is: the other ranks may be in a collective that would never end.
+        After a failure the group stays as it is: the other ranks may be in a collective that would never end. One that
+        was there before the test is the affair of whoever made it.
         """
         set_rng_seed()
-        getattr(self, test_name)()
+        found = dist.is_initialized()
+        with named_leaks(self._assignment):
+            try:
+                self._run_body(test_name)
+            finally:
+                if self._device_before is not None:
+                    torch.set_default_device(self._device_before)
+        self._assignment.meet()
         if dist.is_initialized() and self.destroy_pg_upon_exit:
             dist.destroy_process_group()
+        elif dist.is_initialized() and not found:
+            self._assignment.name_leak("left the process group open")
 
 
 class DistributedTestBase(MultiProcessTestCase):
@@ -145,8 +159,12 @@ class DistributedTestBase(MultiProcessTestCase):
         """Make the default group of all ranks (or of ``world_size``) and bind the rank to its device."""
         world_size = self.world_size if world_size is None else world_size
         store = dist.FileStore(self.file_name, world_size)
-        dist.init_process_group(self.backend(device), world_size=world_size, rank=self.rank, store=store)
+        timeout = timedelta(seconds=self.collective_timeout)
+        dist.init_process_group(
+            self.backend(device), world_size=world_size, rank=self.rank, store=store, timeout=timeout
+        )
         if not accelerator.current().is_host and torch.device(device).type != "cpu":
+            self._device_before = torch.get_default_device()
             torch.set_default_device(accelerator.current().bind(self.rank))
         return dist.distributed_c10d._get_default_group()
 

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.common_distributed.case import TIMEOUT_DEFAULT, RankTestCase, get_timeout, run_in_rank
+from torch_fsdp_tests.common_distributed.case import (
+    TIMEOUT_DEFAULT,
+    RankTestCase,
+    get_timeout,
+    named_leaks,
+    run_in_rank,
+)
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.distributed.multi_threaded_pg import (
@@ -65,18 +71,19 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
         yield
 
 
-def run_threads(world_size: int, body: Callable[[int], Outcome]) -> list[Outcome]:
+def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | None = None) -> list[Outcome]:
     """Run ``body(rank)`` in as many threads as there are ranks, over a threaded process group.
 
     A rank that ends badly wakes the others out of their collectives. The threads are waited for without a limit of its
-    own: every wait inside a collective has one, and the process they run in has another.
+    own: every wait inside a collective has one, by ``limit``, the seconds that the whole test may take (by default what
+    any test may), and the process they run in has another.
     """
     outcomes: dict[int, Outcome] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     store = dist.HashStore()
 
-    timeout = timedelta(seconds=get_timeout("") * COLLECTIVE_SHARE)
+    timeout = timedelta(seconds=(get_timeout("") if limit is None else limit) * COLLECTIVE_SHARE)
 
     def connected(rank: int) -> Outcome:
         dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
@@ -182,7 +189,8 @@ class MultiThreadedTestCase(RankTestCase):
                 assignment.report(outcome)
                 return outcome
 
-            run_threads(assignment.world_size, live)
+            with named_leaks(assignment):
+                run_threads(assignment.world_size, live, get_timeout(test))
 
     @classmethod
     def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:
@@ -192,12 +200,15 @@ class MultiThreadedTestCase(RankTestCase):
         self.run_test_with_threaded_pg(test_name, rank, world_size)
 
     def run_test_with_threaded_pg(self, test_name: str, rank: int, world_size: int) -> None:
-        """The test method between its per-thread fixtures."""
-        self.perThreadSetUp()
+        """The test method between its per-thread fixtures, and then the clean-ups that any of the three registered."""
         try:
-            getattr(self, test_name)()
+            self.perThreadSetUp()
+            try:
+                self._run_body(test_name)
+            finally:
+                self.perThreadTearDown()
         finally:
-            self.perThreadTearDown()
+            self._run_cleanups()
 
     def assertEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
         """As ``assertEqual``, but only where this is ``rank``: the ranks share one random generator."""
@@ -215,14 +226,15 @@ def spawn_threads_and_init_comms(
 ) -> Callable:
     """Decorate a test method of an ordinary test case to run in ``world_size`` threads with a threaded group.
 
-    Raises ``RuntimeError`` with the text of every rank that failed.
+    Its collectives give up before ``timeout``, in seconds. Raises ``RuntimeError`` with the text of every rank that
+    failed.
     """
     if func is None:
         return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
 
     @functools.wraps(func)
     def in_threads(self: Any, *args: Any, **kwargs: Any) -> None:
-        outcomes = run_threads(world_size, lambda rank: _in_thread(rank, lambda: func(self, *args, **kwargs)))
+        outcomes = run_threads(world_size, lambda rank: _in_thread(rank, lambda: func(self, *args, **kwargs)), timeout)
         bad = [outcome for outcome in outcomes if outcome.kind is not Kind.PASSED]
         if bad:
             raise RuntimeError("\n".join(f"rank {outcome.rank} of {world_size}:\n{outcome.text}" for outcome in bad))

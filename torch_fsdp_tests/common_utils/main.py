@@ -72,6 +72,8 @@ class _Program(unittest.TestProgram):
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
 
         if self._only_names:
+            if ranks.is_follower():
+                sys.exit(0)
             print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
             sys.exit(0)
         ranks.prepare()
@@ -81,9 +83,9 @@ class _Program(unittest.TestProgram):
             self.test = unittest.TestSuite(tests) if tests else self.test
             super().runTests()
             if not self.result.wasSuccessful():
-                sys.exit(1)
+                sys.exit(ranks.conclude(1))
         ran = self.result.testsRun or self.result.skipped
-        sys.exit(0 if ran else NO_TESTS_RAN)
+        sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
 
 
 def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.TestCase]:

@@ -24,6 +24,38 @@ __unittest = True  # keeps the frames of this module out of the tracebacks that 
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
+# Private names that a test class may define anew: those that are upstream's too, as test files written for its classes
+# do, and the last, which is there to be extended.
+_OPEN_NAMES = frozenset(
+    "_run _init_pg _run_test_given_id _current_test_name _spawn_processes _spawn_threads _fork_processes "
+    "_start_processes _join_processes _check_backward_prefetch _check_cpu_offload _check_forward_prefetch "
+    "_test_fsdp_parity _test_op_on_dtensor _train_for_several_steps _assert_same_parameters".split()
+)
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _refuse_collisions(cls: type) -> None:
+    """Raise ``TypeError`` where a test class, or a mixin of it, replaces a part of the harness by accident.
+
+    Upstream's classes have other private names, so a file that was written for those cannot know ours.
+    """
+    if _is_ours(cls):
+        return
+    taken = {name: base for base in cls.__mro__ if _is_ours(base) for name in vars(base)}
+    mixins = [base for base in cls.__mro__ if not issubclass(base, unittest.TestCase) and not _is_ours(base)]
+    for base in (cls, *mixins):
+        for name in vars(base).keys() & taken.keys() - _OPEN_NAMES - set(dir(unittest.TestCase)):
+            if name.startswith("_") and not name.startswith("__"):
+                owner = taken[name].__qualname__
+                raise TypeError(
+                    f"{base.__qualname__}.{name} would replace {owner}.{name}, which the harness needs as it is: "
+                    "give it another name"
+                )
+
+
 class TestCase(expecttest.TestCase):
     """unittest's TestCase with comparisons that understand tensors.
 
@@ -39,6 +71,10 @@ class TestCase(expecttest.TestCase):
 
     maxDiff = None
     _diffThreshold = sys.maxsize  # unittest's own switch: explain a difference also where texts are long
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        _refuse_collisions(cls)  # before unittest adds private names of its own
+        super().__init_subclass__(**kwargs)
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         # Loaders pass the name by position or as methodName; upstream's subclasses pass method_name on.

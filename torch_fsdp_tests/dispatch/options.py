@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from torch_fsdp_tests import launcher
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_SEED, DEFAULT_SLOW_AFTER, RunTests
@@ -189,6 +190,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     own, _, rest = _split_at_dashes(argv)
     parser = make_parser()
     asked = parser.parse_args(own)
+    _refuse_launches(parser, environment)
 
     def flag(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")
@@ -274,6 +276,19 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     if not (asked.list or asked.dry_run):
         _try_places(parser, run)
     return run
+
+
+def _refuse_launches(parser: _Parser, environment: Mapping[str, str]) -> None:
+    """Leave with status 2 in a process that a launcher made: every rank would run everything."""
+    try:
+        launch = launcher.from_environment(environment)
+    except launcher.LaunchError as error:
+        parser.error(str(error))
+    if launch is not None:
+        parser.error(
+            "this is a process of a launcher, which starts test files one by one (torchrun test/.../test_x.py), not "
+            f"this program; if the launcher's variables are left over, set {launcher.LAUNCHED_VARIABLE}=0"
+        )
 
 
 def _try_places(parser: _Parser, run: RunTests) -> None:

@@ -13,14 +13,19 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
 from torch_fsdp_tests import accelerator, events
 from torch_fsdp_tests.ranks import group as _group
+from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
 from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE, RankGroup
+from torch_fsdp_tests.ranks.launched import conclude, is_follower, start_ranks
+from torch_fsdp_tests.ranks.leaks import Belongings
 from torch_fsdp_tests.ranks.outcome import (
     HarnessError,
     Kind,
@@ -37,6 +42,7 @@ from torch_fsdp_tests.ranks.server import close_server, living_server
 __all__ = [
     "COLLECTIVE_SHARE",
     "Assignment",
+    "Belongings",
     "HarnessError",
     "Kind",
     "Outcome",
@@ -45,29 +51,39 @@ __all__ = [
     "RanksFailed",
     "Verdict",
     "capture",
+    "conclude",
     "in_rank",
+    "is_follower",
     "judge",
     "prepare",
     "register",
+    "start_ranks",
 ]
 
 _ready = False
+_files_handler: Callable[[int, FrameType | None], Any] | None = None  # of SIGTERM, as the test file had it
 
 
 def prepare() -> None:
     """Make ranks possible, before this process runs its first test. Cheap, and does nothing the second time.
 
-    Nothing happens either in a rank, or in a process that has no test class with ranks.
+    Nothing happens either in a rank, or in a process that has no test class with ranks. Does not return in a process
+    that a launcher made for another rank than 0: it follows that one, and leaves when it is told to.
     """
     global _ready
     package = __name__.partition(".")[0]
     wanted = any(module.partition(".")[0] != package for module, _ in _rank._classes)
-    if _ready or in_rank() or not wanted:
+    launched = not in_rank() and _launched.meant()
+    if _ready or in_rank() or not (wanted or launched):
         return
     _ready = True
+    _launched.settle()
     _record_facts()  # asks for the device, so that the server and its ranks find the answer in their memory
-    living_server()
+    if wanted:
+        living_server()  # before the launcher's store is opened, which may start threads
     atexit.register(_close)
+    _launched.begin()
+    atexit.register(_launched.leave)
     _take_sigterm()
 
 
@@ -77,8 +93,8 @@ def _record_facts() -> None:
         device = accelerator.current()
     except accelerator.ConfigurationError:
         return
-    facts = {"device": device.type, "backend": device.backend, "ranks": device.ranks}
-    events.record(torch=torch.__version__, shared=0 < device.count < device.ranks, **facts)
+    facts = {"device": device.name, "backend": device.backend, "ranks": device.ranks}
+    events.record(torch=torch.__version__, shared=device.is_shared, **facts)
 
 
 def _close() -> None:
@@ -90,22 +106,35 @@ def _close() -> None:
 def _take_sigterm() -> None:
     """On SIGTERM show where this process and its ranks stand, end the ranks, and then die of the signal all the same.
 
-    A handler that somebody else has installed stays.
+    A handler that the test file has installed is called after the stacks are shown, and decides what comes then: the
+    ranks end when this process does. Where the file ignores the signal, so do we.
     """
-    main_thread = threading.current_thread() is threading.main_thread()
-    if main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    global _files_handler
+    found = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and (found is signal.SIG_DFL or callable(found)):
+        _files_handler = found if callable(found) else None
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not in_rank():
-        print("terminated; the stacks of this process and of its ranks:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__ or 2)
-        try:
+    try:
+        if not in_rank():
+            print("terminated; the stacks of this process and of its ranks:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
             for group in list(_group.active):
                 print(group.stacks(), file=sys.stderr, flush=True)
-        finally:
-            _close()
-    os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        _pass_on(number, frame)
 
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Do with the signal what the test file wants, which by default is to die of it."""
+    if _files_handler is not None:
+        _files_handler(number, frame)
+        return
+    try:
+        if not in_rank():
+            _close()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -7,6 +7,7 @@ reaches the dispatcher's limit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import selectors
@@ -14,7 +15,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch_fsdp_tests import accelerator, host
@@ -29,6 +30,7 @@ from torch_fsdp_tests.ranks.outcome import (
     Outcome,
     RankReport,
     death_of_server,
+    ranks_in_words,
     shorten_stacks,
 )
 
@@ -37,10 +39,13 @@ __unittest = True
 GRACE = 3.0  # seconds for the other ranks to speak after one ended badly
 SKIP_GRACE = 10.0  # seconds for the other ranks to skip too after one skipped
 START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server may have to import everything first
+LEAVE_LIMIT = 10.0  # seconds for ranks that stay to leave when they are told to
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
 STACKS_QUIET = 0.05  # seconds without another line after which the stacks are taken to be complete
 COLLECTIVE_SHARE = 0.75  # of a test's limit, after which its collectives give up
 assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_SHARE < 1
+
+_TORCHS_CACHE = "torchinductor"  # begins the name of the folder where torch keeps what it has compiled
 
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"  # set: the output of ranks that passed is told too
 
@@ -59,6 +64,8 @@ class _Process:
     heard: dict[int, float] = dataclasses.field(default_factory=dict)  # second at which each outcome came
     ending: Ending | None = None
     stopped: bool = False
+    waits: bool = False  # the one rank in it has passed, and waits for the others to come as far
+    output_start: int = 0  # bytes of its output that belong to earlier tests
     at: float = 0.0  # second of the last thing that became known
 
     @property
@@ -70,6 +77,18 @@ class _Process:
         return None if self.ending is None else self.ending.exitcode
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The one rank of a group that lives here, when the others live elsewhere.
+
+    ``file_name`` is the rendezvous that all of them were given; None for the rank whose group is to name it.
+    """
+
+    rank: int
+    environment: Mapping[str, str]
+    file_name: str | None = None
+
+
 class RankGroup:
     """``world_size`` ranks of one test class, in as many processes, or as threads of one.
 
@@ -77,14 +96,25 @@ class RankGroup:
     group's directory is made here and removed by :meth:`close`, which every owner must call.
     """
 
-    def __init__(self, cls: type, test: str | None, world_size: int, *, threads: bool = False) -> None:
+    def __init__(
+        self, cls: type, test: str | None, world_size: int, *, threads: bool = False, part: Part | None = None
+    ) -> None:
         self.world_size = world_size
         self.directory = Path(tempfile.mkdtemp(prefix="torch_fsdp_tests-"))
         self.file_name = str(self.directory / "rendezvous")
         Path(self.file_name).touch()
-        self.leaks: list[str] = []
+        if part is not None and part.file_name is not None:
+            self.file_name = part.file_name
+        self._part = part
+        self._cut: float | None = None  # the moment at which ranks elsewhere want this test to be over
+        self._leaks: list[str] = []
+        self._leaks_of_ranks: dict[str, list[int]] = {}
         self._stays = test is None
         self._over = False
+        self._spent = False  # a rank that stayed takes no further test
+        self._shared: set[str] = set()  # names of files in shared memory that the ranks have made
+        self._judged = False  # what became of ranks that stayed is in the reports on a test
+        self._late_deaths: list[str] = []
         self._started: float | None = None
         self._asked = time.monotonic()
         self._bad_since: float | None = None
@@ -101,9 +131,10 @@ class RankGroup:
     def _start(self, cls: type, test: str | None, processes: int) -> None:
         self._server = server_side.living_server()
         share = self.world_size // processes
+        indices = range(processes) if self._part is None else range(self._part.rank, self._part.rank + 1)
         descriptors: list[int] = []
         try:
-            for index in range(processes):
+            for index in indices:
                 ours, theirs = socket.socketpair()
                 read, write = os.pipe()
                 os.set_blocking(read, False)
@@ -118,9 +149,11 @@ class RankGroup:
                     "qualname": cls.__qualname__,
                     "test": test,
                     "world_size": self.world_size,
+                    "first": indices[0],
+                    "file_name": self.file_name,
                     "directory": str(self.directory),
                     "cwd": os.getcwd(),
-                    "environment": _environment(),
+                    "environment": _environment() if self._part is None else dict(self._part.environment),
                     "preparation": server_side.preparation() if method == "spawn" else None,
                 },
                 tuple(descriptors),
@@ -140,13 +173,12 @@ class RankGroup:
         while self._started is None and (left := self._asked + START_LIMIT - time.monotonic()) > 0:
             self._hear(left)
         self._started = time.monotonic()
-        self._bad_since = None
+        self._bad_since = self._cut = None
         for process in self.processes:
             process.outcomes.clear()
-            try:
-                process.channel.send({"test": test})
-            except OSError:
-                pass  # it is gone, which the server will tell
+            process.waits = False
+            process.output_start = _size_of(self._output_of(process))
+            self._tell(process, {"test": test})
         return self.wait(limit)
 
     def wait(self, limit: float) -> list[RankReport]:
@@ -154,7 +186,7 @@ class RankGroup:
 
         Raises :class:`HarnessError` when the rank server dies or cannot start the ranks.
         """
-        done = self._all_reported if self._stays else self._all_ended
+        done = self._all_heard if self._stays else self._all_ended
         while not done():
             left = self._deadline(limit) - time.monotonic()
             if left <= 0:
@@ -166,8 +198,45 @@ class RankGroup:
             self._ask_for_stacks()
         elapsed = self._elapsed()
         if not self._stays or not done() or self._bad_since is not None:
+            self._judged = True
             self._end()
+        else:
+            self._name_files()
         return list(self._reports(elapsed))
+
+    def take_leaks(self) -> list[str]:
+        """What tests have left behind since the last call, each thing once, with the ranks in which it was left."""
+        threads = len(self.processes) < self.world_size and self._part is None
+        named = [
+            f"{leak} in {'the ranks' if threads else ranks_in_words(sorted(set(ranks)))}"
+            for leak, ranks in self._leaks_of_ranks.items()
+        ]
+        taken = [*named, *dict.fromkeys(self._leaks)]
+        self._leaks_of_ranks, self._leaks = {}, []
+        return taken
+
+    def ready(self) -> bool:
+        """Whether ranks that stay can run one more test: nobody has died since the last, and nobody wants to leave."""
+        if self._over or self._spent or self._bad_since is not None:
+            return False
+        try:
+            while self._hear(0):
+                pass
+        except HarnessError as error:
+            self._late_deaths.append(str(error))
+        return not self._late_deaths and all(process.ending is None for process in self.processes)
+
+    def late_deaths(self) -> list[str]:
+        """What went wrong with ranks that stayed after they had passed their last test; of a group that is closed."""
+        if self._judged:
+            return []
+        for process in self.processes:
+            if process.ending is not None and process.ending.code != 0 and not process.ending.ours:
+                self._late_deaths.append(self._late(process, process.ending.in_words()))
+        return self._late_deaths
+
+    def _late(self, process: _Process, words: str) -> str:
+        return f"rank {process.index} of {self.world_size} reported that it passed and then {words}"
 
     def stacks(self) -> str:
         """The Python stacks of all ranks that still run, for a report on a test that is being given up."""
@@ -187,25 +256,53 @@ class RankGroup:
         finally:
             self._release()
 
+    @property
+    def began(self) -> float:
+        """When the ranks, or their next test, were started, by the clock that machines share (``time.time()``)."""
+        return time.time() - self._elapsed()
+
+    def also_hear(self, source: Channel, hear: Callable[[], object]) -> None:
+        """Call ``hear`` whenever something has come from ``source``, for as long as this group is listened to."""
+        self._selector.register(source, selectors.EVENT_READ, hear)
+
+    def stop_hearing(self, source: Channel) -> None:
+        """Listen to it no more. Nothing happens where it was not listened to."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(source)
+
+    def hurry(self, seconds: float) -> None:
+        """Give the ranks at most this long from now: those elsewhere are in trouble, or have skipped."""
+        cut = time.monotonic() + seconds
+        self._cut = cut if self._cut is None else min(self._cut, cut)
+
+    def give_up(self) -> None:
+        """Have :meth:`close` kill ranks that stay, and not wait for them to leave in order."""
+        self._bad_since = self._bad_since or time.monotonic()
+
     def _dismiss(self) -> None:
         """Tell ranks that stay to leave, and give them a moment to do so in order."""
         for process in self.processes:
-            try:
-                process.channel.send({"leave": True})
-            except OSError:
-                pass
-        give_up = time.monotonic() + GRACE
+            self._tell(process, {"leave": True})
+        give_up = time.monotonic() + LEAVE_LIMIT
         while not self._all_ended() and (left := give_up - time.monotonic()) > 0:
             self._hear(left)
+        for process in self.processes:
+            if process.ending is None:
+                words = f"did not leave within {LEAVE_LIMIT:g} s, and was killed"
+                self._late_deaths.append(self._late(process, words))
 
-    def _elapsed(self) -> float:
-        """Seconds since the ranks were started, or were sent their next test."""
-        return 0.0 if self._started is None else time.monotonic() - self._started
+    def _elapsed(self, moment: float | None = None) -> float:
+        """Seconds from the start of the ranks, or of their next test, until now or until that moment of this machine.
+
+        Ranks say when a thing happened, since two messages may be found at once, in any order.
+        """
+        moment = time.monotonic() if moment is None else moment
+        return 0.0 if self._started is None else max(0.0, moment - self._started)
 
     def _deadline(self, limit: float) -> float:
         if self._started is None:
             return self._asked + START_LIMIT
-        deadline = self._started + limit
+        deadline = self._started + limit if self._cut is None else min(self._started + limit, self._cut)
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
         elif any(o.kind is Kind.SKIPPED for process in self.processes for o in process.outcomes.values()):
@@ -215,8 +312,8 @@ class RankGroup:
     def _all_ended(self) -> bool:
         return all(process.ending is not None for process in self.processes)
 
-    def _all_reported(self) -> bool:
-        return all(process.reported for process in self.processes)
+    def _all_heard(self) -> bool:
+        return all(process.reported or process.ending is not None for process in self.processes)
 
     def _hear(self, timeout: float) -> int:
         """Take in what has come, the server's word first, for it may tell of the first death. Counts the messages."""
@@ -227,7 +324,20 @@ class RankGroup:
                 self._hear_process(key.data, key.fileobj)
             else:
                 key.data()
+        self._let_go()
         return len(ready)
+
+    def _let_go(self) -> None:
+        """Tell the ranks that wait for the others, once there are none to wait for."""
+        if all(process.waits or process.reported or process.ending is not None for process in self.processes):
+            for process in self.processes:
+                if process.waits and process.ending is None:
+                    process.waits = False
+                    self._tell(process, {"go": True})
+
+    def _tell(self, process: _Process, message: dict) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which the server will tell
+            process.channel.send(message)
 
     def _hear_server(self) -> None:
         for message in self._server.arrived():
@@ -239,7 +349,7 @@ class RankGroup:
                     process.pid = pid
             elif message.get("over") == self._id:
                 self._over = True
-                self.leaks += [f"left the process {command} running" for command in message["leaks"]]
+                self._leaks += [f"left the process {command} running" for command in message["leaks"]]
             elif "ended" in message or "stopped" in message:
                 self._hear_end(message)
         if self._server.gone and not self._over:
@@ -256,7 +366,7 @@ class RankGroup:
                 # The question for its stacks may end a rank (before its handler is in place), or cut its sleep short.
                 process.ending = dataclasses.replace(ending, ours=self._too_late)
                 if not process.reported or process.ending.code != 0:
-                    self._note_bad(process)
+                    self._note_bad(process, message["at"])
 
     def _hear_process(self, process: _Process, source: object) -> None:
         if source is not process.channel:
@@ -267,20 +377,27 @@ class RankGroup:
             return
         for message in process.channel.arrived():
             if "leak" in message:
-                self.leaks.append(message["leak"])
+                self._leaks_of_ranks.setdefault(message["leak"], []).append(process.index)
                 continue
+            if "shared" in message:
+                self._shared.add(message["shared"])
+                continue
+            if "met" in message:
+                process.waits = True
+                continue
+            self._spent |= message["leaving"]
             if self._too_late:
                 continue
             outcome = Outcome.from_json(message["outcome"])
             process.outcomes[outcome.rank] = outcome
-            process.at = process.heard[outcome.rank] = self._elapsed()
+            process.at = process.heard[outcome.rank] = self._elapsed(message["at"])
             if outcome.kind in (Kind.FAILED, Kind.ERROR):
-                self._note_bad(process)
+                self._note_bad(process, message["at"])
         if process.channel.closed and process.channel in {key.fileobj for key in self._selector.get_map().values()}:
             self._selector.unregister(process.channel)
 
-    def _note_bad(self, process: _Process) -> None:
-        process.at = self._elapsed()
+    def _note_bad(self, process: _Process, moment: float) -> None:
+        process.at = self._elapsed(moment)
         if self._bad_since is None:
             self._bad_since = time.monotonic()
 
@@ -322,14 +439,16 @@ class RankGroup:
         for process in self.processes:
             while (data := _read(process.last_words)) not in (None, b""):
                 process.words += data or b""
-            output = _text_of(self.directory / f"output{process.index}")
+            output = _text_of(self._output_of(process), process.output_start)
             ending = process.ending or Ending(code=0)  # a rank that stays and has reported has ended well so far
             for rank in process.hosts:
-                outcome = process.outcomes.get(rank)
-                # A thread that passed is not to blame for the process that had to be killed for another's sake.
-                passed = outcome is not None and outcome.kind is Kind.PASSED
-                mine = Ending(code=0) if passed and ending.ours and len(process.hosts) > 1 else ending
-                well = passed and mine.code == 0
+                outcome = process.outcomes.get(rank, Outcome(rank, Kind.PASSED) if process.waits else None)
+                # No rank that is done is to blame when its process is killed for the sake of another: a thread, a rank
+                # that stays, one that waits for the others.
+                done = outcome is not None and outcome.kind in (Kind.PASSED, Kind.SKIPPED)
+                spared = ending.ours and (self._stays or process.waits or len(process.hosts) > 1)
+                mine = Ending(code=0) if done and spared else ending
+                well = done and mine.code == 0
                 yield RankReport(
                     rank,
                     outcome,
@@ -351,15 +470,28 @@ class RankGroup:
         self._name_files()
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _output_of(self, process: _Process) -> Path:
+        return self.directory / f"output{process.index}"
+
     def _name_files(self) -> None:
+        """Name and remove the files that the ranks have left in their temporary directory and in shared memory."""
         scratch = self.directory / "tmp"
-        left = sorted(path.name for path in scratch.iterdir()) if scratch.is_dir() else []
+        left = [path for path in _content(scratch) if not path.name.startswith(_TORCHS_CACHE)]
         if left:
-            shown = ", ".join(left[:5]) + (" ..." if len(left) > 5 else "")
-            self.leaks.append(f"left in the temporary directory: {shown}")
-        for path in host.shared_memory_of({process.pid for process in self.processes if process.pid}):
-            self.leaks.append(f"left in shared memory: {path.name}")
-            path.unlink(missing_ok=True)
+            shown = ", ".join(path.name for path in left[:5]) + (" ..." if len(left) > 5 else "")
+            self._leaks.append(f"left in the temporary directory: {shown}")
+        for path in left:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        pids = {process.pid for process in self.processes if process.pid}
+        made = {Path(host.SHARED_MEMORY, name) for name in self._shared} | set(host.shared_memory_of(pids))
+        self._shared.clear()
+        for path in sorted(made):
+            if path.exists():
+                self._leaks.append(f"left in shared memory: {path.name}")
+                path.unlink(missing_ok=True)
 
 
 active: list[RankGroup] = []  # groups that are not closed yet
@@ -378,14 +510,23 @@ def _environment() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **accelerator.environment(), **os.environ}
 
 
-def _text_of(path: Path) -> str:
-    """Head and tail of an output file, however large it is and whatever bytes are in it."""
+def _content(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _text_of(path: Path, start: int) -> str:
+    """Head and tail of an output file from byte ``start`` on, however large it is and whatever bytes are in it."""
     try:
-        size = path.stat().st_size
+        size = path.stat().st_size - start
         with path.open("rb") as file:
+            file.seek(start)
             data = file.read(TEXT_LIMIT // 2 if size > TEXT_LIMIT else TEXT_LIMIT)
             if size > TEXT_LIMIT:
-                file.seek(size - TEXT_LIMIT // 2)
+                file.seek(-(TEXT_LIMIT // 2), os.SEEK_END)
                 data += b"\n... %d bytes left out ...\n" % (size - TEXT_LIMIT // 2 * 2) + file.read()
     except FileNotFoundError:
         return ""

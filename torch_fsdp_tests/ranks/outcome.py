@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import signal
 import traceback
 import unittest
@@ -18,6 +19,9 @@ __unittest = True
 
 DEATH_NEWS = 1.0  # seconds that the news of a rank's death may come after what it caused
 TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is counted
+
+
+BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
 
 
 class Kind(str, enum.Enum):
@@ -39,6 +43,7 @@ class Outcome:
     seconds: float = 0.0
     subtests: int = 0
     skipped_subtests: tuple[str, ...] = ()
+    from_body: bool = False  # the exception came out of the test method, not out of what stands around it
 
     def to_json(self) -> dict:
         return dataclasses.asdict(self)
@@ -137,7 +142,7 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
         kind = Kind.FAILED if isinstance(error, AssertionError) else Kind.ERROR
         place = getattr(error, "__subtest__", None)
         text = (f"in the subtest {place}\n" if place else "") + format_error(error)
-        return Outcome(rank, kind, shorten(text), clock() - start)
+        return Outcome(rank, kind, shorten(text), clock() - start, from_body=hasattr(error, BODY_MARK))
     return Outcome(rank, Kind.PASSED, seconds=clock() - start)
 
 
@@ -210,10 +215,10 @@ def judge(
     bad.sort(key=lambda report: (report.waited, reasons[report.rank] is not None, _cause_at(report)))
     first = bad[0]
     crashed = any(report.outcome is None and not report.ending.ours and reasons[report.rank] is None for report in bad)
-    raised = first.outcome is not None and first.outcome.kind in (Kind.FAILED, Kind.ERROR)
-    kind = first.outcome.kind if first.outcome is not None and raised else Kind.ERROR
+    cause = first.outcome if first.outcome is not None and first.outcome.kind in (Kind.FAILED, Kind.ERROR) else None
+    kind = Kind.ERROR if cause is None else cause.kind
     text = "\n\n".join(_paragraphs(bad, reasons, len(reports), limit))
-    return Verdict(kind, text, from_body=raised and not crashed)
+    return Verdict(kind, text, from_body=cause is not None and cause.from_body and not crashed)
 
 
 def _cause_at(report: RankReport) -> float:
@@ -252,6 +257,8 @@ def _paragraphs(
         same.setdefault(_words(report, reasons[report.rank], limit), []).append(report)
     for (headline, text), reports in same.items():
         who = ranks_in_words([report.rank for report in reports])
+        if len(reports) > 1 and reasons[reports[0].rank] is None:  # the words of a skip are the test's
+            headline = _SINGULAR.sub(lambda found: _PLURAL[found[0]], headline)
         yield f"{who} of {world_size} {headline}" + (f":\n{text}" if text else "")
     skipped = [rank for rank, reason in enumerate(reasons) if reason is not None]
     if skipped:
@@ -259,6 +266,10 @@ def _paragraphs(
     for report in bad:
         if report.output:
             yield f"--- output of rank {report.rank} ---\n{report.output}"
+
+
+_PLURAL = {"was": "were", "it": "they"}
+_SINGULAR = re.compile(r"\b(was|it)\b")
 
 
 def _words(report: RankReport, skip_reason: str | None, limit: float) -> tuple[str, str]:

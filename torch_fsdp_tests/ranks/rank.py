@@ -18,12 +18,14 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import host
+from torch_fsdp_tests.ranks import leaks, rendezvous
 from torch_fsdp_tests.ranks.channel import Channel
 from torch_fsdp_tests.ranks.outcome import Outcome
 
@@ -74,29 +76,49 @@ class Assignment:
         self.test: str | None = request["test"]
         self.world_size: int = request["world_size"]
         self.directory = Path(request["directory"])
-        self.file_name = str(self.directory / "rendezvous")
+        self.file_name: str = request["file_name"]
         self._channel = channel
+        self._leaving = False
 
     def report(self, outcome: Outcome) -> None:
         """Tell the test process how a rank came out. Safe to call from any thread of the process."""
         with _reporting:
-            self._channel.send({"outcome": outcome.to_json()})
+            self._channel.send({"outcome": outcome.to_json(), "at": time.monotonic(), "leaving": self._leaving})
 
     def name_leak(self, leak: str) -> None:
-        """Tell the test process of something that a test left behind in this rank."""
+        """Tell the test process of something that a test left behind in this rank; before the outcome is told."""
         with _reporting:
-            self._channel.send({"leak": f"{leak} in rank {self.index}"})
+            self._channel.send({"leak": leak})
+
+    def name_shared_file(self, name: str) -> None:
+        """Tell the test process of a file in shared memory, which it will remove unless somebody has done so."""
+        with _reporting:
+            self._channel.send({"shared": name})
+
+    def meet(self) -> None:
+        """Wait until every other rank has come as far, has reported or is gone.
+
+        What a rank ends after it, such as a process group, no other rank is still busy to make. (Making one is no
+        barrier: c10d's ``_is_barrier_after_init``.)
+        """
+        with _reporting:
+            self._channel.send({"met": True})
+        self._channel.receive()
+
+    def leave(self) -> None:
+        """Take no further test, since the last one has left what cannot be undone; after the next report."""
+        self._leaving = True
 
     def orders(self) -> Iterable[str]:
         """The tests to run: the one it was started for, or as many as the test process sends, until it says no more."""
         if self.test is not None:
             yield self.test
             return
-        while (message := self._channel.receive()) is not None and "test" in message:
+        while not self._leaving and (message := self._channel.receive()) is not None and "test" in message:
             yield message["test"]
 
 
-_reporting = threading.Lock()
+_reporting = threading.RLock()  # a thread that reports may come to report once more, of a file that was opened for it
 
 
 def main(request: Mapping, index: int, channel: Channel, last_words: int, server: int) -> None:
@@ -107,13 +129,11 @@ def main(request: Mapping, index: int, channel: Channel, last_words: int, server
     try:
         _settle(request, index, last_words, server)
         target = find(request["module"], request["qualname"])
-        before = list(threading.enumerate())
         assignment = Assignment(request, index, channel)
+        rendezvous.join(assignment.file_name, index, assignment.world_size)
+        leaks.watch_shared_memory(assignment.name_shared_file)
         target._serve_rank(assignment)
         code = 0
-        for thread in threading.enumerate():
-            if thread not in before and not thread.daemon:
-                assignment.name_leak(f"left the thread {thread.name!r} running")
         atexit._run_exitfuncs()
     except SystemExit as leaving:
         code = _exit_code(leaving)

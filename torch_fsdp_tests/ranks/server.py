@@ -13,6 +13,7 @@ Requests: ``start`` (brings one channel and one pipe of last words a process), `
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -38,6 +39,8 @@ __unittest = True
 START_VARIABLE = "TORCH_FSDP_TESTS_START"  # "fork" or "spawn"; by default what the host and the device can do
 MOST_DESCRIPTORS = 250  # the kernel passes 253 in one message (SCM_MAX_FD)
 KILL_LIMIT = 5.0  # seconds for the kernel to take down killed processes
+TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to remove what their processes have left
+assert TIDY_LIMIT < KILL_LIMIT
 
 
 class Server:
@@ -68,15 +71,15 @@ class Server:
         while True:
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._wakeup in ready:
-                os.read(self._wakeup, 1 << 12)
+                _empty(self._wakeup)
                 self._reap()
-                if os.getppid() != self._test_process:
-                    break
             if self._control.fileno() in ready:
                 message, descriptors = self._control.receive_with_descriptors(MOST_DESCRIPTORS)
                 if message is None:
                     break
                 getattr(self, f"_{message['op']}")(message, descriptors)
+            if os.getppid() != self._test_process:
+                break
         # The test process is gone, so what it would have ended and removed falls to the server.
         directories = list(self._directories.values())
         for start in list(self._starts):
@@ -97,7 +100,7 @@ class Server:
                 )
             if request["start"] == "spawn":
                 Path(request["directory"], "request.json").write_text(json.dumps(request))
-            for index, (channel, last_words) in enumerate(ends):
+            for index, (channel, last_words) in enumerate(ends, request["first"]):
                 launch = self._spawn if request["start"] == "spawn" else self._fork
                 pids[launch(request, index, channel, last_words, ends)] = True
         except (OSError, RuntimeError) as error:
@@ -151,19 +154,22 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
         ours = {pid for start in self._starts.values() for pid, there in start.items() if there}
         leaks: list[str] = []
+        patience = time.monotonic() + TIDY_LIMIT
         give_up = time.monotonic() + KILL_LIMIT
-        while time.monotonic() < give_up:
+        while (now := time.monotonic()) < give_up:
+            _empty(self._wakeup)
             self._reap()
             # Descendants of a rank that is gone have become children of the server.
-            lost = [pid for pid in host.children() if pid not in ours]
-            for pid in lost:
-                leaks += [host.command_of(pid)]
+            lost = {pid: host.command_of(pid) for pid in host.children() if pid not in ours}
+            tidying = {pid for pid, command in lost.items() if host.is_tracker(command) and now < patience}
+            for pid in lost.keys() - tidying:
+                leaks += [lost[pid]] * (not host.is_servant(lost[pid]))
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             if not lost and not any(pids.values()):
                 break
-            if not lost:
-                select.select([self._wakeup], [], [], give_up - time.monotonic())
+            if lost.keys() == tidying:
+                select.select([self._wakeup], [], [], (patience if tidying else give_up) - now)
         del self._starts[request["id"]]
         del self._directories[request["id"]]
         self._tell({"over": request["id"], "leaks": leaks})
@@ -182,13 +188,19 @@ class Server:
                 self._tell({"stopped": pid})
             elif known is not None:
                 known[pid] = False
-                self._tell({"ended": pid, "status": status})
+                self._tell({"ended": pid, "status": status, "at": time.monotonic()})
 
     def _tell(self, message: dict) -> None:
         try:
             self._control.send(message)
         except OSError:
             pass  # the test process is gone, and serve() will see it
+
+
+def _empty(pipe: int) -> None:
+    """Take out what the signals have put into the pipe, which would end the next wait for one at once."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(pipe, 1 << 12)
 
 
 class ServerHandle:
@@ -233,6 +245,10 @@ class ServerHandle:
     @property
     def gone(self) -> bool:
         return self._channel.closed
+
+    def release(self) -> None:
+        """Close this end of the connection, of a server that is dead or another process' own."""
+        self._channel.close()
 
     def close(self) -> None:
         """Let the server go: it ends when its control connection does, and takes its ranks along."""
@@ -283,6 +299,8 @@ def living_server() -> ServerHandle:
     global _server
     if _server is None or not _server.alive:
         first = _server is None and threading.active_count() == 1
+        if _server is not None:
+            _server.release()
         _server = ServerHandle(forked=first and host.can_fork())
     return _server
 

@@ -1,4 +1,7 @@
-"""A test file that goes wrong in every way that test_ranks.py knows; not one that discovery finds."""
+"""A test file that goes wrong in every way that test_ranks.py knows; not one that discovery finds.
+
+The faults are written once and meet three kinds of ranks: processes of one test, threads, and processes that stay.
+"""
 
 import atexit
 import ctypes
@@ -6,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -13,13 +17,38 @@ import unittest
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
+from torch_fsdp_tests import host
+from torch_fsdp_tests.common_distributed import (
+    TIMEOUT_OVERRIDE,
+    MultiProcContinuousTest,
+    MultiProcessTestCase,
+    MultiThreadedTestCase,
+    run_subtests,
+)
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.ranks import RankGroup, server
 
 FOREVER = 1000  # seconds
+LIMIT = 3  # seconds for a test that takes all it is given; the others have what the environment says
+SHARED_MEMORY = "/dev/shm"
+
+if "FAULTS_OWN_HANDLER" in os.environ:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 
 
-class TwoRanks(MultiProcessTestCase):
+class Timed:
+    """Tells how long a test took, as the test process saw it."""
+
+    def run(self, result=None):
+        began = time.monotonic()
+        try:
+            return super().run(result)
+        finally:
+            print(f"seconds {type(self).__name__}.{self._testMethodName} {time.monotonic() - began:.2f}", flush=True)
+
+
+class Processes(Timed, MultiProcessTestCase):
     world_size = 2
 
     def setUp(self):
@@ -30,58 +59,78 @@ class TwoRanks(MultiProcessTestCase):
         store = dist.FileStore(self.file_name, self.world_size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
 
-    def only_rank_1(self, fault):
-        """Rank 1 meets its fault once all are connected; the others wait for it in a collective."""
-        self.connect()
-        if self.rank == 1:
-            fault()
-        dist.barrier()
+
+class Threads(Timed, MultiThreadedTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def connect(self):
+        pass
 
 
-class Deaths(TwoRanks):
+class Staying(Timed, MultiProcContinuousTest):
+    world_size = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def connect(self):
+        pass
+
+
+def only_rank_1(case, fault):
+    """Rank 1 meets its fault once all are connected; the others wait for it in a collective."""
+    case.connect()
+    if case.rank == 1:
+        fault()
+    dist.barrier()
+
+
+# --- the faults -------------------------------------------------------------------------------------------------------
+
+
+class Deaths:
     def test_exit(self):
-        self.only_rank_1(lambda: os._exit(3))
+        only_rank_1(self, lambda: os._exit(3))
 
     def test_sys_exit(self):
-        self.only_rank_1(lambda: sys.exit(5))
+        only_rank_1(self, lambda: sys.exit(5))
 
     def test_sys_exit_zero(self):
         sys.exit(0)
 
     def test_sigkill(self):
-        self.only_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        only_rank_1(self, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def test_sigsegv(self):
-        self.only_rank_1(lambda: ctypes.string_at(0))
+        only_rank_1(self, lambda: ctypes.string_at(0))
 
     def test_sigabrt(self):
-        self.only_rank_1(os.abort)
-
-    def test_before_rendezvous(self):
-        if self.rank == 1:
-            os._exit(4)
-        self.connect()
+        only_rank_1(self, os.abort)
 
     def test_after_success(self):
         if self.rank == 1:
             atexit.register(os._exit, 3)
 
+    def test_leaving_a_shared_file(self):
+        def fault():
+            open(f"{SHARED_MEMORY}/faults-{os.getpid()}", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        only_rank_1(self, fault)
+
     @unittest.expectedFailure
     def test_expected_failure_by_crash(self):
         os._exit(3)
 
-    def test_special_return_code(self):
-        os._exit(7)
 
-    def setUp(self):
-        super().setUp()
-        if self._testMethodName == "test_special_return_code":
-            self.special_return_code_checks[self.test_special_return_code.__wrapped__] = 7
-
-
-class Words(TwoRanks):
+class Words:
     def test_one_raises(self):
-        self.only_rank_1(lambda: self.fail("the one"))
+        only_rank_1(self, lambda: self.fail("the one"))
 
     def test_all_raise_alike(self):
         self.fail("alike")
@@ -91,8 +140,8 @@ class Words(TwoRanks):
 
     def test_element(self):
         wrong = torch.zeros(4)
-        wrong[2] = self.rank
-        self.assertEqual(wrong, torch.zeros(4))
+        wrong[2] = self.rank / 2
+        self.assertEqual({"weight": wrong}, {"weight": torch.zeros(4)})
 
     def test_no_pickle(self):
         class Odd(Exception):
@@ -110,8 +159,16 @@ class Words(TwoRanks):
         os.write(2, b"\xff\xfe\n")
         raise ValueError("m" * 50_000_000)
 
+    def test_quiet_no_more(self):
+        print("of this test")
+        self.fail("so that it is shown")
+
     def test_quiet(self):
         print("nobody asked for this")
+
+    def test_shapes(self):
+        self.connect()
+        dist.all_reduce(torch.ones(1_000 + 100_000 * self.rank))
 
     def test_subtest(self):
         for number in range(3):
@@ -119,25 +176,23 @@ class Words(TwoRanks):
                 self.assertNotEqual(number, 1)
 
     def test_no_subtest(self):
-        from torch_fsdp_tests.common_distributed import run_subtests
-
         run_subtests(self, {"number": []}, print)
 
     @unittest.expectedFailure
     def test_expected_failure(self):
-        self.only_rank_1(lambda: self.fail("as expected"))
+        only_rank_1(self, lambda: self.fail("as expected"))
 
     @unittest.expectedFailure
     def test_unexpected_success(self):
         pass
 
 
-class Skips(TwoRanks):
+class Skips:
     def test_all(self):
         raise unittest.SkipTest("for a reason")
 
     def test_all_by_exit_code(self):
-        os._exit(74)
+        sys.exit(74)
 
     def test_one(self):
         if self.rank == 1:
@@ -149,63 +204,239 @@ class Skips(TwoRanks):
         self.fail("the other")
 
 
-class Hangs(TwoRanks):
-    def test_in_python(self):
-        self.only_rank_1(lambda: time.sleep(FOREVER))
+class Hangs:
+    def test_hang_in_python(self):
+        only_rank_1(self, lambda: time.sleep(FOREVER))
 
-    def test_in_c(self):
-        self.only_rank_1(lambda: ctypes.PyDLL(None).sleep(FOREVER))  # PyDLL keeps the GIL
+    def test_hang_in_c(self):
+        only_rank_1(self, lambda: ctypes.PyDLL(None).sleep(FOREVER))  # PyDLL keeps the GIL
 
-    def test_ignoring_sigterm(self):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("hanging")
+    def test_hang_stopped(self):
+        # Of several threads the one that sends the signal may run on for a moment.
+        only_rank_1(self, lambda: time.sleep(FOREVER) if not os.kill(os.getpid(), signal.SIGSTOP) else None)
+
+    def test_hang_in_a_collective_of_some(self):
+        self.connect()
+        if self.rank == 0:
+            dist.barrier()
+        elif not isinstance(self, Staying):
+            time.sleep(FOREVER)  # a rank that leaves would be heard of
+
+    def test_hang_ignoring_sigterm(self):
+        if not isinstance(self, Threads):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("hanging", flush=True)
         time.sleep(FOREVER)
 
-    def test_stopped(self):
-        self.only_rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
-    def test_collective_of_some(self):
-        self.only_rank_1(lambda: time.sleep(FOREVER) if not dist.barrier() else None)
+class Fixtures:
+    """Failures around the test method: in the test process, and in the ranks."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.addClassCleanup(cls.broken, "class clean-up")
+
+    def setUp(self):
+        super().setUp()
+        if self._testMethodName == "test_clean_up":
+            self.addCleanup(self.broken, "clean-up")
+        if self._testMethodName == "test_set_up":
+            self.broken("setUp")
+
+    def tearDown(self):
+        if self._testMethodName == "test_tear_down":
+            self.broken("tearDown")
+        super().tearDown()
+
+    @staticmethod
+    def broken(place):
+        raise ValueError(f"in {place}")
+
+    def test_set_up(self):
+        time.sleep(FOREVER)
+
+    def test_tear_down(self):
+        pass
+
+    def test_clean_up(self):
+        pass
+
+    def test_clean_up_in_rank(self):
+        if self.rank == 1:
+            self.addCleanup(print, "never mind")
+            self.addCleanup(self.broken, "a rank's clean-up")
+
+    def test_clean_up_in_rank_after_a_failure(self):
+        self.addCleanup(print, "cleaned up", flush=True)
+        self.fail("the test")
+
+    @unittest.expectedFailure
+    def test_expected_failure_by_clean_up(self):
+        self.addCleanup(self.broken, "a rank's clean-up")
 
 
-class Leaks(TwoRanks):
-    def test_grandchild(self):
+class ClassFixture:
+    @classmethod
+    def setUpClass(cls):
+        raise ValueError("in setUpClass")
+
+    def test_never(self):
+        pass
+
+
+class Leaks:
+    def test_a_child(self):
         if self.rank == 1:
             subprocess.Popen(["sleep", "999"], start_new_session=True)
 
-    def test_thread(self):
+    def test_a_thread(self):
         if self.rank == 1:
             threading.Thread(target=time.sleep, args=(FOREVER,), name="left").start()
 
-    def test_file(self):
+    def test_files(self):
         if self.rank == 1:
-            open(os.path.join(os.environ["TMPDIR"], "left"), "w").close()
+            os.mkdir(os.path.join(tempfile.gettempdir(), "left"))
 
-    def test_group(self):
-        self.connect()
+    def test_shared_memory(self):
+        from multiprocessing import shared_memory
 
-    def test_environment(self):
+        if self.rank == 1:
+            open(f"{SHARED_MEMORY}/faults-{os.getpid()}", "w").close()
+            shared_memory.SharedMemory(create=True, size=1).close()
+
+    def test_settings(self):
         os.environ["LEFT"] = "1"
         torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(2)
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(5)
+        type(self).seed_before = torch.initial_seed()
 
-    def test_environment_after(self):
+    def test_settings_after(self):
         self.assertNotIn("LEFT", os.environ)
         self.assertEqual(torch.ones(1).dtype, torch.float32)
+        self.assertEqual(torch.get_num_threads(), 1)
+        self.assertFalse(torch.are_deterministic_algorithms_enabled())
+        self.assertNotEqual(torch.initial_seed(), 5)
 
 
-class NoRanks(MultiProcessTestCase):
+class Essentials:
+    """What the kinds of test cases for FSDP must get right too, though they share all with the others."""
+
+    def test_a_passes(self):
+        dist.barrier()
+        print(f"pid {os.getpid()}")
+
+    test_b_passes = test_a_passes
+
+    def test_c_raises(self):
+        only_rank_1(self, lambda: self.fail("the one"))
+
+    test_d_passes = test_a_passes
+
+    def test_e_dies(self):
+        only_rank_1(self, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def test_f_skips(self):
+        raise unittest.SkipTest("for a reason")
+
+    test_g_passes = test_a_passes
+
+    def test_hang_in_a_collective_of_some(self):
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(1))
+
+    def test_i_clean_up(self):
+        self.addCleanup(Fixtures.broken, "a rank's clean-up")
+
+    test_j_passes = test_a_passes
+
+    def connect(self):
+        pass
+
+
+# --- met by processes of one test -------------------------------------------------------------------------------------
+
+
+class ProcessDeaths(Deaths, Processes):
+    def test_before_rendezvous(self):
+        if self.rank == 1:
+            os._exit(4)
+        self.connect()
+
+    def test_special_return_code(self):
+        os._exit(7)
+
+    def setUp(self):
+        super().setUp()
+        if self._testMethodName == "test_special_return_code":
+            self.special_return_code_checks[self.test_special_return_code.__wrapped__] = 7
+
+
+class ProcessWords(Words, Processes):
+    pass
+
+
+class ProcessSkips(Skips, Processes):
+    pass
+
+
+class ProcessHangs(Hangs, Processes):
+    pass
+
+
+class ProcessFixtures(Fixtures, Processes):
+    pass
+
+
+class ProcessClassFixture(ClassFixture, Processes):
+    pass
+
+
+class ProcessLeaks(Leaks, Processes):
+    destroy_pg_upon_exit = True
+
+    def test_an_orphan(self):
+        if self.rank == 1:
+            subprocess.run(["sh", "-c", "sleep 999 >/dev/null 2>&1 &"])
+
+    def test_the_group(self):
+        self.connect()
+
+    def test_torchs_shared_memory(self):
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        if self.rank == 1:
+            tensor = torch.ones(1).share_memory_()
+            for manager in host.children():  # it would remove the file
+                os.kill(manager, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL if tensor.is_shared() else 0)
+
+
+class ProcessGroupLeak(Processes):
+    destroy_pg_upon_exit = False
+
+    def test_the_group(self):
+        self.connect()
+
+
+class ProcessFsdp(Essentials, Timed, FSDPTest):
+    world_size = 2
+
+
+class ProcessNone(MultiProcessTestCase):
     def test_none(self):
         pass
 
 
-class ZeroRanks(TwoRanks):
+class ProcessZero(Processes):
     world_size = 0
 
     def test_zero(self):
         pass
 
 
-class ZServer(TwoRanks):
+class ProcessZServer(Processes):
     def test_a_killed(self):
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(FOREVER)
@@ -214,69 +445,148 @@ class ZServer(TwoRanks):
         self.connect()
 
 
-class Threads(MultiThreadedTestCase):
-    world_size = 3
+# --- met by threads ---------------------------------------------------------------------------------------------------
 
-    def setUp(self):
-        super().setUp()
-        self._spawn_threads()
 
+class ThreadDeaths(Deaths, Threads):
+    def test_before_rendezvous(self):
+        dist.barrier()
+
+    def perThreadSetUp(self):
+        if self._testMethodName == "test_before_rendezvous" and self.rank == 1:
+            os._exit(4)
+
+
+class ThreadWords(Words, Threads):
     def test_passes(self):
         dist.barrier()
 
-    def test_one_raises(self):
-        if self.rank == 1:
-            raise ValueError("the one")
-        dist.barrier()
 
-    def test_one_leaves(self):
-        if self.rank == 1:
-            sys.exit(5)
-        dist.barrier()
-
-    def test_dies(self):
-        if self.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
-
-    def test_all_skip(self):
-        raise unittest.SkipTest("for a reason")
-
-    def test_one_skips(self):
-        if self.rank == 1:
-            raise unittest.SkipTest("for a reason")
-
-    def test_hangs(self):
-        if self.rank == 1:
-            time.sleep(FOREVER)
+class ThreadSkips(Skips, Threads):
+    pass
 
 
-class ThreadFixtures(Threads):
-    test_passes = test_one_raises = test_one_leaves = test_dies = test_all_skip = test_one_skips = test_hangs = None
+class ThreadHangs(Hangs, Threads):
+    pass
 
+
+class ThreadFixtures(Fixtures, Threads):
     def perThreadSetUp(self):
-        raise ValueError("in the fixture")
+        if "set_up_of_a_thread" in self._testMethodName and self.rank == 1:
+            self.addCleanup(self.broken, "the clean-up of a set-up")
+            self.broken("perThreadSetUp")
 
-    def test_fixture(self):
+    def perThreadTearDown(self):
+        if self._testMethodName == "test_tear_down_of_a_thread" and self.rank == 1:
+            self.broken("perThreadTearDown")
+
+    def test_set_up_of_a_thread(self):
+        dist.barrier()
+
+    def test_tear_down_of_a_thread(self):
+        pass
+
+    @unittest.expectedFailure
+    def test_expected_failure_by_set_up_of_a_thread(self):
         pass
 
 
-class Stays(MultiProcContinuousTest):
+class ThreadClassFixture(ClassFixture, Threads):
+    pass
+
+
+class ThreadLeaks(Leaks, Threads):
+    pass
+
+
+class ThreadFsdp(Essentials, Timed, FSDPTestMultiThread):
     world_size = 2
 
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
 
+class ThreadNone(MultiThreadedTestCase):
+    def test_none(self):
+        pass
+
+
+class ThreadZServer(Threads):
+    test_killed = ProcessZServer.test_a_killed
+
+
+# --- met by processes that stay ---------------------------------------------------------------------------------------
+
+
+class StayingDeaths(Deaths, Staying):
+    test_after_success = None  # see StayingLate
+
+    def test_before_rendezvous(self):
+        pass
+
+    @classmethod
+    def _init_pg(cls, rank, world_size, rdvz_file):
+        if rank == 1 and cls.first_test(rdvz_file) == "test_before_rendezvous":
+            os._exit(4)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    @staticmethod
+    def first_test(rdvz_file):
+        with open(os.path.join(os.path.dirname(rdvz_file), "first")) as file:
+            return file.read()
+
+    def setUp(self):
+        super().setUp()
+        with open(os.path.join(os.path.dirname(type(self).rdvz_file), "first"), "w") as file:
+            file.write(self._testMethodName)
+
+
+class StayingWords(Words, Staying):
+    pass
+
+
+class StayingSkips(Skips, Staying):
+    pass
+
+
+class StayingHangs(Hangs, Staying):
+    pass
+
+
+class StayingFixtures(Fixtures, Staying):
+    pass
+
+
+class StayingClassFixture(ClassFixture, Staying):
+    pass
+
+
+class StayingLeaks(Leaks, Staying):
+    def test_groups(self):
+        dist.new_group([0, 1])
+
+    def test_groups_after(self):
+        self.assertEqual(len(dist.distributed_c10d._world.pg_map), 1)
+
+    def test_own_group(self):
+        dist.destroy_process_group()
+
+    def test_own_group_after(self):
+        dist.barrier()
+
+
+class StayingOrphan(Staying):
+    test_orphan = ProcessLeaks.test_an_orphan
+
+
+class StayingFsdp(Essentials, Timed, FSDPTestContinuous):
+    world_size = 2
+
+
+class StayingPids(Staying):
     def test_a_pid(self):
         print(f"pid {os.getpid()}")
 
-    def test_b_pid(self):
-        print(f"pid {os.getpid()}")
-        os.environ["LEFT"] = "1"
+    test_b_pid = test_a_pid
 
     def test_c_skip(self):
-        self.assertNotIn("LEFT", os.environ)
         raise unittest.SkipTest("for a reason")
 
     def test_d_pid(self):
@@ -284,14 +594,72 @@ class Stays(MultiProcContinuousTest):
         print(f"pid {os.getpid()}")
 
     def test_e_dies(self):
-        if self.rank == 1:
-            os._exit(3)
+        print(f"pid {os.getpid()}", flush=True)
+        only_rank_1(self, lambda: os._exit(3))
+
+    test_f_pid = test_d_pid
+
+
+class StayingLate(Staying):
+    """A rank dies when its class is over."""
+
+    test_after_success = Deaths.test_after_success
+
+
+class StayingLater(Staying):
+    """A rank dies between two tests; the second does not suffer for it."""
+
+    def tearDown(self):
+        super().tearDown()
+        group = type(self)._group
+        if self._testMethodName == "test_a":
+            os.kill(self.victim(group), signal.SIGKILL)
+            while group.ready():
+                time.sleep(0.01)
+
+    def victim(self, group):
+        return group.processes[1].pid
+
+    def test_a(self):
         dist.barrier()
 
-    def test_f_pid(self):
+    def test_b(self):
         dist.barrier()
-        print(f"pid {os.getpid()}")
 
+
+class StayingServer(StayingLater):
+    """The rank server dies between two tests."""
+
+    def victim(self, group):
+        return server._server._pid
+
+
+class StayingZServer(Staying):
+    test_killed = ProcessZServer.test_a_killed
+
+
+class EveryKind(Processes):
+    """For the death of the test process: ranks of all kinds hang while it waits for those of its test."""
+
+    def setUp(self):
+        super().setUp()
+        name = "test_hang_ignoring_sigterm"
+        threads, stay = RankGroup(ThreadHangs, name, 2, threads=True), RankGroup(StayingHangs, None, 2)
+        self.addCleanup(threads.close)
+        self.addCleanup(stay.close)
+        for process in stay.processes:
+            process.channel.send({"test": name})
+
+    def test_no_end(self):
+        Hangs.test_hang_ignoring_sigterm(self)
+
+
+HANGING = [name for cls in (Hangs, Essentials) for name in vars(cls) if name.startswith("test_hang")]
+TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
+
+# The bases of all these hold no tests of their own.
+for base in (Processes, Threads, Staying):
+    assert not unittest.defaultTestLoader.getTestCaseNames(base)
 
 if __name__ == "__main__":
     run_tests()

@@ -1,0 +1,139 @@
+"""A test file for test_launched.py, to be run by torchrun; not one that discovery finds."""
+
+import os
+import signal
+import time
+import unittest
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase, requires
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+LAUNCHED = os.getpid()  # forked ranks keep the id of the process that the launcher made
+FOREVER = 1000  # seconds
+TIMEOUT_OVERRIDE["test_hangs"] = 3
+
+
+def total(rank):
+    """The sum of one tensor a rank, which tells how many there are."""
+    tensor = torch.ones(1, device=accelerator.current().device(rank))
+    dist.all_reduce(tensor)
+    return int(tensor.item())
+
+
+class TestAll(FSDPTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        print("class fixture of TestAll")
+
+    def test_passes(self):
+        self.assertEqual(total(self.rank), accelerator.current().ranks)
+        place = f"rank {self.rank} of {dist.get_world_size()} at {os.environ['LOCAL_RANK']}"
+        print(f"{place}, launcher's variables: {sorted({'RANK', 'WORLD_SIZE', 'MASTER_PORT'} & set(os.environ))}")
+
+    def test_fails(self):
+        with self.subTest(stage=7):
+            if self.rank == 2:
+                self.fail("only here")
+            total(self.rank)
+
+    @unittest.expectedFailure
+    def test_expected_failure(self):
+        if self.rank == 1:
+            self.fail("as everybody knows")
+        total(self.rank)
+
+    def test_skips(self):
+        self.skipTest("not today")
+
+    def test_dies(self):
+        if self.rank == 1:
+            os._exit(3)
+        total(self.rank)
+
+    def test_hangs(self):
+        if self.rank == 1:
+            time.sleep(FOREVER)
+
+    @requires(lambda: "known before any rank starts")
+    def test_asks_first(self):
+        pass
+
+
+class TestFewer(MultiProcessTestCase):
+    """Ranks that make their group themselves, over a store that the file imports by its name."""
+
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        os.environ["SET_BY_RANK_0"] = "yes"
+        self.addCleanup(os.environ.pop, "SET_BY_RANK_0")
+        self._spawn_processes()
+
+    def test_passes(self):
+        self.assertEqual(os.environ["SET_BY_RANK_0"], "yes")
+        store = FileStore(self.file_name, 2)
+        self.assertIsInstance(store, dist.PrefixStore)
+        dist.init_process_group(accelerator.current().backend, store=store, rank=self.rank, world_size=2)
+        self.assertEqual(total(self.rank), 2)
+
+    test_passes_again = test_passes
+
+
+class TestMore(FSDPTest):
+    world_size = 5
+
+    def test_is_left_out(self):
+        self.fail("it has no room")
+
+
+class TestStaying(FSDPTestContinuous):
+    def test_1_begins(self):
+        type(self).mine = os.getpid()
+        self.assertEqual(total(self.rank), accelerator.current().ranks)
+
+    def test_2_same_ranks(self):
+        self.assertEqual(self.mine, os.getpid())
+        total(self.rank)
+
+    def test_3_fails(self):
+        if self.rank == 1:
+            raise KeyError("lost")
+        total(self.rank)
+
+    def test_4_new_ranks(self):
+        self.assertFalse(hasattr(self, "mine"))
+        total(self.rank)
+
+
+class TestThreads(FSDPTestMultiThread):
+    world_size = 6
+
+    def test_passes(self):
+        self.assertEqual(total(self.rank), 6)
+
+
+class TestAlone(TestCase):
+    def test_passes(self):
+        print("one process")
+
+
+class TestLoss(FSDPTest):
+    def test_1_process_of_the_launcher_dies(self):
+        if self.rank == 1:
+            os.kill(LAUNCHED, signal.SIGKILL)
+        time.sleep(FOREVER)
+
+    def test_2_comes_after(self):
+        pass
+
+
+if __name__ == "__main__":
+    run_tests()

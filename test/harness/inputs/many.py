@@ -1,0 +1,67 @@
+"""500 tests of all kinds that do nothing, and what the test process and its rank server hold at a few of them."""
+
+import gc
+import os
+import re
+from pathlib import Path
+
+from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.ranks import server
+
+MEASURED = (40, 90, 140)  # numbers of the tests before which it is measured
+
+
+def measure(kind, number):
+    gc.collect()
+    for who, pid in (("test_process", os.getpid()), ("server", server._server._pid)):
+        folder = Path("/proc", str(pid))
+        status = (folder / "status").read_text()
+        held = {
+            "descriptors": len(list((folder / "fd").iterdir())),
+            "threads": int(re.search(r"Threads:\s+(\d+)", status)[1]),
+            "children": sum(len(path.read_text().split()) for path in folder.glob("task/*/children")),
+            "kilobytes": int(re.search(r"RssAnon:\s+(\d+)", status)[1]),
+        }
+        for what, value in held.items():
+            print(kind, who, what, number, value, flush=True)
+
+
+class Measured:
+    world_size = 1
+
+    def setUp(self):
+        number = int(self._testMethodName[-3:])
+        if number in MEASURED:
+            measure(type(self).__name__, number)
+        super().setUp()
+
+
+class Processes(Measured, MultiProcessTestCase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+
+class Threads(Measured, MultiThreadedTestCase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+
+class Staying(Measured, MultiProcContinuousTest):
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+
+def passes(self):
+    print("a line of output")
+
+
+for kind, tests in (("Processes", 150), ("Threads", 150), ("Staying", 200)):
+    for number in range(tests):
+        setattr(globals()[kind], f"test_{number:03}", passes)
+
+if __name__ == "__main__":
+    run_tests()

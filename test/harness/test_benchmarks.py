@@ -1,0 +1,59 @@
+"""What the harness benchmark makes of its stamps and its pairs, with runs that cost nothing."""
+
+import contextlib
+import io
+import unittest.mock
+
+from torch_fsdp_tests.benchmarks import harness
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+UPSTREAM_AT = 10.0  # times as slow
+
+
+class FakeRun(harness.Run):
+    """A run of two ranks: every test begins a second after the last, and takes 0.4 s, or ten times as much."""
+
+    made: list
+
+    def __init__(self, prefix, ranks, tests):
+        self.made.append(prefix)
+        slow = UPSTREAM_AT if prefix == harness.UPSTREAM else 1.0
+        self.seconds = 2.0 * slow
+        self._stamps = []
+        for test in range(tests):
+            for stage, at in [("begin", 0), ("entered", 0.1), ("connected", 0.2), ("stepped", 0.25), ("end", 0.4)]:
+                alone = stage in ("begin", "end")
+                for rank in [-1] if alone else range(ranks):
+                    late = 0.0 if alone or rank == ranks - 1 else -0.05  # the slowest rank counts
+                    self._stamps.append([stage, rank, str(100.0 * test + (at + late) * slow)])
+
+
+class TestHarnessBenchmark(TestCase):
+    def setUp(self):
+        super().setUp()
+        FakeRun.made = []
+        self._stack = contextlib.ExitStack()
+        self.addCleanup(self._stack.close)
+        self._stack.enter_context(unittest.mock.patch.object(harness, "Run", FakeRun))
+        self.said = self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        self._stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+
+    def test_both_figures_and_the_stages(self):
+        row = harness.measure(ranks=2, tests=3, pairs=3)
+        self.assertEqual((row["further_ratio"], row["file_ratio"]), (UPSTREAM_AT, UPSTREAM_AT), atol=1e-6, rtol=0)
+        self.assertEqual(row["further"], [0.4, 4.0], atol=1e-6, rtol=0)
+        self.assertEqual(row["file"], [2.0, 20.0])
+        self.assertEqual(row["stages"]["ours"], [0.1, 0.1, 0.05, 0.15], atol=1e-6, rtol=0)
+
+    def test_the_pairs_take_turns(self):
+        harness.measure(ranks=2, tests=2, pairs=2)
+        self.assertEqual(FakeRun.made, [harness.OURS, harness.UPSTREAM, harness.UPSTREAM, harness.OURS])
+
+    def test_the_tables(self):
+        harness.main(["--ranks", "2", "4", "--pairs", "1"])
+        self.assertIn("| 2 | 0.400 | 4.00 | 10 (10-10) | 2.0 | 20.0 | 10.0 (10.0-10.0) |", self.said.getvalue())
+        self.assertIn("| 4 | upstream | 1.000 | 1.000 | 0.500 | 1.500 |", self.said.getvalue())
+
+
+if __name__ == "__main__":
+    run_tests()

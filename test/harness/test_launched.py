@@ -1,0 +1,230 @@
+"""Ranks that torchrun made: what a test file does with them, seen from outside.
+
+``inputs/launched.py`` is run by three launches, side by side: one machine with every fault, two nodes where all is
+well, and one that loses a process.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torch_fsdp_tests import launcher
+from torch_fsdp_tests.common_utils import (
+    TestCase,
+    find_free_port,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+from torch_fsdp_tests.dispatch import options
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = Path(__file__).parent / "inputs" / "launched.py"
+LIMIT = 300  # seconds for a launch
+TEST_LIMIT = 60  # seconds for one of its tests
+WELL = ["TestAll.test_passes", "TestFewer", "TestMore", "TestStaying.test_1_begins", "TestStaying.test_2_same_ranks"]
+
+
+class Launch:
+    """One torchrun, begun at once; :meth:`end` waits for it and reads what its ranks and it have printed."""
+
+    def __init__(self, options, tests, **variables):
+        self._scratch = tempfile.TemporaryDirectory()
+        self._output = tempfile.TemporaryFile()
+        own = {"PYTHONPATH": str(ROOT), "TMPDIR": self._scratch.name, "OMP_NUM_THREADS": "1"}
+        limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT)}
+        command = [sys.executable, "-m", "torch.distributed.run", *options, str(FILE), "-v", *tests]
+        self._process = subprocess.Popen(
+            command, env=os.environ | own | limit | variables, stdout=self._output, stderr=subprocess.STDOUT
+        )
+
+    def stop(self):
+        if self._process.poll() is None:
+            self._process.terminate()  # torchrun ends its ranks then
+            self._process.wait()
+
+    def end(self):
+        try:
+            self.code = self._process.wait(timeout=LIMIT)
+        finally:
+            self.stop()
+        self._output.seek(0)
+        self.text = self._output.read().decode(errors="backslashreplace")
+        self._output.close()
+        self.left = [name for name in os.listdir(self._scratch.name) if name.startswith("torch_fsdp_tests")]
+        self._scratch.cleanup()
+        name = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # with the test's own name since Python 3.11
+        self.outcomes = {}
+        for test, cls, outcome in re.findall(
+            rf"^{name} \.\.\. (?:.*\n)*?(ok|ERROR|FAIL|skipped .+|expected failure)$", self.text, re.MULTILINE
+        ):
+            self.outcomes.setdefault(f"{cls}.{test}", []).append(outcome)
+        self.words = {}
+        for section in self.text.split("=" * 70 + "\n")[1:]:
+            found = re.match(rf"[A-Z ]+: {name}", section)
+            if found:
+                self.words[f"{found[2]}.{found[1]}"] = section
+        return self
+
+
+@functools.cache
+def started():
+    node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{find_free_port()}"]
+    show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
+    patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end a test that nobody ended
+    faults = ["TestAll", "TestFewer", "TestMore", "TestStaying", "TestThreads", "TestAlone"]
+    return {
+        "faults": Launch(["--standalone", "--nproc-per-node", "3"], faults),
+        "node 0": Launch([*node, "--node-rank", "0"], WELL, **show),
+        "node 1": Launch([*node, "--node-rank", "1"], WELL, **show),
+        "loss": Launch(["--standalone", "--nproc-per-node", "2"], ["TestLoss"], **patient),
+    }
+
+
+@functools.cache
+def launched(name):
+    return started()[name].end()
+
+
+def tearDownModule():
+    for launch in started().values() if started.cache_info().currsize else ():
+        launch.stop()
+
+
+class TestOneMachine(TestCase):
+    def test_every_test_is_reported_once_by_rank_0(self):
+        self.assertEqual(
+            launched("faults").outcomes,
+            {
+                "TestAll.test_asks_first": ["skipped 'known before any rank starts'"],
+                "TestAll.test_dies": ["ERROR"],
+                "TestAll.test_expected_failure": ["expected failure"],
+                "TestAll.test_fails": ["FAIL"],
+                "TestAll.test_hangs": ["ERROR"],
+                "TestAll.test_passes": ["ok"],
+                "TestAll.test_skips": ["skipped 'not today'"],
+                "TestFewer.test_passes": ["ok"],
+                "TestFewer.test_passes_again": ["ok"],
+                "TestMore.test_is_left_out": ["skipped 'wants 5 ranks, the launcher made 3'"],
+                "TestStaying.test_1_begins": ["ok"],
+                "TestStaying.test_2_same_ranks": ["ok"],
+                "TestStaying.test_3_fails": ["ERROR"],
+                "TestStaying.test_4_new_ranks": ["ok"],
+                "TestThreads.test_passes": ["ok"],
+                "TestAlone.test_passes": ["ok"],
+            },
+        )
+
+    @parametrize(
+        "test,words",
+        [
+            ("TestAll.test_fails", ["rank 2 of 3 raised", "stage=7", "only here", "in test_fails"]),
+            ("TestAll.test_dies", ["rank 1 of 3 left with exit code 3 before reporting"]),
+            ("TestAll.test_hangs", ["rank 1 of 3 was still running after", "the limit is 3 s", "in test_hangs"]),
+            ("TestStaying.test_3_fails", ["rank 1 of 3 raised", "KeyError: 'lost'"]),
+        ],
+    )
+    def test_tracebacks_travel_to_rank_0(self, test, words):
+        told = launched("faults").words[test]
+        for each in words:
+            self.assertIn(each, told)
+        if "was still running" not in words[0]:  # what the others say of one that hangs explains it, and comes first
+            self.assertEqual(re.findall(r"^(?:\S+: )?ranks? (\d)", told, re.MULTILINE)[0], words[0].split()[1])
+
+    def test_fixtures_and_single_process_tests_run_once(self):
+        self.assertEqual(launched("faults").text.count("class fixture of TestAll"), 1)
+        self.assertEqual(launched("faults").text.count("one process"), 1)
+
+    def test_every_process_leaves_with_the_status_that_rank_0_earned(self):
+        launch = launched("faults")
+        self.assertEqual(launch.code, 1)
+        self.assertIn("FAILED (failures=1, errors=3, skipped=3, expected failures=1)", launch.text)
+        codes = re.findall(r"rank +: (\d) .*\n +exitcode +: (-?\d+)", launch.text)
+        self.assertIn(("0", "1"), codes)  # it was not cut short by the launcher
+        self.assertEqual(launch.left, [])
+
+
+class TestTwoNodes(TestCase):
+    def test_ranks_of_both_nodes_run_every_test(self):
+        first, second = launched("node 0"), launched("node 1")
+        self.assertEqual((first.code, second.code), (0, 0))
+        self.assertEqual(
+            first.outcomes,
+            {
+                "TestAll.test_passes": ["ok"],
+                "TestFewer.test_passes": ["ok"],
+                "TestFewer.test_passes_again": ["ok"],
+                "TestMore.test_is_left_out": ["skipped 'wants 5 ranks, the launcher made 4'"],
+                "TestStaying.test_1_begins": ["ok"],
+                "TestStaying.test_2_same_ranks": ["ok"],
+            },
+        )
+        for rank, local_rank in enumerate([0, 1, 0, 1]):
+            self.assertIn(f"rank {rank} of 4 at {local_rank}, launcher's variables: []", first.text)
+        self.assertEqual(second.outcomes, {})
+        self.assertNotIn("Ran ", second.text)
+        self.assertEqual(first.left + second.left, [])
+
+
+class TestLoss(TestCase):
+    def test_the_death_of_a_launched_process_ends_the_run_with_its_name(self):
+        launch = launched("loss")
+        self.assertNotEqual(launch.code, 0)
+        self.assertEqual(len(re.findall("torch_fsdp_tests: the process of rank 1 of 2 .* is gone", launch.text)), 1)
+        self.assertNotIn("test_2_comes_after (__main__.TestLoss.test_2_comes_after) ... ok", launch.text)
+        self.assertEqual(launch.left, [])
+
+
+FULL = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+ELASTIC = FULL | {"TORCHELASTIC_RUN_ID": "none"}
+
+
+class TestRule(TestCase):
+    """Which environments are those of a launch."""
+
+    def test_torchrun_is_known_by_its_own_variable(self):
+        found = launcher.from_environment(ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        self.assertEqual(found, launcher.Launch(1, 4, 1, "here", 29500, agent_store=True))
+
+    @parametrize("left", [FULL, {"RANK": "0", "WORLD_SIZE": "8"}, {"TORCHELASTIC_RUN_ID": "none"}, {}])
+    def test_what_is_left_in_a_shell_is_no_launch(self, left):
+        self.assertIsNone(launcher.from_environment(left))
+
+    def test_a_word_decides(self):
+        self.assertIsNotNone(launcher.from_environment(FULL | {"TORCH_FSDP_TESTS_LAUNCHED": "1"}))
+        self.assertIsNone(launcher.from_environment(ELASTIC | {"TORCH_FSDP_TESTS_LAUNCHED": "0"}))
+
+    def test_the_dispatcher_refuses_to_be_launched(self):
+        for environment, refused in [(ELASTIC, True), (ELASTIC | {"TORCH_FSDP_TESTS_LAUNCHED": "0"}, False)]:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                try:
+                    options.parse(["--list"], environment, ROOT)
+                except SystemExit as leaving:
+                    self.assertEqual(leaving.code, 2)
+            self.assertEqual("a process of a launcher" in said.getvalue(), refused)
+
+    @parametrize(
+        "wrong,words",
+        [
+            ({"TORCH_FSDP_TESTS_LAUNCHED": "1", "LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+            ({"TORCH_FSDP_TESTS_LAUNCHED": "yes"}, "is 'yes': it can be 1"),
+            ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4"),
+            ({"MASTER_PORT": "any"}, "MASTER_PORT='any'"),
+        ],
+    )
+    def test_nonsense_is_refused(self, wrong, words):
+        with self.assertRaisesRegex(launcher.LaunchError, words):
+            launcher.from_environment(ELASTIC | wrong)
+
+
+instantiate_parametrized_tests(TestOneMachine)
+instantiate_parametrized_tests(TestRule)
+
+if __name__ == "__main__":
+    run_tests()

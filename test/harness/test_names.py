@@ -1,0 +1,47 @@
+"""Names that a test class shares with the harness by accident: refused when the class is made."""
+
+from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiThreadedTestCase
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+
+class TestNames(TestCase):
+    def made(self, name, *bases):
+        return type("TestX", bases, {name: lambda self, *args: None})
+
+    @parametrize(
+        "base,name,owner",
+        [
+            (FSDPTest, "_record", "RankTestCase"),
+            (FSDPTest, "_group", "MultiProcessTestCase"),
+            (MultiThreadedTestCase, "_conclude", "RankTestCase"),
+            (MultiProcContinuousTest, "_end_group", "MultiProcContinuousTest"),
+            (TestCase, "_undo_leaks", "TestCase"),
+        ],
+    )
+    def test_a_part_of_the_harness_is_not_replaced(self, base, name, owner):
+        with self.assertRaisesRegex(TypeError, rf"TestX\.{name} would replace {owner}\.{name}"):
+            self.made(name, base)
+
+    def test_nor_by_a_mixin_on_either_side(self):
+        mixin = type("Mixin", (), {"_close": lambda self, group: None})
+        for bases in ((mixin, FSDPTest), (FSDPTest, mixin)):
+            with self.assertRaisesRegex(TypeError, r"Mixin\._close would replace RankTestCase\._close"):
+                type("TestX", bases, {})
+
+    @parametrize("name", ["_run", "_spawn_processes", "_init_pg", "_helper", "__private", "record", "test_record"])
+    def test_upstreams_names_and_new_ones_are_free(self, name):
+        self.made(name, FSDPTest)
+
+    def test_what_the_harness_keeps_on_a_class_does_not_stand_in_the_way(self):
+        """A continuous class carries its ranks while its tests run, and unittest its clean-ups."""
+        first = self.made("test_x", MultiProcContinuousTest)
+        first._group = first._last_test = None
+        first.addClassCleanup(lambda: None)
+        self.made("test_y", first)
+
+
+instantiate_parametrized_tests(TestNames)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,310 @@
+"""Properties that hold for all values: of comparing, of running subtests, and of the names of parametrized tests."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import unittest
+from unittest import mock
+
+import torch
+
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, run_subtests
+from torch_fsdp_tests.common_distributed.case import run_in_rank
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.common_utils.parametrization import dtype_name
+from torch_fsdp_tests.ranks import Kind
+
+try:
+    from hypothesis import HealthCheck, assume, given, settings
+    from hypothesis import strategies as st
+except ImportError:  # the file can be read all the same, and its tests say why they skip
+    HealthCheck = assume = settings = st = mock.MagicMock()
+
+    def given(*_, **__):
+        return unittest.skip("hypothesis is not installed: pip install -e .[dev]")
+
+
+# The same examples in every run, nothing kept on disk, and no verdict by the clock.
+settings.register_profile(
+    "harness",
+    max_examples=60,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+)
+settings.load_profile("harness")
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int32, torch.int64)
+# As torch.testing.assert_close documents them: (rtol, atol).
+TOLERANCES = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+}
+
+shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+leaves = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=5),
+    st.sampled_from([*FLOATS, torch.Size([1, 2])]),
+)
+nested = st.recursive(
+    leaves,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@st.composite
+def tensors(draw, dtypes=(*FLOATS, *INTEGERS, torch.bool)):
+    dtype, shape, seed = draw(st.sampled_from(dtypes)), draw(shapes), draw(st.integers(0, 2**31))
+    values = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed))
+    return values.bool() if dtype is torch.bool else values.to(dtype)
+
+
+def place_in(tensor, number):
+    """The index of an element of a tensor by its number in order."""
+    index = []
+    for size in reversed(tensor.shape):
+        number, rest = divmod(number, size)
+        index.append(rest)
+    return tuple(reversed(index))
+
+
+class EqualityTest(TestCase):
+    def message(self, x, y, **kwargs):
+        with self.assertRaises(AssertionError) as caught:
+            self.assertEqual(x, y, **kwargs)
+        return str(caught.exception)
+
+    @given(nested)
+    def test_equal_to_itself_and_to_a_copy(self, value):
+        self.assertEqual(value, value)
+        copy = {"list": lambda: [*value], "dict": lambda: collections.OrderedDict(value)}
+        self.assertEqual(copy.get(type(value).__name__, lambda: value)(), value)
+
+    @given(nested, nested)
+    def test_symmetric_without_tolerances(self, x, y):
+        def equal(a, b):
+            try:
+                self.assertEqual(a, b, atol=0, rtol=0)
+            except (AssertionError, ValueError):
+                return False
+            return True
+
+        self.assertIs(equal(x, y), equal(y, x))
+
+    @given(tensors())
+    def test_equal_tensors(self, tensor):
+        self.assertEqual(tensor, tensor.clone())
+        self.assertEqual(tensor, tensor.tolist() if tensor.dim() else tensor.item())
+        self.assertEqual({"a": [tensor]}, {"a": (tensor.clone(),)})
+        with self.assertRaises(AssertionError):
+            self.assertNotEqual(tensor, tensor.clone())
+
+    @given(tensors(), st.data())
+    def test_one_wrong_element_is_found_and_told(self, tensor, data):
+        """The message holds its index, and by how much it is off, also where the tensor is deep in a container."""
+        number = data.draw(st.integers(0, tensor.numel() - 1))
+        wrong = tensor.clone()
+        if tensor.dtype is torch.bool:
+            wrong.view(-1)[number] = ~wrong.view(-1)[number]
+            distance = 1
+        else:
+            distance = data.draw(st.sampled_from([2, 16, 64]))
+            wrong.view(-1)[number] += distance
+        keys = data.draw(st.lists(st.sampled_from(["weight", "bias", 0, 1]), max_size=3))
+        x, y = wrong, tensor
+        for key in reversed(keys):
+            x, y = {key: x, "same": 1}, {key: y, "same": 1}
+        text = self.message(x, y)
+        if keys:
+            place = "".join(f"[{key!r}]" for key in keys)
+            self.assertTrue(text.startswith(f"at {place}: "), text)
+        if tensor.dim() == 0 or tensor.dtype is torch.bool:
+            return  # of a single value torch tells the two; of a bool no distance
+        self.assertIn(f"{place_in(tensor, number)}", text)
+        self.assertRegex(text, rf"Greatest absolute difference: {distance}(\.0)? at index")
+        self.assertRegex(text, rf"Mismatched elements: 1 / {tensor.numel()} ")
+
+    @given(st.sampled_from(FLOATS), st.floats(0.01, 100), st.floats(0, 3), st.booleans())
+    def test_tolerances_are_torchs(self, dtype, expected, share, negative):
+        """What is closer than ``atol + rtol * |expected|`` passes, what is farther fails."""
+        expected = torch.tensor(-expected if negative else expected, dtype=dtype)
+        rtol, atol = TOLERANCES[dtype]
+        actual = (expected.double() + share * (atol + rtol * expected.double().abs())).to(dtype)
+        off = (actual.double() - expected.double()).abs().item()
+        allowed = atol + rtol * expected.double().abs().item()
+        assume(not math.isclose(off, allowed, rel_tol=1e-3))
+        if off < allowed:
+            self.assertEqual(actual, expected)
+        else:
+            self.message(actual, expected)
+            self.assertEqual(actual, expected, atol=2 * off, rtol=0)
+
+    @given(tensors(), tensors())
+    def test_shape_and_dtype_count(self, x, y):
+        if x.shape != y.shape:
+            if x.numel() == y.numel() == 1 and x.dtype == y.dtype:
+                assume(x.item() == y.item())
+            self.message(x, y)
+        elif x.dtype != y.dtype:
+            self.message(x, x.to(y.dtype))
+            self.assertEqual(x.to(torch.float64), x, exact_dtype=False)
+
+    @given(st.lists(st.integers(-5, 5), min_size=1, max_size=9), st.data())
+    def test_every_difference_of_a_list_is_counted(self, values, data):
+        changed = data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1))
+        other = [value + (index in changed) for index, value in enumerate(values)]
+        first, *rest = sorted(changed)
+        text = self.message(other, values)
+        self.assertTrue(text.startswith(f"at [{first}]: "), text)
+        if rest:
+            self.assertIn(f"{len(rest)} more differ: ", text)
+            for index in rest[:5]:
+                self.assertIn(f"[{index}]", text)
+        else:
+            self.assertNotIn("more differ", text)
+
+
+def case_in_rank():
+    """A test case as a rank has it."""
+
+    class Case(MultiProcessTestCase):
+        def test_it(self):
+            pass
+
+    case = Case("test_it")
+    case.rank = 0
+    return case
+
+
+configurations = st.dictionaries(
+    st.sampled_from(["a", "b", "c"]), st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=3
+)
+
+
+class SubtestsTest(TestCase):
+    def run_in_rank(self, configuration, test_fn, *args, **kwargs):
+        return run_in_rank(0, lambda: run_subtests(case_in_rank(), configuration, test_fn, *args, **kwargs))
+
+    @given(configurations, st.tuples(st.integers()), st.dictionaries(st.just("d"), st.integers()))
+    def test_every_combination_once_in_order(self, configuration, args, kwargs):
+        calls = []
+        outcome = self.run_in_rank(
+            configuration, lambda *given_args, **chosen: calls.append((given_args, chosen)), *args, **kwargs
+        )
+        combinations = list(itertools.product(*configuration.values()))
+        wanted = [(args, {**kwargs, **dict(zip(configuration, values))}) for values in combinations]
+        self.assertEqual(calls, wanted)
+        self.assertEqual(outcome.subtests, len(combinations))
+        self.assertIs(outcome.kind, Kind.PASSED)
+
+    @given(configurations, st.data())
+    def test_the_first_failure_ends_it_and_is_named(self, configuration, data):
+        combinations = list(itertools.product(*configuration.values()))
+        number = data.draw(st.integers(0, len(combinations) - 1))
+        calls = []
+
+        def body(**chosen):
+            calls.append(chosen)
+            self.assertLess(len(calls), number + 1)
+
+        outcome = self.run_in_rank(configuration, body)
+        self.assertIs(outcome.kind, Kind.FAILED)
+        self.assertEqual(len(calls), number + 1)
+        self.assertEqual(outcome.subtests, number)
+        words = ", ".join(f"{name}={value}" for name, value in zip(configuration, combinations[number]))
+        if words:
+            self.assertTrue(outcome.text.startswith(f"in the subtest ({words})\n"), outcome.text)
+
+    @given(configurations, st.data())
+    def test_skips_end_only_their_subtest_and_are_counted(self, configuration, data):
+        """A test all of whose subtests skip has skipped; one of whose subtests ran has passed."""
+        combinations = list(itertools.product(*configuration.values()))
+        skipping = data.draw(st.sets(st.integers(0, len(combinations) - 1)))
+        numbers = itertools.count()
+
+        def body(**_):
+            number = next(numbers)
+            if number in skipping:
+                raise unittest.SkipTest(f"reason {number % 2}")
+
+        outcome = self.run_in_rank(configuration, body)
+        self.assertIs(outcome.kind, Kind.SKIPPED if len(skipping) == len(combinations) else Kind.PASSED)
+        self.assertEqual(outcome.subtests, len(combinations) - len(skipping))
+        self.assertEqual(outcome.skipped_subtests, tuple(f"reason {number % 2}" for number in sorted(skipping)))
+
+    @given(configurations, st.sampled_from(["a", "b", "c"]))
+    def test_a_parameter_without_values_is_an_error(self, configuration, name):
+        outcome = self.run_in_rank({**configuration, name: []}, mock.Mock(side_effect=AssertionError("called")))
+        self.assertIs(outcome.kind, Kind.ERROR)
+        self.assertIn(f"no subtest to run: {name} has no values", outcome.text)
+
+
+values = st.one_of(
+    st.integers(-9, 9), st.booleans(), st.text("xy", min_size=1, max_size=2), st.none(), st.sampled_from(FLOATS)
+)
+
+
+def class_with(decorators):
+    """A class whose test is under these decorators, the first on top, and the list of what it is called with."""
+    calls = []
+
+    def test_x(self, **arguments):
+        calls.append(arguments)
+
+    for decorate in reversed(decorators):
+        test_x = decorate(test_x)
+    return instantiate_parametrized_tests(type("T", (unittest.TestCase,), {"test_x": test_x})), calls
+
+
+def upstreams_name(index, name, value):
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return f"{name}_{value}" if isinstance(value, (int, str)) else f"{name}{index}"
+
+
+class NamingTest(TestCase):
+    @given(st.dictionaries(st.sampled_from("abc"), st.lists(values, min_size=1, max_size=3), min_size=1, max_size=3))
+    def test_stacked(self, lists):
+        """A test for each combination, by upstream's names, called with its values; two of one name are refused."""
+        lists = dict(sorted(lists.items()))
+        suffixes = [[upstreams_name(i, name, v) for i, v in enumerate(each)] for name, each in lists.items()]
+        names = ["test_x_" + "_".join(parts) for parts in itertools.product(*suffixes)]
+        decorators = [parametrize(name, each) for name, each in lists.items()]
+        if len(set(names)) < len(names):
+            with self.assertRaisesRegex(AssertionError, "two tests of T would have the name test_x_"):
+                class_with(decorators)
+            return
+        made, calls = class_with(decorators)
+        self.assertEqual(set(unittest.defaultTestLoader.getTestCaseNames(made)), set(names))
+        for name, combination in zip(names, itertools.product(*lists.values())):
+            calls.clear()
+            getattr(made(name), name)()
+            (call,) = calls
+            self.assertEqual(list(map(call.get, lists)), list(combination))
+            self.assertEqual([type(call[key]) for key in lists], list(map(type, combination)))
+
+    @given(st.lists(st.tuples(values, values), min_size=1, max_size=3))
+    def test_several_parameters_at_once(self, pairs):
+        names = [f"test_x_{upstreams_name(i, 'a', a)}_{upstreams_name(i, 'b', b)}" for i, (a, b) in enumerate(pairs)]
+        assume(len(set(names)) == len(names))
+        made, calls = class_with([parametrize("a, b", pairs)])
+        self.assertEqual(set(unittest.defaultTestLoader.getTestCaseNames(made)), set(names))
+        for name, (a, b) in zip(names, pairs):
+            calls.clear()
+            getattr(made(name), name)()
+            self.assertEqual(calls, [{"a": a, "b": b}])
+
+
+if __name__ == "__main__":
+    run_tests()

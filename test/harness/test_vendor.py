@@ -1,0 +1,134 @@
+"""A device that no module of this project has heard of: its vendor's package is all that it takes.
+
+``inputs/vendor`` holds such a package, as an installation would put it beside torch: a module, and the file that names
+its entry point. What its device cannot show, since its tensors are the processor's, is tensors of a type of their own.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import unittest.mock
+from pathlib import Path
+
+import torch
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.dispatch import options
+
+ROOT = Path(__file__).resolve().parents[2]
+VENDOR = Path(__file__).parent / "inputs" / "vendor"
+NAME = "soroban"
+FILE = "distributed/fsdp/test_fsdp_uneven"
+LIMIT = 300  # seconds for one file
+WISHES = {"device": NAME, "backend": "gloo", "ranks": 3}
+
+
+def run(*command, **variables):
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(VENDOR)])}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(arguments, env=clean | path | variables, text=True, capture_output=True, timeout=LIMIT)
+
+
+@contextlib.contextmanager
+def installed(**variables):
+    """The vendor's package on the path of this process, and nothing asked for but what is given."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+    with (
+        unittest.mock.patch.dict(os.environ, kept | variables, clear=True),
+        unittest.mock.patch.object(sys, "path", [*sys.path, str(VENDOR)]),
+    ):
+        accelerator._resolve.cache_clear()
+        try:
+            yield
+        finally:
+            accelerator._resolve.cache_clear()
+
+
+class TestNewDevice(TestCase):
+    def test_a_whole_file_runs_on_it(self):
+        """By the dispatcher, with options: every test of a file that was written before the device was known."""
+        done = run(ROOT / "run_test.py", "--device", NAME, "--ranks", 3, "-i", FILE, "-v")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn(f"device {NAME}, backend gloo, ranks 3, devices shared", done.stdout)
+        (passed,) = re.findall(r"^(\d+) passed, 0 failed, 0 skipped$", done.stdout, re.MULTILINE)
+        written = (ROOT / "test" / f"{FILE}.py").read_text().count("    def test_")
+        self.assertGreaterEqual(int(passed), written)
+
+    def test_its_ranks_find_their_devices_in_its_own_way(self):
+        """By hand, with variables: four ranks of a test that wants four, on two devices, each bound by the vendor."""
+        variables = {"TORCH_FSDP_TESTS_DEVICE": NAME, "TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
+        done = run(ROOT / "test" / f"{FILE}.py", "-k", "FourRanks", **variables)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
+        self.assertEqual(bound, {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")})
+
+    def test_nothing_else_knows_its_name(self):
+        knows = [
+            str(path.relative_to(ROOT))
+            for folder in ("torch_fsdp_tests", "test")
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".json", ".txt") and NAME in path.read_text().lower()
+        ]
+        inside = str(VENDOR.relative_to(ROOT))
+        outside = {path for path in knows if not path.startswith(inside)}
+        self.assertEqual(outside, {str(Path(__file__).resolve().relative_to(ROOT))})
+        self.assertGreater(len(knows), len(outside))
+
+    def test_without_its_package_it_is_unknown(self):
+        with unittest.mock.patch.dict(os.environ, {accelerator.DEVICE_VARIABLE: NAME}):
+            with self.assertRaisesRegex(accelerator.ConfigurationError, f"unknown device '{NAME}'"):
+                accelerator.current()
+
+    def test_reasons_call_it_by_its_name(self):
+        with installed(TORCH_FSDP_TESTS_DEVICE=NAME):
+            found = accelerator.current()
+        self.assertEqual((found.name, found.count, found.ranks, found.is_shared), (NAME, 2, 2, False))
+        self.assertFalse(found.is_host)
+        self.assertEqual(found.device(3), torch.device(found.type))
+        self.assertIn(f"{NAME} with gloo has not", found.lacks("streams"))
+
+
+class TestWishes(TestCase):
+    """The dispatcher's options, the variables, and what the harness makes of them agree."""
+
+    def of_dispatcher(self, arguments, environment):
+        run = options.parse(arguments, environment, ROOT)
+        return {name: getattr(run, name) for name in WISHES}
+
+    @parametrize("name", sorted(WISHES))
+    def test_an_option_is_its_variable(self, name):
+        value = str(WISHES[name])
+        variable = f"TORCH_FSDP_TESTS_{name.upper()}"
+        by_option = self.of_dispatcher([f"--{name}", value, "--list"], {})
+        self.assertEqual(by_option, self.of_dispatcher(["--list"], {variable: value}))
+        self.assertEqual(by_option[name], WISHES[name])
+        other = {variable: "7"}
+        self.assertEqual(by_option, self.of_dispatcher([f"--{name}", value, "--list"], other))  # an option wins
+        self.assertEqual(self.of_dispatcher(["--list"], {variable: ""}), self.of_dispatcher(["--list"], {}))
+
+    def test_the_harness_obeys_the_variables(self):
+        variables = {f"TORCH_FSDP_TESTS_{name.upper()}": str(value) for name, value in WISHES.items()}
+        with installed(**variables):
+            found = accelerator.current()
+        self.assertEqual({"device": found.name, "backend": found.backend, "ranks": found.ranks}, WISHES)
+        with installed(**dict.fromkeys(variables, "")):
+            unset = accelerator.current()
+        with installed():
+            self.assertEqual(accelerator.current(), unset)
+
+    @parametrize("ranks", ["0", "two", "-1"])
+    def test_both_refuse_the_same_numbers(self, ranks):
+        with contextlib.redirect_stderr(None), self.assertRaises(SystemExit):
+            self.of_dispatcher(["--list"], {"TORCH_FSDP_TESTS_RANKS": ranks})
+        with installed(TORCH_FSDP_TESTS_RANKS=ranks), self.assertRaises(accelerator.ConfigurationError):
+            accelerator.current()
+
+
+instantiate_parametrized_tests(TestWishes)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,73 @@
+"""How the ranks of a test find each other when a launcher spread them: over its store, not over a file.
+
+Tests meet at ``file_name``, a file that ranks on several machines do not share. In a launched rank that name stands for
+a prefix in the launcher's store: whoever makes a ``FileStore`` of it gets the store with that prefix, fresh for each
+test. All other files stay files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch_fsdp_tests.launcher import Launch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_VARIABLE = "_TORCH_FSDP_TESTS_LAUNCH"
+STORE_LIMIT = 120.0  # seconds for the launcher's store to answer
+
+
+def open_store(launch: Launch, serve: bool = False) -> dist.TCPStore:
+    """The launcher's store; ``serve`` makes it where the launcher has none. Raises torch's ``DistError`` in time."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        launch.address,
+        launch.port,
+        is_master=serve and not launch.agent_store,
+        timeout=timedelta(seconds=STORE_LIMIT),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def variables(launch: Launch, local_ranks: Sequence[int], rank: int) -> Mapping[str, str]:
+    """What tells a rank process that it is a launched one, for its environment."""
+    place = {"address": launch.address, "port": launch.port, "local_ranks": list(local_ranks)}
+    return {_VARIABLE: json.dumps(place), "LOCAL_RANK": str(local_ranks[rank])}
+
+
+def join(file_name: str, rank: int, world_size: int) -> None:
+    """In a rank: if it was launched, let ``file_name`` stand for a part of the launcher's store. Else do nothing."""
+    text = os.environ.pop(_VARIABLE, None)
+    if text is None:
+        return
+    from torch_fsdp_tests import accelerator
+
+    place = json.loads(text)
+    accelerator.place(place["local_ranks"])
+    _replace_file_stores(file_name, Launch(rank, world_size, 0, place["address"], place["port"], agent_store=True))
+
+
+def _replace_file_stores(file_name: str, launch: Launch) -> None:
+    import torch.distributed as dist
+
+    original = dist.FileStore
+
+    class FileStore(original):  # type: ignore[misc, valid-type]
+        """A file store, but for the rendezvous file of the test."""
+
+        def __new__(cls, path: str, *arguments: Any) -> Any:
+            if str(path) != file_name:
+                return original(path, *arguments)
+            return dist.PrefixStore(f"torch_fsdp_tests{file_name}", open_store(launch))
+
+    for module in list(sys.modules.values()):  # test files have imported it by its name
+        if getattr(module, "__dict__", {}).get("FileStore") is original:
+            module.FileStore = FileStore  # type: ignore[attr-defined]
