@@ -236,7 +236,7 @@ class TestApply(FSDPTest):
                 model.module[0].apply(raises)
             except KeyError:
                 pass
-            model(torch.ones(2))  # RuntimeError: Non-root FSDP instance's `_is_root` should not have been set yet
+            model(torch.ones(2))  # AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet
         """
         plain, model = self._two_layers()
         with self.assertRaisesRegex(KeyError, "on purpose"):
