@@ -70,6 +70,19 @@ def _expected(backward_prefetch):
     return layers + [None] * (13 - len(layers))
 
 
+class InOrder(nn.Module):
+    """Four layers, (4) to (4), which run in the order that the caller wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
 class TestBackwardPrefetch(FSDPTest):
     @property
     def world_size(self):
@@ -200,6 +213,21 @@ class TestBackwardPrefetch(FSDPTest):
             expected += [("begin", index, begin), ("end", index, end)]
         self.assertEqual(events, expected)
         self.assertEqual(gathered(), [])
+
+    @skip_if_lt_x_gpu(2)
+    def test_order_that_changes(self):
+        """Beyond upstream: backward gathers in the reversed order of its own forward, whatever ran before that."""
+        self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_order_that_changes)
+
+    def _test_order_that_changes(self, backward_prefetch):
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FSDP(InOrder().to(self.device), auto_wrap_policy=policy, backward_prefetch=backward_prefetch)
+        handles = [layer._handle for layer in model.layers]
+        for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1], [1, 3, 0]):
+            loss = model(torch.ones(2, 4, device=self.device), order).sum()
+            with self._counted_all_gathers() as in_backward:
+                loss.backward()
+            self.assertEqual([handles.index(handle) for handle in in_backward], order[::-1])
 
     @skip_if_lt_x_gpu(2)
     def test_same_gradients(self):

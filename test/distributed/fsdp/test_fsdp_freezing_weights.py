@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as fsdp_runtime
 import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn.functional as F
 from torch import nn
@@ -177,7 +178,7 @@ class TestFreezingWeights(FSDPTest):
         batch = torch.randn(IMAGES, device=self.device, requires_grad=input_requires_grad)
         head = 64 * 10 + 10
         for _ in range(2):
-            with self._reduced_numels() as reduced:
+            with self._reduced_numels() as reduced, self._stored_at_the_end() as at_the_end:
                 model(batch).sum().backward()
             self.assertEqual(reduced, [head])
             # SHARD_GRAD_OP leaves it to backward to free, and no backward comes through a trunk without autograd.
@@ -186,8 +187,24 @@ class TestFreezingWeights(FSDPTest):
             freed = handles[-1:] if keeps_trunk else handles
             stored = [handle.flat_param._full_param_padded.untyped_storage().size() for handle in freed]
             self.assertEqual(stored, [0] * len(freed))
+            # That was so before the end of backward, which frees whatever else is left: none was gathered for nothing.
+            self.assertEqual([at_the_end[handle] for handle in freed], [0] * len(freed))
             self.assertEqual(sum(handle.flat_param.grad is not None for handle in handles), 1)
         self.assertEqual(batch.grad is not None, input_requires_grad and not disable_autograd)
+
+    @contextlib.contextmanager
+    def _stored_at_the_end(self):
+        """The bytes of what was gathered, by unit, when backward has come to its end."""
+        stored = {}
+
+        def recording(original, state):
+            if state._handle:
+                stored[state._handle] = state._handle.flat_param._full_param_padded.untyped_storage().size()
+            return original(state)
+
+        original = fsdp_runtime._catch_all_reshard
+        with mock.patch.object(fsdp_runtime, "_catch_all_reshard", functools.partial(recording, original)):
+            yield stored
 
     @contextlib.contextmanager
     def _reduced_numels(self):

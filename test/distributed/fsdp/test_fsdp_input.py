@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,6 +37,7 @@ CONTAINERS = {
     "nested": (lambda a, b: [{"a": (a,)}, [b]], lambda c: (c[0]["a"][0], c[1][0])),
     "namedtuple": (Pair, lambda c: (c.first, c.second)),
     "dataclass": (Record, lambda c: (c.first, c.second)),
+    "ordered dict": (lambda a, b: OrderedDict(a=[a], b=b), lambda c: (c["a"][0], c["b"])),
     "dict of dataclass": (lambda a, b: {"r": Record(a, [b])}, lambda c: (c["r"].first, c["r"].second[0])),
 }
 
@@ -84,6 +85,18 @@ class Seen(nn.Module):
         self.dtypes = [container["x"].dtype, container["ids"].dtype, container["pair"].first.dtype]
         self.dtypes += [container["pair"].second.dtype, container["record"].first.dtype, mask[0].dtype]
         return self.layer(container["x"])
+
+
+class Several(nn.Module):
+    """A layer with three outputs of one result."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return {"sum": y + 1, "parts": [y * 2, (y * 3,)]}
 
 
 class _InputBase(FSDPTest):
@@ -177,22 +190,16 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_several_outputs(self, device):
-        """Beyond upstream: a unit with several outputs in a container still prepares its backward once."""
+        """Beyond upstream: a unit with several outputs prepares its backward once, whichever of them are used."""
+        self.run_subtests({"used": ["all", "sum", "first", "second"]}, self._test_several_outputs, device=device)
 
-        class Twice(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(4, 4)
-
-            def forward(self, x):
-                y = self.layer(x)
-                return {"sum": y + 1, "parts": [y * 2, (y * 3,)]}
-
+    def _test_several_outputs(self, used, device):
         def call(each, x):
             output = each(x)
-            return output["sum"] + output["parts"][0] * output["parts"][1][0]
+            total, first, second = output["sum"], output["parts"][0], output["parts"][1][0]
+            return {"all": total + first * second, "sum": total, "first": first, "second": second}[used]
 
-        reference, model = self._pair(Twice, device)
+        reference, model = self._pair(Several, device)
         prepare = FlatParamHandle.prepare_gradient_for_backward
         with mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", autospec=True) as counted:
             counted.side_effect = prepare
@@ -230,7 +237,9 @@ class TestInputSharded(_InputBase):
         half, long = torch.float16, torch.int64
         self.assertEqual(seen.dtypes, [half, long, half, long, half, half])
         self.assertEqual(output.dtype, half)
-        self.assertEqual(given["x"].dtype, torch.float32)  # the caller's own container is left as it was
+        # The caller's own containers are left as they were.
+        kept = [given["x"].dtype, given["pair"].first.dtype, given["record"].first.dtype]
+        self.assertEqual(kept, [torch.float32] * 3)
 
 
 instantiate_device_type_tests(TestInput, globals(), allow_xpu=True)

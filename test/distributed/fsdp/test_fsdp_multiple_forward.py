@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._runtime_utils as fsdp_runtime
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
@@ -103,7 +104,10 @@ class TestMultiForward(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathers_of_each_pass(self):
-        """Beyond upstream: FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once."""
+        """Beyond upstream: FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once.
+
+        Its post-backward logic runs once, after both of the runs.
+        """
         for strategy, expected in ((ShardingStrategy.FULL_SHARD, (2, 1)), (ShardingStrategy.SHARD_GRAD_OP, (1, 0))):
             with self.subTest(strategy=strategy):
                 model = FSDP(Model(wrap_fsdp=True, sharding_strategy=strategy), sharding_strategy=strategy)
@@ -119,11 +123,17 @@ class TestMultiForward(FSDPTest):
                     # Where the CPU computes, parameters are gathered into a list; everywhere else, into one tensor.
                     names = ("all_gather", torch_facts.ALL_GATHER_NAME)
                     patches = {name: functools.partial(record, getattr(dist, name)) for name in names}
-                    with mock.patch.multiple(dist, **patches):
+                    hook = mock.Mock(side_effect=fsdp_runtime._post_backward_hook)
+                    with (
+                        mock.patch.multiple(dist, **patches),
+                        mock.patch.object(fsdp_runtime, "_post_backward_hook", hook),
+                    ):
                         output = model(torch.ones(2, 4, device=get_devtype()))
                         in_forward = gathered.count(inner)
                         output.sum().backward()
                     self.assertEqual((in_forward, gathered.count(inner) - in_forward), expected)
+                    units = [call.args[1] for call in hook.call_args_list]
+                    self.assertEqual([units.count(each._handle) for each in (model, model.module.inner)], [1, 1])
 
 
 instantiate_device_type_tests(TestMultiForward, globals(), allow_xpu=True)

@@ -289,14 +289,19 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
 
     def _test_limit_of_all_gathers(self, limit_all_gathers, backward_prefetch):
         model = _create_model(0, True, limit_all_gathers=limit_all_gathers, backward_prefetch=backward_prefetch)
-        pending, dequeued = [], []
+        pending, dequeued, waits = [], [], []
         original = _FreeEventQueue.dequeue_if_needed
 
         def recording(queue):
             pending.append(len(queue._queue))
+            oldest = queue._queue[0] if queue._queue else None
             event = original(queue)
             dequeued.append(event is not None)
-            return event
+            if event is None:
+                return None
+            self.assertIs(event, oldest)
+            waits.append(mock.Mock(wraps=event))
+            return waits[-1]
 
         inputs = torch.ones(1, device=self.device, requires_grad=True)
         with mock.patch.object(_FreeEventQueue, "dequeue_if_needed", recording):
@@ -310,6 +315,21 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
         # An unshard ahead of time comes without a free before it, which leaves one more to later ones, and no two.
         self.assertEqual(max(pending), 3 if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else 2)
         self.assertEqual(dequeued, [number >= 2 for number in pending])
+        self.assertEqual([wait.synchronize.call_count for wait in waits], [1] * sum(dequeued))
+
+    @skip_if_lt_x_gpu(2)
+    def test_frees_that_are_recorded(self):
+        """Beyond upstream: only what is freed counts as such: under SHARD_GRAD_OP that is nothing of forward."""
+        for strategy, in_forward in ((ShardingStrategy.FULL_SHARD, LAYERS), (ShardingStrategy.SHARD_GRAD_OP, 0)):
+            with self.subTest(strategy=strategy):
+                model = _create_model(0, True, limit_all_gathers=True, sharding_strategy=strategy)
+                inputs = torch.ones(1, device=self.device, requires_grad=True)
+                for _ in range(2):
+                    with mock.patch.object(_FreeEventQueue, "enqueue", autospec=True) as freed:
+                        output = model(inputs)
+                        self.assertEqual(freed.call_count, in_forward)
+                        output.sum().backward()
+                    self.assertEqual(freed.call_count, in_forward + LAYERS)
 
 
 instantiate_device_type_tests(TestForwardOverlapWorldSizeOne, globals(), allow_xpu=True)

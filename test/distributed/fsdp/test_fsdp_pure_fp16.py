@@ -65,6 +65,7 @@ class TestPureFP16(FSDPTest):
                     MixedPrecision(),
                     MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32),
                     MixedPrecision(param_dtype=torch.float32),
+                    MixedPrecision(reduce_dtype=torch.float32),  # beyond upstream
                 ],
             },
             self._test_fp16_dtypes,
