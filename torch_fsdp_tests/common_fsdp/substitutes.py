@@ -18,6 +18,9 @@ All of it is here, so that no test repeats it, and all of it goes by capability:
 - ``streams``: the end of FSDP1's backward waits for the offload's stream, and ``torch.cpu.Stream`` has no
   ``synchronize``. It gets one that returns at once. Proves nothing about waiting: on the host every copy is done when
   it returns.
+
+Two more are contexts for the tests that need them, since others see what they replace: :func:`states_may_be_synced` and
+:func:`to_host_is_a_copy`.
 """
 
 from __future__ import annotations
@@ -27,15 +30,18 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.accelerator import Accelerator
+from torch_fsdp_tests.common_fsdp.patches import swapped
 
 _lock = threading.Lock()
 _installed: contextlib.ExitStack | None = None
@@ -62,6 +68,30 @@ def uninstall() -> None:
         if _installed is not None:
             _installed.close()
             _installed = None
+
+
+def states_may_be_synced() -> AbstractContextManager[None]:
+    """``sync_module_states`` of what lies in host memory, where that is all the memory there is.
+
+    FSDP refuses it (``_check_module_states_for_sync_module_states``) for the sake of backends that cannot broadcast it,
+    which the host's can. All ranks of the default group must enter the context.
+    """
+    if accelerator.current().has("device_memory"):
+        return contextlib.nullcontext()
+    check = "_check_module_states_for_sync_module_states"
+    return swapped(functools.partial(setattr, _init_utils, check), getattr(_init_utils, check), lambda states: None)
+
+
+def to_host_is_a_copy() -> AbstractContextManager[Any]:
+    """Moving a whole flat parameter to the host copies it, also where it is there already.
+
+    Without the copy FSDP frees what it has just moved, with ``offload_to_cpu`` for a state dict. Proves what FSDP does
+    with the copy, and not that it had one. For ranks that are processes.
+    """
+    if accelerator.current().has("device_memory"):
+        return contextlib.nullcontext()
+    move = functools.partialmethod(FlatParamHandle.flat_param_to, copy=True)
+    return mock.patch.object(FlatParamHandle, "flat_param_to", move)
 
 
 def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:

@@ -13,7 +13,6 @@ import os
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
@@ -37,6 +35,7 @@ from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel
+from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 
@@ -75,16 +74,8 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def mode(model: nn.Module, kind: StateDictType, **config: bool) -> Iterator[None]:
-    """State dicts are of this kind.
-
-    Where host and device share memory, a whole one that moves to the host is copied there, or else FSDP frees it
-    with what it has gathered. That proves what FSDP does with the copy, and not that it had one.
-    """
-    with contextlib.ExitStack() as stack:
-        if not accelerator.current().has("device_memory"):
-            move = functools.partialmethod(FlatParamHandle.flat_param_to, copy=True)
-            stack.enter_context(mock.patch.object(FlatParamHandle, "flat_param_to", move))
-        stack.enter_context(FSDP.state_dict_type(model, kind, CONFIGS[kind](**config)))
+    """State dicts are of this kind."""
+    with to_host_is_a_copy(), FSDP.state_dict_type(model, kind, CONFIGS[kind](**config)):
         yield
 
 

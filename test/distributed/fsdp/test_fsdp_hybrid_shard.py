@@ -5,21 +5,19 @@ The four ranks are two "nodes" of two: shard groups (0, 1) and (2, 3), replicate
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, StateDictType, _init_utils
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES, _init_intra_and_inter_node_groups
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -33,6 +31,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_all_reduce,
     patch_reduce_scatter,
 )
+from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -101,9 +100,7 @@ class TestFSDPHybridShard(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_raises_manual_wrap_hybrid_shard_when_none_policy(self):
         for strategy in HYBRID:
-            with self.assertRaisesRegex(
-                ValueError, "requires explicit specification of process group or device_mesh."
-            ):
+            with self.assertRaisesRegex(ValueError, "requires explicit specification of process group or device_mesh."):
                 FSDP(MyModel().to(self.device), sharding_strategy=strategy)
 
     @skip_if_lt_x_gpu(2)
@@ -160,22 +157,13 @@ class TestFSDPHybridShard(FSDPTest):
         for mine, theirs in zip(optim.state.values(), loaded_optim.state.values(), strict=True):
             self.assertEqual(theirs, mine, rtol=0, atol=0)
 
-    @contextlib.contextmanager
-    def _states_may_be_synced(self) -> Iterator[None]:
-        """FSDP refuses to broadcast what lies in host memory. Where that is all there is, gloo does it well."""
-        with contextlib.ExitStack() as stack:
-            if not accelerator.current().has("device_memory"):
-                check = "_check_module_states_for_sync_module_states"
-                stack.enter_context(mock.patch.object(_init_utils, check, lambda module_states: None))
-            yield
-
     @skip_if_lt_x_gpu(4)
     def test_hsdp_sync_module_state(self):
         model = MyModel().to(self.device)
         groups = self._groups()
         for linear in model.children():
             nn.init.constant_(linear.weight, self.rank)
-        with self._states_may_be_synced():
+        with states_may_be_synced():
             model = self._wrapped(model, groups, sync_module_states=True)
         shards = [linear.weight for linear in (model.lin1, model.lin2, model.lin3)]
         self.assertGreater(sum(shard.numel() for shard in shards), 0)
@@ -203,7 +191,7 @@ class TestFSDPHybridShard(FSDPTest):
         for tensor in wanted:
             dist.broadcast(tensor, 0)
         groups = self._groups()
-        with self._states_may_be_synced():
+        with states_may_be_synced():
             model = self._wrapped(model, groups, sync_module_states=True)
         found = [*full_parameters(model).values(), *model.buffers()]
         self.assertEqual(found, wanted, rtol=0, atol=0)
@@ -291,9 +279,7 @@ class TestFSDPHybridShard(FSDPTest):
         inputs = model.get_input(self.device)
         loss = model.get_loss(inputs, model(*inputs))
         all_reduce = functools.partial(counted, "all_reduce", dist.all_reduce)
-        reduce_scatter = functools.partial(
-            counted, "reduce_scatter", getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
-        )
+        reduce_scatter = functools.partial(counted, "reduce_scatter", getattr(dist, torch_facts.REDUCE_SCATTER_NAME))
         with patch_all_reduce(all_reduce), patch_reduce_scatter(reduce_scatter):
             loss.backward()
         # Four layers and what is above them, in the MIXED case both in the transformer and in the root.

@@ -11,14 +11,14 @@ import torch
 import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, _init_utils
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp._init_utils import _TORCHDISTX_AVAIL
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
-from torch_fsdp_tests.common_fsdp.patches import swapped
+from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 META = torch.device("meta")
@@ -289,12 +289,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
         model = nn.Linear(4, 4, bias=False, device=META)
         model.register_buffer("buf", torch.empty(3, device=META))
-        with contextlib.ExitStack() as stack:
-            if not accelerator.current().has("device_memory"):
-                # FSDP refuses to broadcast what lies in host memory. Where that is all there is, the backend can.
-                name = "_check_module_states_for_sync_module_states"
-                write = functools.partial(setattr, _init_utils, name)
-                stack.enter_context(swapped(write, getattr(_init_utils, name), lambda states: None))
+        with states_may_be_synced():
             model = FSDP(model, param_init_fn=init, sync_module_states=sync, use_orig_params=use_orig_params)
         source = 0 if sync else self.rank
         expected = values((4, 4), source).flatten().chunk(self.world_size)[self.rank]

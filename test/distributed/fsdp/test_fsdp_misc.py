@@ -49,6 +49,7 @@ from torch_fsdp_tests.common_fsdp import (
     _assert_module_states,
 )
 from torch_fsdp_tests.common_fsdp.patches import swapped
+from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 HOST = torch.device("cpu")  # the CPU is the subject
@@ -146,14 +147,6 @@ def _without_default_device_id():
     """FSDP as it is, which some devices are otherwise spared: what it does when no device is given."""
     original = FSDP.__init__
     return swapped(functools.partial(setattr, FSDP, "__init__"), original, inspect.unwrap(original))
-
-
-def _states_may_be_synced():
-    """FSDP refuses to broadcast what lies in host memory. Where that is all there is, the backend does it well."""
-    if accelerator.current().has("device_memory"):
-        return contextlib.nullcontext()
-    name = "_check_module_states_for_sync_module_states"
-    return swapped(functools.partial(setattr, _init_utils, name), getattr(_init_utils, name), lambda states: None)
 
 
 def _add_buffers_of(rank, model):
@@ -591,7 +584,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         if self.rank == 0:
             expected = [{name: param.detach().clone() for name, param in model.named_parameters()}]
         dist.broadcast_object_list(expected)
-        with _states_may_be_synced():
+        with states_may_be_synced():
             model = FSDP(
                 model,
                 self.process_group,
@@ -809,7 +802,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         if device_id is None:
             module.to(self.device)
         _assert_module_states(module, self.process_group, self.assertNotEqual)
-        with _states_may_be_synced():
+        with states_may_be_synced():
             model = FSDP(module, sync_module_states=True, device_id=device_id)
         with FSDP.summon_full_params(model):
             _assert_module_states(model, self.process_group, self.assertEqual)

@@ -12,9 +12,8 @@ import functools
 import io
 import itertools
 import unittest
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
-    _init_utils,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX, TrainingState, clean_tensor_name
@@ -60,6 +58,7 @@ from torch_fsdp_tests.common_fsdp import (
     _broadcast_state_dict,
     _zero_model,
 )
+from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_host_is_a_copy
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests
 
 StateDict = dict[str, Any]
@@ -190,21 +189,6 @@ def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
             tensor[tuple(map(lambda start, size: slice(start, start + size), offsets, piece.shape))] = piece
         whole[name] = tensor.to(device)
     return whole
-
-
-@contextlib.contextmanager
-def to_host_is_a_copy() -> Iterator[None]:
-    """Where host and device share memory, moving to the host copies nothing, and FSDP then frees what it has moved.
-
-    So there it is made a copy. Proves what FSDP does with the copy, and not that it had one.
-    """
-    if accelerator.current().has("device_memory"):
-        yield
-        return
-
-    move = FlatParamHandle.flat_param_to
-    with mock.patch.object(FlatParamHandle, "flat_param_to", functools.partialmethod(move, copy=True)):
-        yield
 
 
 class HeldMemory(TorchDispatchMode):
@@ -470,20 +454,11 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         if self.rank == 0:
             dest.load_state_dict(state_dict, strict=True)
         _assert_module_states(dest, self.process_group, self.assertNotEqual)
-        with self._states_may_be_synced():
+        with states_may_be_synced():
             dest = FSDP(dest, device_id=self.device, sync_module_states=True, **kwargs)
         with FSDP.summon_full_params(dest):
             _assert_module_states(dest, self.process_group, self.assertEqual)
         self.assertEqual(summoned(dest), summoned(source))
-
-    @contextlib.contextmanager
-    def _states_may_be_synced(self) -> Iterator[None]:
-        """FSDP refuses to broadcast what lies in host memory. Where that is all there is, gloo does it well."""
-        with contextlib.ExitStack() as stack:
-            if not accelerator.current().has("device_memory"):
-                check = "_check_module_states_for_sync_module_states"
-                stack.enter_context(mock.patch.object(_init_utils, check, lambda module_states: None))
-            yield
 
     @skip_if_lt_x_gpu(2)
     @parametrize("state_dict_type", SUPPORTED)
