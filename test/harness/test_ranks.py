@@ -40,7 +40,8 @@ class Run:
     """One run of some faults, begun at once; :meth:`end` waits for it and reads what it printed, test by test."""
 
     def __init__(self, *arguments, file=FAULTS, **environment):
-        self._scratch = tempfile.TemporaryDirectory()
+        # Not within this process' own, for torch makes a socket in there, whose path may have 107 characters.
+        self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._outputs = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
         variables = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT), "TMPDIR": self._scratch.name}
         self._process = subprocess.Popen(
