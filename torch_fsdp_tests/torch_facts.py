@@ -83,6 +83,9 @@ AVERAGES_OVER_SHARDS = VERSION > (2, 9)
 # Since 2.13 FSDP2 refuses a parameter that two of its groups share, when they first run.
 CHECKS_SHARED_PARAMETERS = hasattr(fsdp2_state.FSDPState, "_validate_no_duplicate_params")
 
+# Since 2.11 the assertions of FSDP and of checkpoints say what they ask; those of 2.9 are bare.
+ASSERTIONS_HAVE_TEXT = VERSION > (2, 9)
+
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
 PRELOAD = (
