@@ -26,12 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import launcher
+from torch_fsdp_tests import events, launcher
 
 DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
 BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
 RANKS_VARIABLE = "TORCH_FSDP_TESTS_RANKS"
-_PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # what a probe found, for ranks that are fresh interpreters
 ENTRY_POINTS = "torch_fsdp_tests.accelerators"
 
 CPU_RANKS = 4
@@ -226,7 +225,7 @@ def environment() -> Mapping[str, str]:
 
     Asked for when ranks are started, which is after :func:`current` has been asked.
     """
-    found = {_PROBED_VARIABLE: json.dumps(_answers)} if _answers else {}
+    found = {events.PROBED_VARIABLE: json.dumps(_answers)} if _answers else {}
     for answer in _answers.values():
         found |= answer.get("variables", {})
     return found
@@ -236,13 +235,17 @@ def environment() -> Mapping[str, str]:
 def _probe(device_type: str, backend: str) -> dict:
     """Ask a device what it can do, in a process that ends afterwards.
 
-    A fresh interpreter, since the asking process may fork later and must not have started the device's runtime.
+    A fresh interpreter, since the asking process may fork later and must not have started the device's runtime. It
+    takes many seconds on some, so the answer is recorded, and the dispatcher hands it to the files that come later.
     """
     what = f"{device_type} {backend}"
-    told = json.loads(os.environ.get(_PROBED_VARIABLE, "{}"))
-    if what in told:
-        _answers[what] = told[what]
-        return told[what]
+    told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
+    _answers[what] = told[what] if what in told else _ask_in_a_process(device_type, backend)
+    events.record(probed=dict(_answers))
+    return _answers[what]
+
+
+def _ask_in_a_process(device_type: str, backend: str) -> dict:
     command = [sys.executable, "-m", f"{__package__}.accelerator", device_type, backend]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
@@ -252,8 +255,7 @@ def _probe(device_type: str, backend: str) -> dict:
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigurationError(f"the device {device_type!r} cannot be used: {reason}")
-    _answers[what] = json.loads(done.stdout.splitlines()[-1])
-    return _answers[what]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _works(attempt: Callable[[], object]) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"
+PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # what one process recorded as ``probed``, for others
 
 # Outcomes of one test, the worst last: a test whose body passed and whose tearDown raised has erred.
 OUTCOMES = ("passed", "expected failure", "skipped", "unexpected success", "failed", "error")

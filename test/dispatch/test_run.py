@@ -340,6 +340,21 @@ class TestDevices(TreeCase):
             widths += [len(mine)] * (what == "+")
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
+    def test_what_a_file_found_out_about_its_devices_is_told_to_later_ones(self):
+        """To those that are lent as many: asking a device what it can do takes longer than most tests."""
+        asks = """
+        from torch_fsdp_tests import events
+        told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
+        events.record(probed=told or {"asked by": os.path.basename(__file__)})
+        class TestX(unittest.TestCase):
+            def test_x(self): self.assertEqual(told, TOLD)
+        """
+        told = {"test_a": ({}, 2), "test_b": ({"asked by": "test_a.py"}, 2), "test_wide": ({}, 3)}
+        files = {name: f"TOLD = {what}\nworld_size = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
+        self.write(files)
+        times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
+        self.check({}, ["--device", "cuda", "--devices", "0-2", "--test-times", times], passed=3)
+
     def test_devices_are_of_no_use_on_the_cpu(self):
         self.check({"test_p": PASS}, ["--device", "cpu", "--devices", "0-3"], passed=1)  # the CPU is the subject
         self.assertIn("--devices is of no use", self.err)

@@ -16,7 +16,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 LIMIT = 30  # seconds for one command
 CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.MULTILINE)
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
-for name in [name for name in ENVIRONMENT if name.startswith(("TORCH_FSDP_TESTS_", "PYTORCH_TEST_"))] + [
+for name in [name for name in ENVIRONMENT if name.lstrip("_").startswith(("TORCH_FSDP_TESTS_", "PYTORCH_TEST_"))] + [
     *("CI", "CONTINUE_THROUGH_ERROR", "VERBOSE_TEST_LOGS", "NO_TEST_TIMEOUT", "TEST_SHOWLOCALS", "PYTHONPATH"),
     *("DISABLED_TESTS_FILE", "SLOW_TESTS_FILE", "BUILD_ENVIRONMENT", "TEST_CONFIG", "PYTHONUNBUFFERED"),
 ]:

@@ -86,6 +86,20 @@ class TestChoice(TestCase):
             accelerator._probe("abacus", "gloo")
         self.assertFalse(accelerator.initialised())
 
+    def test_what_a_probe_found_is_recorded_and_not_asked_for_again(self):
+        answer = {"count": 1, "capabilities": ["fork"]}
+        probe = accelerator._probe.__wrapped__
+        with (
+            unittest.mock.patch.dict(accelerator._answers, clear=True),
+            unittest.mock.patch.object(accelerator, "_ask_in_a_process", return_value=answer) as asked,
+            unittest.mock.patch.object(accelerator.events, "record") as recorded,
+        ):
+            self.assertEqual(probe("xpu", "xccl"), answer)
+            recorded.assert_called_once_with(probed={"xpu xccl": answer})
+            with unittest.mock.patch.dict(os.environ, accelerator.environment()):
+                self.assertEqual(probe("xpu", "xccl"), answer)
+            asked.assert_called_once_with("xpu", "xccl")
+
 
 class TestSharing(TestCase):
     """One device and several ranks: which backend is taken, decided from what probes of each have found."""

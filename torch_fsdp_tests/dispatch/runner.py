@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import selectors
 import signal
@@ -13,8 +14,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests import events, host
 from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
@@ -80,6 +82,7 @@ class Runner:
         self._stopping = False
         self._signals: list[int] = []
         self._measure: tuple[str, ...] = ()
+        self._probed: dict[int, Any] = {}  # what a file found out about its devices, by how many it was lent
         self._selector = selectors.DefaultSelector()
         self._epoch = time.monotonic()
         self._drawn = 0.0
@@ -182,6 +185,8 @@ class Runner:
             self._entries, run.run_slow, run.rerun_disabled, self._devices.type,
         )  # fmt: skip
         environment = {**self._environment, **self._devices.environment(lent)}
+        if len(lent) in self._probed:
+            environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
         limit = limit_of(run, part)
         try:
@@ -216,7 +221,7 @@ class Runner:
         self._collect()
         now = self._now()
         for running, _ in self._running.values():
-            self._console.learn(running.job.part.name, running.facts)
+            self._learn(running)
             running.check(now)
             if now >= self._slow_at(running):
                 running.said_slow = now
@@ -275,8 +280,13 @@ class Runner:
         attempt = running.conclude(status, self._now(), leaks)
         self._keeper.ended(pid)
         self._pool.give_back(running.lent)
-        self._console.learn(running.job.part.name, attempt.facts)
+        self._learn(running)
         self._finish(waiting, attempt)
+
+    def _learn(self, running: TestProcess) -> None:
+        self._console.learn(running.job.part.name, running.facts)
+        if "probed" in running.facts:
+            self._probed[len(running.lent)] = running.facts["probed"]
 
     def _end_descendants(self, running: TestProcess) -> list[str]:
         """Kill what a job left running, also outside of its group, and name it."""
