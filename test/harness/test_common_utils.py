@@ -20,6 +20,7 @@ import torch
 
 from torch_fsdp_tests import accelerator, common_utils, host
 from torch_fsdp_tests.common_utils import (
+    DeterministicGuard,
     SavedState,
     TestCase,
     check_leaked_tensors,
@@ -30,6 +31,7 @@ from torch_fsdp_tests.common_utils import (
     retry_on_connect_failures,
     run_tests,
     saved_state,
+    set_default_dtype,
     set_rng_seed,
     skip_but_pass_in_sandcastle_if,
     skipIfTorchDynamo,
@@ -461,6 +463,31 @@ class SmallThingsTest(TestCase):
         inside = wrapSwapTensorsTest(not before)(torch.__future__.get_swap_module_params_on_conversion)()
         self.assertEqual(inside, not before)
         self.assertEqual(torch.__future__.get_swap_module_params_on_conversion(), before)
+
+    def test_settings_are_put_back_by_the_last_of_several_threads(self):
+        """Ranks that are threads leave a guard one after the other, and those still inside keep what they asked for."""
+        read = torch.get_default_dtype
+        first, second = set_default_dtype(torch.float64), set_default_dtype(torch.float64)
+        before = read()
+        for guard in (first, second):
+            guard.__enter__()
+        first.__exit__(None, None, None)
+        self.assertEqual(read(), torch.float64)
+        with set_default_dtype(torch.float16):
+            self.assertEqual(read(), torch.float16)
+        self.assertEqual(read(), torch.float64)
+        second.__exit__(None, None, None)
+        self.assertEqual(read(), before)
+
+    def test_deterministic_flags_are_put_back(self):
+        def flags():
+            fill = torch.utils.deterministic.fill_uninitialized_memory
+            return torch.are_deterministic_algorithms_enabled(), fill
+
+        before = flags()
+        with DeterministicGuard(True, fill_uninitialized_memory=False):
+            self.assertEqual(flags(), (True, False))
+        self.assertEqual(flags(), before)
 
     def test_leaked_tensors_are_found(self):
         with self.assertWarnsRegex(UserWarning, "1 tensors"), check_leaked_tensors() as garbage:

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import unittest
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,10 +53,12 @@ def skipIfTorchInductor(
 
 
 def skipIfCrossRef(fn: Any) -> Any:
+    """Skip under the cross-reference mode (``PYTORCH_TEST_WITH_CROSSREF=1``)."""
     return lazy_skip_if(lambda: flags.TEST_WITH_CROSSREF, "not meant to run under the cross-reference mode")(fn)
 
 
 def skipIfFreeThreaded(msg: str = "not meant to run without the interpreter lock") -> Decorator:
+    """Skip on a Python without the interpreter lock."""
     return unittest.skipIf(flags.IS_FREE_THREADED, msg)
 
 
@@ -90,18 +94,22 @@ def isRocmArchAnyOf(arch: tuple[str, ...]) -> bool:
 
 
 def skipIfRocmArch(arch: tuple[str, ...]) -> Decorator:
+    """Skip when ROCm tests run on one of these architectures."""
     return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and isRocmArchAnyOf(arch), f"not meant to run on ROCm's {arch}")
 
 
 def runOnRocmArch(arch: tuple[str, ...]) -> Decorator:
+    """Skip when ROCm tests run on another architecture; elsewhere the test runs."""
     return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and not isRocmArchAnyOf(arch), f"on ROCm only meant for {arch}")
 
 
 def runOnRocm(fn: Any) -> Any:
+    """Skip unless ROCm is tested (``PYTORCH_TEST_WITH_ROCM=1``)."""
     return lazy_skip_if(lambda: not flags.TEST_WITH_ROCM, "meant for ROCm only")(fn)
 
 
 def skipIfRocmVersionLessThan(version: tuple[int, int] | None = None) -> Decorator:
+    """Skip when ROCm tests run with one older than ``version``, (major, minor)."""
     return lazy_skip_if(
         lambda: flags.TEST_WITH_ROCM and version is not None and getRocmVersion() < tuple(version),
         f"needs ROCm {version} or later",
@@ -121,6 +129,7 @@ def slowTest(fn: Any) -> Any:
 
 
 def slowTestIf(condition: object) -> Decorator:
+    """:func:`slowTest` where the condition, taken at decoration, holds."""
     return slowTest if condition else lambda fn: fn
 
 
@@ -152,46 +161,74 @@ def skip_but_pass_in_sandcastle_if(condition: object, reason: str) -> Decorator:
     return decorate
 
 
-@contextlib.contextmanager
-def SwapTensorsGuard(use_swap_tensors: bool | None) -> Iterator[None]:
-    """Set whether ``nn.Module`` conversions swap parameters (None: leave it) and put it back afterwards."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    if use_swap_tensors is not None:
-        torch.__future__.set_swap_module_params_on_conversion(use_swap_tensors)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+class _Setting:
+    """A setting of the whole process, which ranks that are threads change together.
+
+    What the last one to come asked for holds, and what was there before the first one comes back with the last to go.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._read, self._write = read, write
+        self._lock = threading.Lock()
+        self._wishes: list[tuple[object, Any]] = []
+
+    @contextlib.contextmanager
+    def at(self, value: Any) -> Iterator[None]:
+        """Have the value inside the context."""
+        wish = (object(), value)
+        with self._lock:
+            if not self._wishes:
+                self._before = self._read()
+            self._wishes.append(wish)
+            self._write(value)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wishes.remove(wish)
+                self._write(self._wishes[-1][1] if self._wishes else self._before)
 
 
-@contextlib.contextmanager
+def _read_determinism() -> tuple[bool, bool, bool]:
+    mode, only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return mode, only, torch.utils.deterministic.fill_uninitialized_memory
+
+
+def _write_determinism(values: tuple[bool, bool, bool]) -> None:
+    mode, only, torch.utils.deterministic.fill_uninitialized_memory = values
+    torch.use_deterministic_algorithms(mode, warn_only=only)
+
+
+_swapping = _Setting(
+    torch.__future__.get_swap_module_params_on_conversion, torch.__future__.set_swap_module_params_on_conversion
+)
+_determinism = _Setting(_read_determinism, _write_determinism)
+_default_dtype = _Setting(torch.get_default_dtype, torch.set_default_dtype)
+
+
+def SwapTensorsGuard(use_swap_tensors: bool | None) -> AbstractContextManager[None]:
+    """Set whether ``nn.Module`` conversions swap parameters (None: leave it) and put it back afterwards.
+
+    Differs from upstream's, as the two below: ranks that are threads may be in it together.
+    """
+    return contextlib.nullcontext() if use_swap_tensors is None else _swapping.at(use_swap_tensors)
+
+
 def DeterministicGuard(
     deterministic: bool, *, warn_only: bool = False, fill_uninitialized_memory: bool = True
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Set torch's deterministic-algorithms flags and put them back afterwards."""
-    mode, only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(mode, warn_only=only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+    return _determinism.at((deterministic, warn_only, fill_uninitialized_memory))
 
 
-@contextlib.contextmanager
-def set_default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def set_default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Set torch's default dtype and put it back afterwards."""
+    return _default_dtype.at(dtype)
 
 
 @contextlib.contextmanager
 def set_cwd(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Change the working directory and go back afterwards."""
     before = os.getcwd()
     os.chdir(path)
     try:
@@ -200,7 +237,7 @@ def set_cwd(path: str | os.PathLike[str]) -> Iterator[None]:
         os.chdir(before)
 
 
-def _run_within(guard: Callable[[], contextlib.AbstractContextManager[None]]) -> Decorator:
+def _run_within(guard: Callable[[], AbstractContextManager[None]]) -> Decorator:
     def decorate(fn: Test) -> Test:
         @functools.wraps(fn)
         def guarded(*args: Any, **kwargs: Any) -> Any:
