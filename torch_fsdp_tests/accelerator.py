@@ -97,6 +97,11 @@ class Accelerator:
         return self.name == "cpu"
 
     @property
+    def few_ranks(self) -> int:
+        """The world size of a test to which more than two ranks add nothing: 2 on the host, where each costs time."""
+        return 2 if self.is_host else self.ranks
+
+    @property
     def is_shared(self) -> bool:
         """Whether a test with ``ranks`` ranks has several on a device."""
         return 0 < self.count < self.ranks

@@ -84,10 +84,6 @@ class TwoRanks(FSDPTest):
     def world_size(self):
         return 2
 
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
-
     def build(self, model_class, fsdp_mode=NO_FSDP, device_mode=BEFORE, fsdp_kwargs=None, **kwargs):
         return model_class.init(self.process_group, fsdp_mode, device_mode, fsdp_kwargs, deterministic=True, **kwargs)
 

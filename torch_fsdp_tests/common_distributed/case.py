@@ -19,6 +19,8 @@ import unittest
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from torch_fsdp_tests import accelerator, events
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
 from torch_fsdp_tests.common_utils import TestCase, state
@@ -106,6 +108,11 @@ class RankTestCase(TestCase):
 
     MAIN_RANK = -1
     rank: int = MAIN_RANK
+
+    @functools.cached_property  # which, unlike a property, a test may replace by assignment
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return accelerator.current().device(self.rank)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -25,6 +25,7 @@ from .nested import (
 )
 from .parity import check_sharded_parity
 from .patches import (
+    debug_level,
     patch_all_gather,
     patch_all_reduce,
     patch_foreach_all_gather,
@@ -43,6 +44,7 @@ from .states import (
     _maybe_wrap_fsdp,
     _move_to_device,
     _zero_model,
+    full_parameters,
     get_full_params,
     subtest_name,
 )
@@ -86,6 +88,8 @@ __all__ = [
     "_zero_model",
     "check_sharded_parity",
     "compiled_fsdp_test",
+    "debug_level",
+    "full_parameters",
     "fully_shard_with_compiled_compute",
     "get_devtype",
     "get_full_params",

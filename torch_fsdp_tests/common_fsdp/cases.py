@@ -42,10 +42,12 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     @property
     def world_size(self) -> int:
+        """The ranks of a test; override it for a fixed number."""
         return accelerator.current().ranks
 
     @property
     def process_group(self) -> dist.ProcessGroup:
+        """The default process group, in a rank."""
         return dist.distributed_c10d._get_default_group()
 
     @property
@@ -54,6 +56,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     @property
     def init_method(self) -> str:
+        """Where the ranks meet: a file of this test alone."""
         return f"{FILE_SCHEMA}{self.file_name}"
 
     @classmethod
@@ -83,7 +86,10 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
-    """As :class:`FSDPTest`, but the ranks and their process group stay for all tests of the class."""
+    """As :class:`FSDPTest`, but the ranks and their process group stay for all tests of the class.
+
+    A failure ends the ranks; the next test gets new ones.
+    """
 
     @classmethod
     def backend_str(cls) -> str:
@@ -125,6 +131,7 @@ class FSDPTestMultiThread(MultiThreadedTestCase):
         self._spawn_threads()
 
     def run_subtests(self, *args: Any, **kwargs: Any) -> None:
+        """See :func:`.common_distributed.run_subtests`."""
         run_subtests(self, *args, **kwargs)
 
     def perThreadSetUp(self) -> None:

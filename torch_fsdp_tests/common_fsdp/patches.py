@@ -44,6 +44,11 @@ def swapped(write: Callable[[Any], None], original: Any, replacement: Any) -> It
         write(original)
 
 
+def debug_level(level: dist.DebugLevel) -> AbstractContextManager[None]:
+    """The debug level of ``torch.distributed``. FSDP1 keeps the one that it is built under."""
+    return swapped(dist.set_debug_level, dist.get_debug_level(), level)
+
+
 def _patched(owner: Any, name: str, replacement: Replacement) -> AbstractContextManager[None]:
     # Read from the owner's own dictionary: an attribute of a class would come back without its staticmethod.
     return swapped(functools.partial(setattr, owner, name), vars(owner)[name], replacement)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
@@ -24,24 +23,15 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
+    full_parameters,
 )
 from torch_fsdp_tests.common_utils import run_tests
-
-
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the whole parameters by the names that the plain model gives them."""
-    with FSDP.summon_full_params(model, recurse=True, writeback=False):
-        return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
 
 
 class TestApply(FSDPTest):
     @property
     def world_size(self) -> int:
         return 2
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     @torch.no_grad()
     def _init_linear_weights(self, module: nn.Module) -> None:

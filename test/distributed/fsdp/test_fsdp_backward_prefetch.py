@@ -18,7 +18,6 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, _get_handl
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
@@ -87,10 +86,6 @@ class TestBackwardPrefetch(FSDPTest):
     @property
     def world_size(self):
         return 2
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _transformer(self, backward_prefetch, sharding_strategy=ShardingStrategy.FULL_SHARD):
         """Thirteen instances: six encoder layers, six decoder layers and the root with the two final norms.

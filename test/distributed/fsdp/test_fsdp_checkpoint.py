@@ -61,12 +61,7 @@ class _CheckpointTest(FSDPTest):
 
     @property
     def world_size(self):
-        device = accelerator.current()
-        return 2 if device.is_host else device.ranks
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
+        return accelerator.current().few_ranks
 
     def _input(self, *shape):
         """Every rank has its own."""

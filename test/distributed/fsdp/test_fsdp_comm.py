@@ -31,6 +31,7 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
+    debug_level,
     get_devtype,
 )
 from torch_fsdp_tests.common_utils import parametrize, run_tests
@@ -78,17 +79,6 @@ def recorded() -> Iterator[Traffic]:
         for name, recorder in recorders.items():
             stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))
         yield traffic
-
-
-@contextlib.contextmanager
-def debug_level(level: dist.DebugLevel) -> Iterator[None]:
-    """FSDP reads the level when it is built; with DETAIL it validates the order of the first forward."""
-    before = dist.get_debug_level()
-    dist.set_debug_level(level)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(before)
 
 
 def _handles(model):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._exec_order_utils import _ExecOrderWarnStatus
 from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_fsdp import FSDPTest, debug_level
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
@@ -69,17 +69,6 @@ class Model(nn.Module):
 
 
 @contextlib.contextmanager
-def _debug_level(level=dist.DebugLevel.DETAIL) -> Iterator[None]:
-    """FSDP takes the level that it is built under."""
-    before = dist.get_debug_level()
-    dist.set_debug_level(level)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(before)
-
-
-@contextlib.contextmanager
 def _order_warnings() -> Iterator[list[str]]:
     """The warnings of the context about the order, as text, filled at its end."""
     texts: list[str] = []
@@ -91,7 +80,7 @@ def _order_warnings() -> Iterator[list[str]]:
 
 class TestFSDPExecOrder(FSDPTest):
     def _wrapped(self, sharding_strategy, device, level=dist.DebugLevel.DETAIL):
-        with _debug_level(level):
+        with debug_level(level):
             return Model.wrap(sharding_strategy, device)
 
     def _forward(self, model, device):

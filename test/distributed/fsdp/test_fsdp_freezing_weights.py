@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_full_params
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -77,10 +77,6 @@ class TestFreezingWeights(FSDPTest):
     @property
     def world_size(self):
         return 2
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _create_model(self, with_fsdp, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
         torch.manual_seed(0)

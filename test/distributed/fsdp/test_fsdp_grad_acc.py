@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -56,10 +56,6 @@ class TestGradAcc(FSDPTest):
     @property
     def world_size(self):
         return 2
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _model(self, fsdp_init_mode=FSDPInitMode.RECURSIVE, **fsdp_kwargs):
         return TransformerWithSharedParams.init(

@@ -28,6 +28,7 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPInitMode,
     FSDPTest,
     TransformerWithSharedParams,
+    full_parameters,
     patch_all_reduce,
     patch_reduce_scatter,
 )
@@ -67,19 +68,10 @@ def handled(model: nn.Module) -> list[FSDP]:
     return [module for module in FSDP.fsdp_modules(model) if module._handle is not None]
 
 
-def full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
-    with FSDP.summon_full_params(model, writeback=False):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 class TestFSDPHybridShard(FSDPTest):
     @property
     def world_size(self) -> int:
         return 4
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _groups(self) -> Groups:
         """The shard and the replicate group of this rank, made by hand. Every rank makes all of them."""

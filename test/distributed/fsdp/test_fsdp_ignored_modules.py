@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -112,10 +112,6 @@ class TestFSDPIgnoredModules(FSDPTest):
     @property
     def world_size(self):
         return 2
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _build(self, build=Model):
         """The model that FSDP gets, and its copy that it does not get."""

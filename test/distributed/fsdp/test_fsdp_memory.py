@@ -89,10 +89,6 @@ class TestFSDPMemory(FSDPTest):
     def world_size(self):
         return 2
 
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
-
     def _sharded(self, hidden_dim, with_checkpoint=False, **fsdp_kwargs):
         model = create_model(True, with_checkpoint, hidden_dim, **fsdp_kwargs)
         return FSDP(model.to(self.device), **fsdp_kwargs)

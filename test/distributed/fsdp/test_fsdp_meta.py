@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp._init_utils import _TORCHDISTX_AVAIL
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
@@ -118,10 +117,6 @@ class TestFSDPWithMetaDevice(FSDPTest):
     @property
     def world_size(self):
         return 2
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _compare_fsdp(self, *models):
         """Parameters and buffers are alike, and all are where they can compute."""

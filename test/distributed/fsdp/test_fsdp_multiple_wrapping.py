@@ -28,8 +28,7 @@ class InnerModel(nn.Module):
 class TestMultipleWrapping(FSDPTest):
     @property
     def world_size(self):
-        device = accelerator.current()
-        return 2 if device.is_host else device.ranks
+        return accelerator.current().few_ranks
 
     def _train_under_root(self, inner, device):
         """Three steps through a root over the module; the root is returned."""

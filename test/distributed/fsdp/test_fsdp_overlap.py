@@ -106,10 +106,6 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
     def world_size(self):
         return 1
 
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
-
     @skip_if_lt_x_gpu(1)
     def test_forward_overlap(self):
         """A rank alone gathers nothing; where kernels can be slow, delays are the device's and not the host's."""

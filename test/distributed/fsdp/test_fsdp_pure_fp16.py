@@ -27,8 +27,7 @@ from torch_fsdp_tests.common_utils import run_tests
 class TestPureFP16(FSDPTest):
     @property
     def world_size(self):
-        device = accelerator.current()
-        return 2 if device.is_host else device.ranks
+        return accelerator.current().few_ranks
 
     def _nested(self, fsdp_init_mode=FSDPInitMode.NO_FSDP, device_init_mode=DEVICEInitMode.DEVICE_BEFORE):
         return NestedWrappedModule.init(self.process_group, fsdp_init_mode, device_init_mode, {}, deterministic=True)

@@ -245,12 +245,7 @@ class TestShardGradScaler(TestCase):
 class TestShardedGradScalerParityWithDDP(FSDPTest):
     @property
     def world_size(self):
-        device = accelerator.current()
-        return 2 if device.is_host else device.ranks
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
+        return accelerator.current().few_ranks
 
     def _get_init_modes_for_test(self, cpu_offload):
         # Without a memory of its own a device makes no difference between these modes.

@@ -223,10 +223,6 @@ class HeldMemory(TorchDispatchMode):
 class StateDictMixin:
     """How the tests below save, load and compare."""
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _mode(self, model: nn.Module, kind: str, rank0_and_offload: bool = False) -> Any:
         """The context of a kind of state dict, which only whole ones can leave to rank 0."""
         state_dict_type, config = KINDS[kind]
@@ -808,6 +804,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                     state_dict = {name: shards_to(value, HOST) for name, value in state_dict.items()}
                 self._load(model, "sharded_state_dict", state_dict)
                 self.assertEqual(summoned(model), before)
+        dist.destroy_process_group(group)
 
     @skip_if_lt_x_gpu(2)
     def test_trained_state_dict(self):
@@ -1065,6 +1062,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             _zero_model(model)
             model.load_state_dict(state_dict)
         self.assertEqual(summoned(model), dict(plain.state_dict()))
+        dist.destroy_process_group(groups[self.rank])
 
 
 class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):

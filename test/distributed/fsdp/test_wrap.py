@@ -168,10 +168,6 @@ class TestFSDPWrap(FSDPTest):
     def world_size(self) -> int:
         return 2
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _placed(self, model: nn.Module, mode: DEVICEInitMode, when: DEVICEInitMode) -> nn.Module:
         return model.to(self.device) if mode is when else model
 

@@ -36,10 +36,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _TestClipGradNormBase(FSDPTest):
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _replicated(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
         device_ids = None if self.device.index is None else [self.device.index]
         return replicate(copy.deepcopy(model).to(self.device), device_ids=device_ids, process_group=group)

@@ -271,10 +271,6 @@ class TestFullyShardAllGatherExtensionsCommon:
     def world_size(self) -> int:
         return 2
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
         """Put the hooks on ``TwoTensor`` itself. A rank that fails leaves them to those that still run."""

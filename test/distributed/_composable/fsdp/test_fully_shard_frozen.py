@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
@@ -67,10 +67,6 @@ class TestFullyShardFrozen(FSDPTest):
     @property
     def world_size(self) -> int:
         return 4
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _replicated(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         device_ids = None if self.device.index is None else [self.device.index]

@@ -42,10 +42,6 @@ class TestFullyShardGradientScaler(FSDPTest):
     def world_size(self) -> int:
         return 4
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _scaler(self, **kwargs: float) -> GradScaler:
         return GradScaler(init_scale=INIT_SCALE, enabled=True, device=accelerator.current().type, **kwargs)
 

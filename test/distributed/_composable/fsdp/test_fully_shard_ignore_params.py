@@ -284,10 +284,6 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     def world_size(self) -> int:
         return 2
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _filled(self, module: nn.Module) -> nn.Module:
         """The same numbers on all ranks, whose threads share one random generator."""
         for param in module.parameters():

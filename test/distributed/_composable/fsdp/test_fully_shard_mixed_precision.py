@@ -454,13 +454,7 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-class Threaded(FSDPTestMultiThread):
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
-
-class TestFullyShardMixedPrecisionCasts(Threaded):
+class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
     @property
     def world_size(self) -> int:
         return 2
@@ -784,7 +778,7 @@ class TestFullyShardMixedPrecisionCasts(Threaded):
         self.assertEqual(model.count.full_tensor(), count)
 
 
-class TestFullyShardMixedPrecisionReduction(Threaded):
+class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
     @property
     def world_size(self) -> int:
         return 8
@@ -830,7 +824,7 @@ class TestFullyShardMixedPrecisionReduction(Threaded):
         self.assertEqual(found, torch.full_like(found, expected), rtol=0, atol=0)
 
 
-class TestFullyShardMixedPrecisionSmallerMesh(Threaded):
+class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
     @property
     def world_size(self) -> int:
         return 4

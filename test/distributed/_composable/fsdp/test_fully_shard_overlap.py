@@ -165,10 +165,6 @@ class TestFullyShardOverlap(FSDPTest):
     def world_size(self) -> int:
         return 4 if self._testMethodName.startswith("test_hsdp") else 2
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _time_fn(self, fn: Callable[[], object]) -> float:
         """Milliseconds of the device: exact if virtual, else the median of three."""
         times = []
