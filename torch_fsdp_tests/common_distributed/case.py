@@ -47,7 +47,11 @@ TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that 
 
 
 def get_timeout(test_id: str) -> int:
-    """Seconds that a test's ranks may take, counted from their fork. ``test_id`` is what ``TestCase.id()`` gives."""
+    """Seconds that a test's ranks may take, counted from their fork. ``test_id`` is what ``TestCase.id()`` gives.
+
+    Differs from upstream's: 120 where nothing is said (there 300), and the environment is read at each call. Raises
+    ``ValueError`` when ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is no whole number.
+    """
     default = int(os.getenv("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", str(TIMEOUT_DEFAULT)))
     return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], default)
 
@@ -66,7 +70,7 @@ _tally = _Tally()
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
     """Run a test in a rank and put what comes of it into words, its subtests counted.
 
-    A test all of whose subtests skipped has skipped.
+    A test all of whose subtests skipped has skipped. Lets ``SystemExit`` pass and nothing else.
     """
     _tally.__init__()  # type: ignore[misc]
 
@@ -104,14 +108,18 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 
 
 class RankTestCase(TestCase):
-    """Base of the test cases whose tests run in ranks. See the module's docstring for what runs where."""
+    """Base of the test cases whose tests run in ranks. See the module's docstring for what runs where.
+
+    ``rank`` is -1 in the parent. Upstream has no such base: there each kind of ranks joins them in its own way.
+    Making one raises ``ValueError`` for a method that the class does not have.
+    """
 
     MAIN_RANK = -1
     rank: int = MAIN_RANK
 
     @functools.cached_property  # which, unlike a property, a test may replace by assignment
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """The device of this rank: of the type under test, with an index where such devices have one."""
         return accelerator.current().device(self.rank)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -219,8 +227,9 @@ class RankTestCase(TestCase):
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:
         """In a rank: count the subtest, let a skip end only it, and put its parameters into a failure.
 
-        A failure ends the rank's test, unlike in plain unittest: the other ranks may wait in a collective of the
-        failed subtest, and the next one's collectives would be matched with those.
+        Raises what the block raises, but for a skip. So a failure ends the rank's test, unlike in plain unittest and
+        upstream: the other ranks may wait in a collective of the failed subtest, and the next one's collectives would
+        be matched with those. In the parent it is unittest's.
         """
         if self.rank == self.MAIN_RANK:
             with super().subTest(*(() if msg is None else (msg,)), **params):

@@ -27,10 +27,13 @@ class MultiProcContinuousTest(RankTestCase):
     """Every test runs in the same ``world_size`` rank processes with one process group, made for the class.
 
     Worth it where starting a device is dear. The group's ranks start with the first test and leave after the last.
+    A test raises in the parent as those of :class:`MultiProcessTestCase` do; the class raises
+    :class:`~torch_fsdp_tests.ranks.RanksErred` when a rank dies after a test that it had passed.
 
     Differs from upstream's: a test that fails or skips never touches the next one, which gets new ranks (upstream skips
-    the rest of the class); what a test leaves changed in a rank is put back. A rank that dies after its test had passed
-    is an error of the class. ``poison_pill`` is kept for its name and never set.
+    the rest of the class); what a test leaves changed in a rank is put back, and groups that it leaves are destroyed.
+    ``world_size``, where it is not stated, is that of the device under test (upstream: the number of devices, and a
+    skip where there is none). ``timeout`` is that of a collective. ``poison_pill`` is kept for its name and never set.
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
@@ -47,23 +50,25 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def backend_str(cls) -> str | None:
-        """The backend of the process group; None leaves the choice to torch."""
+        """The backend of the process group, such as ``gloo``; None leaves the choice to torch, as upstream's does."""
         return None
 
     @classmethod
     def device_type(cls) -> str:
+        """The type of the device under test. Upstream's answers for the accelerator that torch finds, if any."""
         return accelerator.current().type
 
     @classmethod
     def opts(cls, high_priority_stream: bool = False) -> Any:
-        """Options for the process group's backend."""
+        """Options for the process group's backend; None, as upstream's, for those that the backend has anyway."""
         return None
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         """Make the process group in a rank; subclasses extend it with what every rank needs.
 
-        Its collectives give up after ``timeout``, and before a test's limit.
+        Differs from upstream's: its collectives give up after ``timeout``, and in any case before a test's limit does.
+        Raises what ``init_process_group`` raises, as the first test's error.
         """
         timeout = min(cls.timeout, timedelta(seconds=get_timeout("") * COLLECTIVE_SHARE))
         os.environ["LOCAL_RANK"] = str(rank)  # keeps init_device_mesh from guessing the device
@@ -161,7 +166,10 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
-        """Run one test of the class in this rank; ``test_id`` ends in the method's name."""
+        """Run one test of the class in this rank, and its clean-ups; ``test_id`` ends in the method's name.
+
+        Subclasses extend it with what stands around every test. Raises what the test raises.
+        """
         test_name = test_id.rsplit(".", 1)[-1]
         self = cls(test_name)
         self.rank = cls.rank

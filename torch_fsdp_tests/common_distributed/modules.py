@@ -11,7 +11,8 @@ _DIM = 100
 class SaveForwardInputsModule(nn.Module):
     """A linear layer ``l`` of 100 to 100 features that stores its forward input under itself in ``forward_inputs``.
 
-    With ``cast_forward_inputs`` the input is cast to the weight's dtype before the layer sees it, after it was stored.
+    The input is of shape (..., 100), as is what it returns. With ``cast_forward_inputs`` it is cast to the weight's
+    dtype before the layer sees it, after it was stored. Names and sizes are upstream's.
     """
 
     def __init__(self, forward_inputs: dict[nn.Module, torch.Tensor], cast_forward_inputs: bool) -> None:
@@ -28,7 +29,10 @@ class SaveForwardInputsModule(nn.Module):
 
 
 class SaveForwardInputsModel(nn.Module):
-    """Two :class:`SaveForwardInputsModule` in a row, ``c1`` and ``c2``; stores its own forward input as well."""
+    """Two :class:`SaveForwardInputsModule` in a row, ``c1`` and ``c2``; stores its own forward input as well.
+
+    The input is of shape (..., 100), as is what it returns.
+    """
 
     def __init__(self, forward_inputs: dict[nn.Module, torch.Tensor], cast_forward_inputs: bool) -> None:
         super().__init__()

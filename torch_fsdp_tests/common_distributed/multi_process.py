@@ -26,9 +26,16 @@ class MultiProcessTestCase(RankTestCase):
     ``file_name`` (an empty file for a rendezvous, shared by the ranks of the test) and runs the test method; the
     process group is the test's own affair.
 
+    In the parent a test raises ``unittest.SkipTest`` when every rank skipped, otherwise, rank by rank in its words,
+    :class:`~torch_fsdp_tests.ranks.RanksFailed` (an ``AssertionError``: one of the test's did not hold),
+    :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised something else, died, or ran past its limit) or
+    :class:`~torch_fsdp_tests.ranks.HarnessError` (no rank was started, or the harness itself failed).
+
     Differs from upstream's: ranks are forked from a prepared server, not started as interpreters; the verdict hears
-    every rank, not the first; a test that starts no rank fails; ``special_return_code_checks`` and
-    ``skip_return_code_checks`` keep their meaning, for all ranks.
+    every rank, not the first; a test that starts no rank fails. Two attributes keep their meaning, but for all ranks:
+    ``special_return_code_checks`` (the exit code with which the ranks of a test are to leave, negative for a signal;
+    a test method's own function is the key) and ``skip_return_code_checks`` (the functions of tests whose ranks may
+    leave, or die, as they like).
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
@@ -41,21 +48,28 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU)."""
+        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
         return accelerator.current().ranks
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """Whether a process group that the test leaves open is destroyed without a word; otherwise it is a leak."""
+        """Whether a process group that the test leaves open is destroyed without a word, as upstream's does it.
+
+        Otherwise it is a leak, which is named.
+        """
         return True
 
     @property
     def is_master(self) -> bool:
+        """Whether this is rank 0. False in the parent."""
         return self.rank == 0
 
     @property
     def collective_timeout(self) -> float:
-        """Seconds after which a collective should give up, so that it speaks before the test's own limit does."""
+        """Seconds after which a collective should give up, so that it speaks before the test's own limit does.
+
+        Not upstream's, where a group has torch's own timeout: half an hour with gloo.
+        """
         return get_timeout(self.id()) * COLLECTIVE_SHARE
 
     def setUp(self) -> None:
@@ -66,10 +80,16 @@ class MultiProcessTestCase(RankTestCase):
         self.rank = self.MAIN_PROCESS_RANK
 
     def _current_test_name(self) -> str:
+        """The name of the test method."""
         return self._testMethodName
 
     def _spawn_processes(self) -> None:
-        """Start the ranks of the current test. Raises ``unittest.SkipTest`` when a requirement is not met."""
+        """Start the ranks of the current test.
+
+        Raises ``unittest.SkipTest`` when a requirement is not met, :class:`HarnessError` for a world size below 1 or
+        when the ranks cannot be started, and :class:`~torch_fsdp_tests.accelerator.ConfigurationError` when the device
+        that was asked for cannot be had.
+        """
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
         group = self._group = start_ranks(type(self), self._current_test_name(), world_size)
@@ -85,15 +105,16 @@ class MultiProcessTestCase(RankTestCase):
         self._join_processes(fn)
 
     def _join_processes(self, fn: Callable) -> None:
-        """Wait for the ranks and raise what they amount to."""
+        """Wait for the ranks and raise what they amount to (see the class). ``fn`` is the test's own function."""
         if self._group is None:
             raise HarnessError(
                 f"{self.id()} started no rank, so nothing was tested: call self._spawn_processes() in its setUp"
             )
         limit = get_timeout(self.id())
         reports = self._group.wait(limit)
-        if fn not in self.skip_return_code_checks:
-            self._conclude(reports, limit, self.special_return_code_checks.get(fn, 0))
+        if fn in self.skip_return_code_checks:
+            reports = [report.with_any_ending() for report in reports]
+        self._conclude(reports, limit, self.special_return_code_checks.get(fn, 0))
         self._close(self._group)
 
     @classmethod
@@ -138,7 +159,10 @@ class MultiProcessTestCase(RankTestCase):
 
 
 class DistributedTestBase(MultiProcessTestCase):
-    """Ranks that make their process group themselves with :meth:`create_pg`, for a device that the test is given."""
+    """Ranks that make their process group themselves with :meth:`create_pg`, for a device that the test is given.
+
+    As upstream's, ``WORLD_SIZE`` stands in the environment while a test runs, and the group is destroyed after it.
+    """
 
     def setUp(self) -> None:
         super().setUp()
@@ -150,13 +174,22 @@ class DistributedTestBase(MultiProcessTestCase):
         os.environ.pop("WORLD_SIZE", None)
 
     def backend(self, device: str) -> str:
-        """The backend for a device type: the one under test for the device under test, else torch's default."""
+        """The backend for a device such as ``cuda:0``: the one under test for the device under test, else torch's own.
+
+        Upstream's knows three accelerators by name. Raises ``RuntimeError`` for what torch does not take for a device
+        and ``ValueError`` for a device that has no backend.
+        """
         kind = torch.device(device).type
         current = accelerator.current()
         return current.backend if kind == current.type else dist.get_default_backend_for_device(kind)
 
     def create_pg(self, device: str, world_size: int | None = None) -> dist.ProcessGroup:
-        """Make the default group of all ranks (or of ``world_size``) and bind the rank to its device."""
+        """Make the default group of all ranks (or of ``world_size``), bind the rank to its device, return the group.
+
+        Differs from upstream's: its collectives give up before the test's limit does, the rank is bound to the device
+        that the harness gives it, and torch's default device is put back after the test. Raises what
+        ``init_process_group`` raises.
+        """
         world_size = self.world_size if world_size is None else world_size
         store = dist.FileStore(self.file_name, world_size)
         timeout = timedelta(seconds=self.collective_timeout)
@@ -169,6 +202,9 @@ class DistributedTestBase(MultiProcessTestCase):
         return dist.distributed_c10d._get_default_group()
 
     def rank_to_device(self, device: str) -> dict[int, list[int]]:
-        """Device indices by rank; ranks share devices in turn when they outnumber them."""
+        """Device indices by rank; ranks share devices in turn when they outnumber them.
+
+        Differs from upstream's where no device is visible: every rank has index 0 (there a ``ZeroDivisionError``).
+        """
         count = max(torch.get_device_module(device).device_count(), 1)
         return {rank: [rank % count] for rank in range(self.world_size)}

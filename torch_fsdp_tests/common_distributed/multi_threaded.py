@@ -74,9 +74,10 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
 def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | None = None) -> list[Outcome]:
     """Run ``body(rank)`` in as many threads as there are ranks, over a threaded process group.
 
-    A rank that ends badly wakes the others out of their collectives. The threads are waited for without a limit of its
-    own: every wait inside a collective has one, by ``limit``, the seconds that the whole test may take (by default what
-    any test may), and the process they run in has another.
+    Returns what came of the ranks, in their order, and raises nothing of theirs. A rank that ends badly wakes the
+    others out of their collectives. The threads are waited for without a limit of its own: every wait inside a
+    collective has one, by ``limit``, the seconds that the whole test may take (by default what any test may), and the
+    process they run in has another.
     """
     outcomes: dict[int, Outcome] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -131,7 +132,10 @@ class MultiThreadedTestCase(RankTestCase):
 
     A subclass calls ``self._spawn_threads()`` in its ``setUp``, and puts what each rank needs before and after the test
     into :meth:`perThreadSetUp` and :meth:`perThreadTearDown`. Global state, the random generator included, is shared
-    by all ranks of a test.
+    by all ranks of a test. A test raises in the parent as those of :class:`MultiProcessTestCase` do.
+
+    Differs from upstream's: the threads live in a process of their own, ``threads`` holds that process, and clean-ups
+    that a rank registers are run.
     """
 
     MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
@@ -140,11 +144,12 @@ class MultiThreadedTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU)."""
+        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
         return accelerator.current().ranks
 
     @property
     def _current_test_name(self) -> str:
+        """The name of the test method: a property here and a method in :class:`MultiProcessTestCase`, as upstream."""
         return self._testMethodName
 
     def setUp(self) -> None:
@@ -159,7 +164,7 @@ class MultiThreadedTestCase(RankTestCase):
         """Runs in each rank after the test, also after one that failed."""
 
     def _spawn_threads(self) -> None:
-        """Start the ranks of the current test. Raises ``unittest.SkipTest`` when a requirement is not met."""
+        """Start the ranks of the current test. Raises as :meth:`MultiProcessTestCase._spawn_processes` does."""
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
         group = self._group = RankGroup(type(self), self._current_test_name, world_size, threads=True)
@@ -211,12 +216,15 @@ class MultiThreadedTestCase(RankTestCase):
             self._run_cleanups()
 
     def assertEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
-        """As ``assertEqual``, but only where this is ``rank``: the ranks share one random generator."""
+        """As ``assertEqual``, but only where this is ``rank``: the ranks share one random generator.
+
+        The other ranks compare nothing, as upstream's do.
+        """
         if self.rank == rank:
             self.assertEqual(x, y, msg)
 
     def assertNotEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
-        """As ``assertNotEqual``, but only where this is ``rank``."""
+        """As ``assertNotEqual``, but only where this is ``rank``. See :meth:`assertEqualOnRank`."""
         if self.rank == rank:
             self.assertNotEqual(x, y, msg)
 
@@ -226,8 +234,9 @@ def spawn_threads_and_init_comms(
 ) -> Callable:
     """Decorate a test method of an ordinary test case to run in ``world_size`` threads with a threaded group.
 
-    Its collectives give up before ``timeout``, in seconds. Raises ``RuntimeError`` with the text of every rank that
-    failed.
+    Its collectives give up before ``timeout``, in seconds. The method raises ``RuntimeError`` with the text of every
+    rank that did not pass. As upstream's, the threads are those of the test process itself; differs from it in that a
+    skip of all ranks is such an error too, and that a thread which hangs outside of collectives is waited for.
     """
     if func is None:
         return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)

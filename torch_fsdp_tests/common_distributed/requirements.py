@@ -28,7 +28,11 @@ _REQUIREMENTS = "__requirements__"
 
 
 class TestSkip(NamedTuple):
-    """An exit code by which a rank says that it skips, and what the code means."""
+    """An exit code by which a rank says that it skips, and what the code means.
+
+    The codes of :data:`TEST_SKIPS` are upstream's, so that the decorators of others are understood; none of ours leaves
+    by one.
+    """
 
     exit_code: int
     message: str
@@ -58,7 +62,11 @@ SKIP_CODES: dict[int, str] = {skip.exit_code: skip.message for skip in TEST_SKIP
 
 
 def requires(*reasons: Reason) -> Callable[[Decorated], Decorated]:
-    """Decorate a test function or a test class with reasons not to run, asked late and in the parent."""
+    """Decorate a test function or a test class with reasons not to run, asked late and in the parent.
+
+    Each reason is called without arguments and returns a sentence, or None. The test, or the class' ``setUpClass``,
+    raises ``unittest.SkipTest`` with all that speak against it.
+    """
 
     def decorate(decorated: Decorated) -> Decorated:
         if isinstance(decorated, type):
@@ -99,7 +107,10 @@ def requirements_of(function: Callable) -> list[Reason]:
 
 
 def requires_capability(*names: str) -> Callable[[Decorated], Decorated]:
-    """Skip unless the device under test has all these capabilities (names of ``accelerator.CAPABILITIES``)."""
+    """Skip unless the device under test has all these capabilities (names of ``accelerator.CAPABILITIES``).
+
+    Raises ``KeyError``, when the test is asked for, for a name that is no capability.
+    """
     return requires(lambda: accelerator.current().lacks(*names))
 
 
@@ -110,7 +121,10 @@ def _devices() -> int | None:
 
 
 def at_least_x_gpu(x: int) -> bool:
-    """Whether ``x`` accelerators are visible. False on the CPU, as upstream's."""
+    """Whether ``x`` accelerators of the kind under test are visible. False on the CPU, as upstream's.
+
+    Upstream's counts devices of three kinds, whichever is under test.
+    """
     count = _devices()
     return count is not None and count >= x
 
@@ -132,7 +146,10 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
 
 def requires_world_size(n: int) -> Callable[[Decorated], Decorated]:
-    """Ask for ``n`` ranks for one test; see :func:`get_required_world_size`. Skips where ``n`` find no room."""
+    """Ask for ``n`` ranks for one test; see :func:`get_required_world_size`. Skips where ``n`` find no room.
+
+    Upstream's wants ``n`` CUDA devices, and asks when the file is imported.
+    """
 
     def decorate(function: Decorated) -> Decorated:
         wrapped = requires(lambda: accelerator.current().lacks_room_for(n))(function)
@@ -143,30 +160,42 @@ def requires_world_size(n: int) -> Callable[[Decorated], Decorated]:
 
 
 def get_required_world_size(obj: Any, default: int) -> int:
-    """The world size that :func:`requires_world_size` asked for the current test of ``obj``, else ``default``."""
+    """The world size that :func:`requires_world_size` asked for the current test of ``obj``, else ``default``.
+
+    ``obj`` is a test case. Upstream's returns ``default`` for whatever goes wrong, ours only where nothing was asked.
+    """
     function = getattr(type(obj), getattr(obj, "_testMethodName", ""), None)
     return int(getattr(function, "_required_world_size", default))
 
 
 def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[Decorated], Decorated]:
-    """As :func:`skip_if_lt_x_gpu`, but only when ``backend`` is nccl."""
+    """As :func:`skip_if_lt_x_gpu` without the CPU, but only when ``backend`` is nccl."""
     return skip_if_lt_x_gpu(x, allow_cpu=False) if backend == "nccl" else requires()
 
 
 def skip_if_no_gpu(function: Decorated) -> Decorated:
-    """Skip unless the ranks of the test's class have an accelerator each."""
+    """Skip unless an accelerator is under test.
+
+    Upstream's also counts a device for each rank of ``WORLD_SIZE``; here the test cases ask for room for all ranks.
+    """
     return requires(
         lambda: "needs an accelerator; the device under test is the CPU" if accelerator.current().is_host else None
     )(function)
 
 
 def skip_if_small_worldsize(function: Decorated) -> Decorated:
-    """Skip where the environment's ``WORLD_SIZE`` is 2 or less, as upstream's launcher-based tests ask."""
+    """Skip where the environment's ``WORLD_SIZE``, or without one the number of ranks under test, is 2 or less.
+
+    Upstream's wants 8 or more, for the sake of its CI.
+    """
     return requires(lambda: "the world size is 2 or less" if _world_size_variable() <= 2 else None)(function)
 
 
 def skip_if_odd_worldsize(function: Decorated) -> Decorated:
-    """Skip where the environment's ``WORLD_SIZE`` is odd."""
+    """Skip where the environment's ``WORLD_SIZE``, or without one the number of ranks under test, is odd.
+
+    Upstream's raises ``KeyError`` without one.
+    """
     return requires(lambda: "the world size is odd" if _world_size_variable() % 2 else None)(function)
 
 
@@ -179,7 +208,7 @@ def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Deco
 
 
 def requires_gloo() -> Callable[[Decorated], Decorated]:
-    """Skip where torch was built without gloo."""
+    """Skip where torch was built without gloo. Upstream's asks when the file is imported, as all of its kind do."""
     return _requires_backend("gloo", dist.is_gloo_available)
 
 
@@ -199,14 +228,20 @@ def requires_nccl() -> Callable[[Decorated], Decorated]:
     Differs from upstream's: with another backend under test it asks nothing, since the test then runs over that one.
     """
     return requires(
-        lambda: "torch was built without the backend nccl"
-        if accelerator.current().backend == "nccl" and not dist.is_nccl_available()
-        else None
+        lambda: (
+            "torch was built without the backend nccl"
+            if accelerator.current().backend == "nccl" and not dist.is_nccl_available()
+            else None
+        )
     )
 
 
 def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decorated], Decorated]:
-    """Skip where the backend under test is an NCCL older than ``version``; ``msg`` says what for."""
+    """Skip where the backend under test is an NCCL older than ``version``; ``msg`` says what for.
+
+    ``version`` is as in ``torch.cuda.nccl.version()``: ``(2, 27)`` or longer. With another backend under test it asks
+    nothing (upstream's asks wherever CUDA is).
+    """
 
     def reason() -> str | None:
         if accelerator.current().backend != "nccl":
@@ -218,12 +253,15 @@ def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decor
 
 
 def requires_nccl_shrink() -> Callable[[Decorated], Decorated]:
-    """Skip where the backend under test is an NCCL that cannot shrink a group."""
+    """Skip where the backend under test is an NCCL that cannot shrink a group: one before 2.27."""
     return requires_nccl_version((2, 27), "shrinking a process group")
 
 
 def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Callable[[Decorated], Decorated]:
-    """Skip unless the backend under test is one of ``backends``, by default any backend of an accelerator."""
+    """Skip unless the backend under test is one of ``backends``, by default any backend of an accelerator.
+
+    Upstream's asks whether torch was built with one of them, by default of three that it knows.
+    """
 
     def reason() -> str | None:
         device = accelerator.current()
@@ -235,12 +273,16 @@ def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Call
 
 
 def requires_multicast_support() -> Callable[[Decorated], Decorated]:
-    """Skip unless symmetric memory with multicast is there."""
+    """Skip unless there is symmetric memory.
+
+    Upstream's asks the first CUDA device for multicast, a part of it that is not asked for here: the question would
+    start the device in the process that forks.
+    """
     return requires_capability("symmetric_memory")
 
 
 def skip_if_rocm_multiprocess(function: Decorated) -> Decorated:
-    """Skip where torch was built for ROCm."""
+    """Skip where torch was built for ROCm. Upstream's asks when the file is imported."""
     return requires(lambda: "not for ROCm" if torch.version.hip is not None else None)(function)
 
 
@@ -252,7 +294,8 @@ def skip_if_win32() -> Callable[[Decorated], Decorated]:
 def sm_is_or_higher_than(device: torch.device, major: int, minor: int) -> bool:
     """Whether a CUDA device has compute capability ``major.minor`` or higher.
 
-    As upstream's: True for any other kind of device, False for ROCm, whose numbers mean something else.
+    As upstream's: True for any other kind of device, False for ROCm, whose numbers mean something else. Raises
+    ``RuntimeError`` for a device that is not there.
     """
     if device.type != "cuda":
         return True

@@ -170,10 +170,10 @@ class RankGroup:
 
     def run(self, test: str, limit: float) -> list[RankReport]:
         """Have ranks that stay run one more test, and report as :meth:`wait` does. The limit counts from here."""
+        self._cut = None
         while self._started is None and (left := self._asked + START_LIMIT - time.monotonic()) > 0:
             self._hear(left)
         self._started = time.monotonic()
-        self._bad_since = self._cut = None
         for process in self.processes:
             process.outcomes.clear()
             process.waits = False
@@ -187,6 +187,7 @@ class RankGroup:
         Raises :class:`HarnessError` when the rank server dies or cannot start the ranks.
         """
         done = self._all_heard if self._stays else self._all_ended
+        self._hear_what_came_along()
         while not done():
             left = self._deadline(limit) - time.monotonic()
             if left <= 0:
@@ -327,13 +328,26 @@ class RankGroup:
         self._let_go()
         return len(ready)
 
+    def _hear_what_came_along(self) -> None:
+        """Take in what was read together with an earlier message of its source, which no selector would tell."""
+        for key in list(self._selector.get_map().values()):
+            if callable(key.data):
+                key.data()
+
     def _let_go(self) -> None:
         """Tell the ranks that wait for the others, once there are none to wait for."""
-        if all(process.waits or process.reported or process.ending is not None for process in self.processes):
-            for process in self.processes:
-                if process.waits and process.ending is None:
-                    process.waits = False
-                    self._tell(process, {"go": True})
+        if self._all_have_come():
+            self._go()
+
+    def _all_have_come(self) -> bool:
+        """Whether every rank of this process waits for the others, has reported or is gone."""
+        return all(process.waits or process.reported or process.ending is not None for process in self.processes)
+
+    def _go(self) -> None:
+        for process in self.processes:
+            if process.waits and process.ending is None:
+                process.waits = False
+                self._tell(process, {"go": True})
 
     def _tell(self, process: _Process, message: dict) -> None:
         with contextlib.suppress(OSError):  # it is gone, which the server will tell

@@ -176,6 +176,25 @@ def _environment(
     return made | rendezvous.variables(launch, local_ranks, rank)
 
 
+class _FollowersGroup(RankGroup):
+    """The one rank of a process that follows. Whom it waits for only rank 0 knows, which is told, and says go."""
+
+    def __init__(self, channel: Channel, cls: type, test: str | None, world_size: int, part: Part) -> None:
+        self._rank_0 = channel
+        self._told = False  # that the rank waits
+        super().__init__(cls, test, world_size, part=part)
+
+    def _let_go(self) -> None:
+        waits = any(process.waits for process in self.processes)
+        if waits and not self._told:
+            self._rank_0.send({"met": True})
+        self._told = waits
+
+    def go(self) -> None:
+        """Tell the rank, if it waits, that all have come."""
+        self._go()
+
+
 class LaunchedGroup(RankGroup):
     """The first ``world_size`` ranks of a launch: rank 0 here, the others wherever the launcher put them.
 
@@ -186,6 +205,7 @@ class LaunchedGroup(RankGroup):
         self._crew = crew
         self._others = crew.gather()[: world_size - 1]
         self._answers: dict[int, dict] = {}
+        self._met: dict[int, _Seat] = {}  # whose ranks wait for the others
         self._asked_others = False
         self._unwell = False
         self._later: list[str] = []
@@ -252,8 +272,18 @@ class LaunchedGroup(RankGroup):
             self._later += [words for answer in self._answers.values() for words in answer.get("late", ())]
             self._others, self._answers = [], {}
 
+    def _all_have_come(self) -> bool:
+        others = all(seat.rank in self._met or seat.rank in self._answers for seat in self._others)
+        return others and super()._all_have_come()
+
+    def _go(self) -> None:
+        super()._go()
+        for rank in list(self._met):
+            self._met.pop(rank).tell(go=True)
+
     def _order(self, **order: Any) -> None:
         self._answers = {}
+        self._met = {}
         self._asked_others = True
         for seat in self._others:
             seat.tell(**order)
@@ -261,6 +291,9 @@ class LaunchedGroup(RankGroup):
     def _hear_seat(self, seat: _Seat) -> None:
         """Take in what another process says of its rank; what is bad news to one is news to all."""
         for message in self._crew.listen(seat):
+            if "met" in message:
+                self._met[seat.rank] = seat
+                continue
             self._answers[seat.rank] = message
             self._leaks += message.get("leaks", ())
             if "error" in message:
@@ -301,6 +334,7 @@ class LaunchedGroup(RankGroup):
                     raise HarnessError(self._crew.lost)
                 for key, _ in ready:
                     self._hear_seat(key.data)
+                self._let_go()
         for rank, answer in self._answers.items():
             if "error" in answer:
                 raise HarnessError(f"rank {rank} of {self.world_size}: {answer['error']}")
@@ -318,7 +352,7 @@ class _Follower:
 
     def __init__(self, launch: launcher.Launch) -> None:
         self._launch = launch
-        self._group: RankGroup | None = None
+        self._group: _FollowersGroup | None = None
         self._trouble: str | None = None
         self._waiting: list[dict] = []  # orders that came while one was being carried out
         store = rendezvous.open_store(launch)
@@ -381,12 +415,13 @@ class _Follower:
         self._trouble = None
         try:
             cls = rank_side.find(module, qualname)
-            self._group = RankGroup(cls, test, world_size, part=Part(rank, environment, file_name))
+            part = Part(rank, environment, file_name)
+            self._group = _FollowersGroup(self._channel, cls, test, world_size, part)
             self._group.also_hear(self._channel, self._overhear)
         except (HarnessError, accelerator.ConfigurationError, LookupError) as error:
             self._trouble = str(error)
 
-    def _ours(self) -> RankGroup:
+    def _ours(self) -> _FollowersGroup:
         if self._group is None:
             raise HarnessError(self._trouble or "it was not told to start")
         return self._group
@@ -416,11 +451,13 @@ class _Follower:
         return {"leaks": group.take_leaks(), "late": group.late_deaths()}
 
     def _overhear(self) -> None:
-        """Rank 0 speaks while this process' rank is at work: the others are in trouble, or the test is given up."""
+        """Rank 0 speaks while this process' rank is at work: all have come, some are in trouble, or the test ends."""
         group = self._ours()
         for message in self._channel.arrived():
             if "hurry" in message:
                 group.hurry(message["hurry"])
+            elif "go" in message:
+                group.go()
             else:
                 self._waiting.append(message)
                 group.hurry(0.0)

@@ -103,6 +103,13 @@ class RankReport:
         """True for a rank that was ended by us without a word of its own: a victim, or the one that hung."""
         return self.outcome is None and self.ending.ours
 
+    def with_any_ending(self) -> RankReport:
+        """As if the rank had left in order, and passed unless it said otherwise; one that had to be ended has not."""
+        if self.ending.ours:
+            return self
+        outcome = self.outcome if self.outcome is not None else Outcome(self.rank, Kind.PASSED)
+        return dataclasses.replace(self, outcome=outcome, ending=Ending(code=0))
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -204,7 +211,7 @@ def judge(
     if not reports:
         return Verdict(Kind.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
     if expected_code != 0:
-        return _judge_codes(reports, expected_code)
+        return _judge_codes(reports, limit, expected_code)
     reasons = [_skip_reason(report, skip_codes) for report in reports]
     if all(reason is not None for reason in reasons):
         return Verdict(Kind.SKIPPED, "; ".join(dict.fromkeys(str(reason) for reason in reasons)))
@@ -240,12 +247,16 @@ def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | Non
     return report.outcome.text if report.outcome.kind is Kind.SKIPPED and report.ending.code == 0 else None
 
 
-def _judge_codes(reports: Sequence[RankReport], expected: int) -> Verdict:
-    wrong = [report for report in reports if report.ending.exitcode != expected]
+def _judge_codes(reports: Sequence[RankReport], limit: float, expected: int) -> Verdict:
+    wrong = [report for report in reports if report.ending.ours or report.ending.exitcode != expected]
     if not wrong:
         return Verdict(Kind.PASSED)
-    lines = [f"rank {report.rank} {report.ending.in_words()}; exit code {expected} was expected" for report in wrong]
-    return Verdict(Kind.FAILED, "\n".join(lines))
+    lines = []
+    for report in wrong:
+        headline, text = _words(report, None, limit)
+        told = f"rank {report.rank} of {len(reports)} {headline}; exit code {expected} was expected"
+        lines.append(told + (f":\n{text}" if text else ""))
+    return Verdict(Kind.FAILED, "\n\n".join(lines))
 
 
 def _paragraphs(

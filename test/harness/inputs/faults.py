@@ -6,6 +6,7 @@ The faults are written once and meet three kinds of ranks: processes of one test
 import atexit
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import tempfile
 import threading
 import time
 import unittest
+from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -30,7 +33,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.ranks import RankGroup, server
 
 FOREVER = 1000  # seconds
-LIMIT = 3  # seconds for a test that takes all it is given; the others have what the environment says
+LIMIT = 2  # seconds for a test that takes all it is given; the others have what the environment says
 SHARED_MEMORY = "/dev/shm"
 
 if "FAULTS_OWN_HANDLER" in os.environ:
@@ -58,6 +61,27 @@ class Processes(Timed, MultiProcessTestCase):
     def connect(self):
         store = dist.FileStore(self.file_name, self.world_size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+
+
+class Connected:
+    """For FSDP: two ranks, with a group before the test begins."""
+
+    world_size = 2
+
+    def connect(self):
+        pass
+
+
+class FsdpProcesses(Connected, Timed, FSDPTest):
+    pass
+
+
+class FsdpThreads(Connected, Timed, FSDPTestMultiThread):
+    pass
+
+
+class FsdpStaying(Connected, Timed, FSDPTestContinuous):
+    pass
 
 
 class Threads(Timed, MultiThreadedTestCase):
@@ -128,7 +152,17 @@ class Deaths:
         os._exit(3)
 
 
+class EarlyDeaths:
+    """For ranks that have a group before the test begins: one dies before they have it."""
+
+    def test_before_rendezvous(self):
+        dist.barrier()
+
+
 class Words:
+    def test_passes(self):
+        only_rank_1(self, lambda: None)
+
     def test_one_raises(self):
         only_rank_1(self, lambda: self.fail("the one"))
 
@@ -137,6 +171,12 @@ class Words:
 
     def test_all_raise_differently(self):
         raise ValueError(f"rank {self.rank} says so")
+
+    def test_interrupted(self):
+        def fault():
+            raise KeyboardInterrupt
+
+        only_rank_1(self, fault)
 
     def test_element(self):
         wrong = torch.zeros(4)
@@ -152,12 +192,6 @@ class Words:
                 raise TypeError("not to be shown")
 
         raise Odd
-
-    def test_flood(self):
-        for _ in range(60_000):
-            print("x" * 50)
-        os.write(2, b"\xff\xfe\n")
-        raise ValueError("m" * 50_000_000)
 
     def test_quiet_no_more(self):
         print("of this test")
@@ -185,6 +219,35 @@ class Words:
     @unittest.expectedFailure
     def test_unexpected_success(self):
         pass
+
+
+class Flood:
+    def test_flood(self):
+        for _ in range(60_000):
+            print("x" * 50)
+        os.write(2, b"\xff\xfe\n")
+        raise ValueError("m" * 50_000_000)
+
+
+class Meeting:
+    """For processes, whose groups connect: rank 0 is done at once, and its group stays until the other is done too."""
+
+    def test_groups_end_together(self):
+        self.connect()
+        store = dist.distributed_c10d._get_default_store()
+        dist.new_group()
+        if self.rank == 1:
+            with self.assertRaises(RuntimeError):
+                store.wait(["ended"], timedelta(seconds=0.5))
+            return
+        end = dist.destroy_process_group
+
+        def tell_and_end(*arguments):
+            dist.destroy_process_group = end
+            store.set("ended", "yes")
+            end(*arguments)
+
+        dist.destroy_process_group = tell_and_end
 
 
 class Skips:
@@ -223,10 +286,15 @@ class Hangs:
             time.sleep(FOREVER)  # a rank that leaves would be heard of
 
     def test_hang_ignoring_sigterm(self):
-        if not isinstance(self, Threads):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ctypes.CDLL(None).signal(signal.SIGTERM, 1)  # SIG_IGN; Python lets no thread but the first call its own
         print("hanging", flush=True)
         time.sleep(FOREVER)
+
+
+class FsdpHangs:
+    def test_hang_in_a_collective_of_some(self):
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(1))
 
 
 class Fixtures:
@@ -311,7 +379,8 @@ class Leaks:
         torch.set_num_threads(2)
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(5)
-        type(self).seed_before = torch.initial_seed()
+        random.seed(5)
+        numpy.random.seed(5)
 
     def test_settings_after(self):
         self.assertNotIn("LEFT", os.environ)
@@ -319,6 +388,12 @@ class Leaks:
         self.assertEqual(torch.get_num_threads(), 1)
         self.assertFalse(torch.are_deterministic_algorithms_enabled())
         self.assertNotEqual(torch.initial_seed(), 5)
+        self.assertNotEqual(random.random(), random.Random(5).random())
+        self.assertNotEqual(numpy.random.rand(), numpy.random.RandomState(5).rand())
+
+    def test_an_orphan(self):
+        if self.rank == 1:
+            subprocess.run(["sh", "-c", "sleep 999 >/dev/null 2>&1 &"])
 
 
 class Essentials:
@@ -343,17 +418,10 @@ class Essentials:
 
     test_g_passes = test_a_passes
 
-    def test_hang_in_a_collective_of_some(self):
-        if self.rank == 0:
-            dist.all_reduce(torch.ones(1))
-
     def test_i_clean_up(self):
         self.addCleanup(Fixtures.broken, "a rank's clean-up")
 
     test_j_passes = test_a_passes
-
-    def connect(self):
-        pass
 
 
 # --- met by processes of one test -------------------------------------------------------------------------------------
@@ -365,17 +433,82 @@ class ProcessDeaths(Deaths, Processes):
             os._exit(4)
         self.connect()
 
-    def test_special_return_code(self):
-        os._exit(7)
+
+class ProcessCodes(Processes):
+    """Exit codes that a test expects, and such that it does not mind."""
 
     def setUp(self):
         super().setUp()
-        if self._testMethodName == "test_special_return_code":
-            self.special_return_code_checks[self.test_special_return_code.__wrapped__] = 7
+        test = getattr(self, self._testMethodName).__wrapped__
+        if "special" in self._testMethodName:
+            self.special_return_code_checks[test] = -signal.SIGKILL if "hang" in self._testMethodName else 7
+        else:
+            self.skip_return_code_checks.append(test)
+
+    def test_special(self):
+        os._exit(7)
+
+    def test_special_missed_by_one_that_raises(self):
+        self.fail("instead") if self.rank == 1 else os._exit(7)
+
+    def test_any(self):
+        if self.rank == 1:
+            os._exit(7)
+
+    def test_any_of_one_that_raises(self):
+        if self.rank == 1:
+            self.fail("all the same")
+
+
+class ProcessCodesHangs(ProcessCodes):
+    test_special = test_special_missed_by_one_that_raises = test_any = test_any_of_one_that_raises = None
+
+    def test_hang_special(self):
+        time.sleep(FOREVER) if self.rank == 1 else os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_hang_any(self):
+        if self.rank == 1:
+            time.sleep(FOREVER)
 
 
 class ProcessWords(Words, Processes):
     pass
+
+
+class ProcessMeeting(Meeting, Processes):
+    pass
+
+
+class ProcessFlood(Flood, Processes):
+    pass
+
+
+class ProcessDying(Processes):
+    test_leaving_a_shared_file = Deaths.test_leaving_a_shared_file
+
+
+class ProcessFsdpDeaths(Deaths, EarlyDeaths, FsdpProcesses):
+    @classmethod
+    def _run(cls, rank, test_name, *arguments, **kwargs):
+        if rank == 1 and test_name == "test_before_rendezvous":
+            os._exit(4)
+        super()._run(rank, test_name, *arguments, **kwargs)
+
+
+class ProcessFsdpWords(Words, FsdpProcesses):
+    pass
+
+
+class ProcessFsdpSkips(Skips, FsdpProcesses):
+    pass
+
+
+class ProcessFsdpLeaks(Leaks, FsdpProcesses):
+    def test_groups(self):
+        dist.new_group([0, 1])
+
+    def test_own_group(self):
+        dist.destroy_process_group()
 
 
 class ProcessSkips(Skips, Processes):
@@ -397,10 +530,6 @@ class ProcessClassFixture(ClassFixture, Processes):
 class ProcessLeaks(Leaks, Processes):
     destroy_pg_upon_exit = True
 
-    def test_an_orphan(self):
-        if self.rank == 1:
-            subprocess.run(["sh", "-c", "sleep 999 >/dev/null 2>&1 &"])
-
     def test_the_group(self):
         self.connect()
 
@@ -420,8 +549,12 @@ class ProcessGroupLeak(Processes):
         self.connect()
 
 
-class ProcessFsdp(Essentials, Timed, FSDPTest):
-    world_size = 2
+class ProcessFsdp(Essentials, FsdpProcesses):
+    pass
+
+
+class ProcessFsdpHangs(FsdpHangs, FsdpProcesses):
+    pass
 
 
 class ProcessNone(MultiProcessTestCase):
@@ -448,18 +581,39 @@ class ProcessZServer(Processes):
 # --- met by threads ---------------------------------------------------------------------------------------------------
 
 
-class ThreadDeaths(Deaths, Threads):
-    def test_before_rendezvous(self):
-        dist.barrier()
-
+class ThreadEarlyDeaths(Deaths, EarlyDeaths):
     def perThreadSetUp(self):
         if self._testMethodName == "test_before_rendezvous" and self.rank == 1:
             os._exit(4)
+        super().perThreadSetUp()
+
+
+class ThreadDeaths(ThreadEarlyDeaths, Threads):
+    pass
 
 
 class ThreadWords(Words, Threads):
-    def test_passes(self):
-        dist.barrier()
+    pass
+
+
+class ThreadFlood(Flood, Threads):
+    pass
+
+
+class ThreadFsdpDeaths(ThreadEarlyDeaths, FsdpThreads):
+    pass
+
+
+class ThreadFsdpWords(Words, FsdpThreads):
+    pass
+
+
+class ThreadFsdpSkips(Skips, FsdpThreads):
+    pass
+
+
+class ThreadFsdpLeaks(Leaks, FsdpThreads):
+    pass
 
 
 class ThreadSkips(Skips, Threads):
@@ -499,8 +653,12 @@ class ThreadLeaks(Leaks, Threads):
     pass
 
 
-class ThreadFsdp(Essentials, Timed, FSDPTestMultiThread):
-    world_size = 2
+class ThreadFsdp(Essentials, FsdpThreads):
+    pass
+
+
+class ThreadFsdpHangs(FsdpHangs, FsdpThreads):
+    pass
 
 
 class ThreadNone(MultiThreadedTestCase):
@@ -515,11 +673,8 @@ class ThreadZServer(Threads):
 # --- met by processes that stay ---------------------------------------------------------------------------------------
 
 
-class StayingDeaths(Deaths, Staying):
+class StayingDeaths(Deaths, EarlyDeaths, Staying):
     test_after_success = None  # see StayingLate
-
-    def test_before_rendezvous(self):
-        pass
 
     @classmethod
     def _init_pg(cls, rank, world_size, rdvz_file):
@@ -542,6 +697,26 @@ class StayingWords(Words, Staying):
     pass
 
 
+class StayingMeeting(Meeting, Staying):
+    pass
+
+
+class StayingFlood(Flood, Staying):
+    pass
+
+
+class StayingFsdpDeaths(StayingDeaths, FsdpStaying):
+    pass
+
+
+class StayingFsdpWords(Words, FsdpStaying):
+    pass
+
+
+class StayingFsdpSkips(Skips, FsdpStaying):
+    pass
+
+
 class StayingSkips(Skips, Staying):
     pass
 
@@ -559,6 +734,8 @@ class StayingClassFixture(ClassFixture, Staying):
 
 
 class StayingLeaks(Leaks, Staying):
+    test_an_orphan = None  # see StayingOrphan
+
     def test_groups(self):
         dist.new_group([0, 1])
 
@@ -572,12 +749,20 @@ class StayingLeaks(Leaks, Staying):
         dist.barrier()
 
 
+class StayingFsdpLeaks(StayingLeaks, FsdpStaying):
+    pass
+
+
 class StayingOrphan(Staying):
-    test_orphan = ProcessLeaks.test_an_orphan
+    test_orphan = Leaks.test_an_orphan
 
 
-class StayingFsdp(Essentials, Timed, FSDPTestContinuous):
-    world_size = 2
+class StayingFsdp(Essentials, FsdpStaying):
+    pass
+
+
+class StayingFsdpHangs(FsdpHangs, FsdpStaying):
+    pass
 
 
 class StayingPids(Staying):
@@ -654,11 +839,11 @@ class EveryKind(Processes):
         Hangs.test_hang_ignoring_sigterm(self)
 
 
-HANGING = [name for cls in (Hangs, Essentials) for name in vars(cls) if name.startswith("test_hang")]
+HANGING = [name for cls in (Hangs, FsdpHangs, ProcessCodesHangs) for name in vars(cls) if name.startswith("test_hang")]
 TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
 
 # The bases of all these hold no tests of their own.
-for base in (Processes, Threads, Staying):
+for base in (Processes, Threads, Staying, FsdpProcesses, FsdpThreads, FsdpStaying):
     assert not unittest.defaultTestLoader.getTestCaseNames(base)
 
 if __name__ == "__main__":

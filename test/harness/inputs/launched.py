@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import unittest
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,22 @@ def total(rank):
     tensor = torch.ones(1, device=accelerator.current().device(rank))
     dist.all_reduce(tensor)
     return int(tensor.item())
+
+
+def ends_together(case, store):
+    """The harness ends no group of rank 0, which is done at once, before the others are done too."""
+    if case.rank > 0:
+        with case.assertRaises(RuntimeError):
+            store.wait(["ended"], timedelta(seconds=1))
+        return
+    end = dist.destroy_process_group
+
+    def tell_and_end(*arguments):
+        dist.destroy_process_group = end
+        store.set("ended", "yes")
+        end(*arguments)
+
+    dist.destroy_process_group = tell_and_end
 
 
 class TestAll(FSDPTest):
@@ -77,14 +94,21 @@ class TestFewer(MultiProcessTestCase):
         self.addCleanup(os.environ.pop, "SET_BY_RANK_0")
         self._spawn_processes()
 
-    def test_passes(self):
-        self.assertEqual(os.environ["SET_BY_RANK_0"], "yes")
+    def connect(self):
         store = FileStore(self.file_name, 2)
         self.assertIsInstance(store, dist.PrefixStore)
         dist.init_process_group(accelerator.current().backend, store=store, rank=self.rank, world_size=2)
+        return store
+
+    def test_passes(self):
+        self.assertEqual(os.environ["SET_BY_RANK_0"], "yes")
+        self.connect()
         self.assertEqual(total(self.rank), 2)
 
     test_passes_again = test_passes
+
+    def test_ends_together(self):
+        ends_together(self, self.connect())
 
 
 class TestMore(FSDPTest):
@@ -111,6 +135,10 @@ class TestStaying(FSDPTestContinuous):
     def test_4_new_ranks(self):
         self.assertFalse(hasattr(self, "mine"))
         total(self.rank)
+
+    def test_5_ends_together(self):
+        dist.new_group()
+        ends_together(self, dist.distributed_c10d._get_default_store())
 
 
 class TestThreads(FSDPTestMultiThread):

@@ -1,0 +1,204 @@
+"""What tests leave behind, and what is left when the test process ends, seen from outside.
+
+The leaks of ``inputs/faults.py``, of all three kinds of ranks, are run through the real command, beside the 500 tests
+of ``inputs/many.py``.
+"""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import INPUTS, LIMIT, Process, Run, leftovers
+
+FAULTS = INPUTS / "faults.py"
+SHARED_MEMORY = Path("/dev/shm")
+GONE = 2  # seconds after the end of the test process within which its ranks are gone
+KINDS = ("Process", "Thread", "Staying")
+LEAKING = [f"{kind}{fsdp}Leaks" for kind in KINDS for fsdp in ("", "Fsdp")]
+OTHERS = ["ProcessGroupLeak", "ProcessDying", "StayingOrphan"]
+
+
+@functools.cache
+def started():
+    strict = [f"{kind}Leaks.test_files" for kind in KINDS]
+    return {
+        "many": Run(INPUTS / "many.py"),
+        "strict": Run(FAULTS, *strict, TORCH_FSDP_TESTS_STRICT_LEAKS="1"),
+        # Each class by itself, since what several tests left is said once and they are counted.
+        **{cls: Run(FAULTS, cls) for cls in (*LEAKING, *OTHERS)},
+    }
+
+
+@functools.cache
+def ended(name):
+    return started()[name].end()
+
+
+class TestLeaks(TestCase):
+    """What a test leaves is named at it, undone, and changes no verdict."""
+
+    @parametrize("cls", LEAKING)
+    def test_named(self, cls):
+        run, threads = ended(cls), cls.startswith("Thread")
+        ranks, both = ("the ranks", "the ranks") if threads else ("rank 1", "ranks 0-1")
+        # torch counts threads for each thread that calls it, so that those of a rank that is a thread end with it
+        computing = [] if threads else [("settings", f"left the number of threads at 2 instead of 1 in {both}")]
+        for test, words in [
+            ("a_child", rf"left the process \d+ \(sleep 999\) running in {ranks}"),
+            ("a_thread", f"left the thread 'left' running in {ranks}"),
+            ("files", "left in the temporary directory: left"),
+            ("shared_memory", rf"left in shared memory: psm_\w+ in {ranks}"),
+            ("shared_memory", r"left in shared memory: faults-\d+"),
+            ("settings", f"left the environment variable LEFT set in {both}"),
+            ("settings", f"left the default dtype at torch.float64 instead of torch.float32 in {both}"),
+            ("settings", f"left the deterministic-algorithms flags at .* in {both}"),
+            *computing,
+        ]:
+            self.assertEqual(run.outcomes[f"{cls}.test_{test}"], "ok")
+            self.assertRegex("\n".join(run.leaks), rf"(?m)^{cls}.test_{test} {words}$")
+
+    @parametrize(
+        "words",
+        [
+            *(rf"{cls}.test_an_orphan left the process \d+ \(sleep 999\) running" for cls in LEAKING[:4]),
+            r"StayingOrphan left the process \d+ \(sleep 999\) running",
+            r"ProcessGroupLeak.test_the_group left the process group open in ranks 0-1",
+            r"ProcessDying.test_leaving_a_shared_file left in shared memory: faults-\d+",
+            r"ProcessLeaks.test_torchs_shared_memory left in shared memory: torch_\d+_\w+",
+            *(rf"{cls}.test_groups left 1 process group open in ranks 0-1" for cls in LEAKING[4:]),
+            *(rf"{cls}.test_own_group destroyed the process group of the class in ranks 0-1" for cls in LEAKING[4:]),
+        ],
+        name_fn=lambda words: "_".join(re.findall(r"\w+", words)[:2]),
+    )
+    def test_named_by_some_kinds(self, words):
+        self.assertRegex("\n".join(ended(words.partition(".")[0].partition(" ")[0]).leaks), rf"(?m)^{words}$")
+
+    def test_groups_that_the_harness_ends_are_no_leak(self):
+        for cls, *tests in [("ProcessLeaks", "the_group"), ("ProcessFsdpLeaks", "groups", "own_group")]:
+            for test in tests:
+                self.assertEqual(ended(cls).outcomes[f"{cls}.test_{test}"], "ok")
+                self.assertNotIn(f"{cls}.test_{test}", "\n".join(ended(cls).leaks))
+
+    @parametrize("cls", LEAKING)
+    def test_touch_no_later_test(self, cls):
+        run, later = ended(cls), ["settings_after"]
+        if cls.startswith("Staying"):
+            later += ["groups_after", "own_group_after"]
+        for test in later:
+            self.assertEqual(run.outcomes[f"{cls}.test_{test}"], "ok", run.words.get(f"{cls}.test_{test}"))
+            self.assertNotIn(f"{cls}.test_{test}", "\n".join(run.leaks))
+
+    @parametrize("cls", [*LEAKING, *OTHERS])
+    def test_change_no_verdict(self, cls):
+        """What fails are those that die."""
+        dying = {"ProcessLeaks.test_torchs_shared_memory", "ProcessDying.test_leaving_a_shared_file"}
+        self.assertEqual({test for test in ended(cls).words if test not in dying}, set())
+
+    def test_nothing_is_left(self):
+        for name in started():
+            self.assertEqual(ended(name).left, [])
+            self.assertNotIn("ResourceWarning", ended(name).text)
+        self.assertEqual([path.name for path in SHARED_MEMORY.glob("faults-*")], [])
+        commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        self.assertNotIn("sleep 999", commands)
+
+    def test_strict(self):
+        """TORCH_FSDP_TESTS_STRICT_LEAKS makes a leak a failure of the test that left it."""
+        names = [f"{kind}Leaks.test_files" for kind in KINDS]
+        self.assertEqual(ended("strict").outcomes, dict.fromkeys(names, "ERROR"), ended("strict").text)
+
+
+class TestManyTests(TestCase):
+    """500 tests in one file; the first of each kind are left out, since much is imported and cached by them."""
+
+    def test_nothing_grows(self):
+        run = ended("many")
+        self.assertEqual(run.code, 0, run.text[-2000:])
+        self.assertIn("Ran 500 tests", run.text)
+        measured = {}
+        for kind, who, what, number, value in re.findall(r"^(\w+) (\w+) (\w+) (\d+) (\d+)$", run.stdout, re.M):
+            measured.setdefault((kind, who, what), {})[int(number)] = int(value)
+        self.assertEqual(len(measured), 3 * 2 * 4)
+        for place, values in measured.items():
+            numbers = sorted(values)
+            early, late = values[numbers[0]], values[numbers[-1]]
+            allowed = 2_000 if place[2] == "kilobytes" else 0
+            self.assertLessEqual(late - early, allowed, f"{place}: {values}")
+
+
+class TestEndOfTheTestProcess(TestCase):
+    """However the test process ends, its ranks and its files go with it."""
+
+    def hang(self, number, **environment):
+        with tempfile.TemporaryDirectory(dir="/tmp") as scratch, tempfile.TemporaryFile() as said:
+            variables = {"TMPDIR": scratch, "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)} | environment
+            run = Process(FAULTS, ["-v", "EveryKind"], variables, scratch, said, said)
+            try:
+                give_up = time.monotonic() + LIMIT
+                while sum(output.read_text().count("hanging") for output in Path(scratch).glob("*/output?")) < 6:
+                    self.assertLess(time.monotonic(), give_up, "the ranks did not come to hang")
+                    time.sleep(0.05)
+                os.kill(run.pid, number)
+                code = run.wait()
+                self.wait_until(lambda: not self.relatives(scratch))
+                said.seek(0)
+                return code, said.read().decode(), leftovers(scratch)
+            finally:
+                run.kill()
+
+    def wait_until(self, condition):
+        give_up = time.monotonic() + GONE
+        while not condition():
+            self.assertLess(time.monotonic(), give_up)
+            time.sleep(0.02)
+
+    def relatives(self, scratch):
+        """Processes that stand in the scratch directory: the test process and all that came of it."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.readlink(process / "cwd") == scratch:
+                    found.append(process.name)
+            except OSError:
+                continue
+        return found
+
+    def test_sigterm_shows_stacks(self):
+        code, text, left = self.hang(signal.SIGTERM)
+        self.assertEqual(code, -signal.SIGTERM)
+        self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
+        self.assertEqual(left, [])
+
+    def test_sigterm_with_a_handler_of_the_file(self):
+        """The stacks are shown, and the file's handler decides what comes then."""
+        code, text, left = self.hang(signal.SIGTERM, FAULTS_OWN_HANDLER="1")
+        self.assertEqual(code, 7)
+        self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
+        self.assertEqual(left, [])
+
+    def test_sigint(self):
+        code, text, left = self.hang(signal.SIGINT)
+        self.assertEqual(code, -signal.SIGINT)
+        self.assertIn("KeyboardInterrupt", text)
+        self.assertEqual(left, [])
+
+    def test_sigkill(self):
+        code, _, left = self.hang(signal.SIGKILL)
+        self.assertEqual(code, -signal.SIGKILL)
+        self.assertEqual(left, [])
+
+
+instantiate_parametrized_tests(TestLeaks)
+
+if __name__ == "__main__":
+    run_tests()
