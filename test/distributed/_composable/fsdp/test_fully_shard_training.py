@@ -64,8 +64,8 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 
-# One without gradients before it, one after each way to zero them, and one with Adam's moments well under way.
-ITERATIONS = 4
+# One without gradients before it, and one after each way to zero them, with moments from the ones before.
+ITERATIONS = 3
 # The same where a test has many parameter sets: the second step has gradients and moments from the first.
 FEW = 2
 
@@ -181,6 +181,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
     """What of ``whole`` lies on this rank, if the last dimension of the mesh was the first to cut it."""
     for dim in reversed(range(param.device_mesh.ndim)):
@@ -200,14 +204,43 @@ def tiny_transformer(**changes: Any) -> Transformer:
     return Transformer(ModelArgs(**{"n_layers": 3, "dropout_p": 0.0, **changes}))
 
 
+class OnShards(torch.optim.Optimizer):
+    """Mixed into an optimizer it works on the shards themselves.
+
+    DTensor takes milliseconds for each operation that it has not seen yet, on three dimensions of a mesh a tenth of a
+    second. Some tests of each kind of layout have their optimizer work on DTensors all the same.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], **kwargs: Any) -> None:
+        self.wholes = list(params)
+        super().__init__([local_of(param.detach()) for param in self.wholes], **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.wholes:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                local_of(param.grad).zero_()
+
+    def step(self) -> None:  # type: ignore[override]
+        for param, shard in zip(self.wholes, self.param_groups[0]["params"], strict=True):
+            shard.data = local_of(param.detach())  # which torch 2.9 puts elsewhere in the first forward
+            shard.grad = None if param.grad is None else local_of(param.grad)
+        super().step()
+
+
+class ShardAdam(OnShards, torch.optim.Adam):
+    pass
+
+
+class ShardAdamW(OnShards, torch.optim.AdamW):
+    pass
+
+
 class TrainingTest:
     """What the tests of this file share, whether their ranks are threads or processes."""
 
     rank: int
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _get_device_ids(self, rank: int) -> list[int] | None:
         index = accelerator.current().device(rank).index
@@ -234,9 +267,10 @@ class TrainingTest:
     def _tokens(self, *shape: int, vocab_size: int = 8) -> torch.Tensor:
         return torch.randint(0, vocab_size, shape, device=self.device)
 
-    def _optims(self, *models: nn.Module, cls: type = torch.optim.Adam, **kwargs: Any) -> list[torch.optim.Optimizer]:
+    def _optims(self, *models: nn.Module, cls: type = ShardAdam, **kwargs: Any) -> list[torch.optim.Optimizer]:
         # With the default eps Adam would enlarge the rounding of a gradient that is nearly zero to a whole step.
-        return [cls(model.parameters(), lr=1e-2, eps=1e-3, **kwargs) for model in models]
+        kwargs |= {"lr": 1e-2} if cls is torch.optim.SGD else {"lr": 1e-2, "eps": 1e-3}
+        return [cls(model.parameters(), **kwargs) for model in models]
 
     def _snapshot_grad(self, param: nn.Parameter) -> torch.Tensor:
         assert param.grad is not None
@@ -274,14 +308,14 @@ class TrainingTest:
         average: Callable[[nn.Module], None] | None = None,
         compare: Callable[[nn.Module, nn.Module], None] | None = None,
         iterations: int = ITERATIONS,
-        optim_cls: type = torch.optim.Adam,
+        optim_cls: type = ShardAdam,
         **optim_kwargs: Any,
     ) -> None:
         """Train both and compare losses, gradients and parameters. A reference that is no DDP has an ``average``.
 
         ``step`` makes the gradients of either model and returns its losses.
         """
-        compare = compare or functools.partial(check_sharded_parity, self)
+        compare = compare or self._check_parity
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = self._optims(ref_model, model, cls=optim_cls, **optim_kwargs)
         for iteration in range(iterations):
@@ -303,6 +337,7 @@ class TrainingTest:
         lin_shapes: list[tuple[int, int]],
         use_shard_placement_fn: bool = False,
         check: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        optim_cls: type = ShardAdam,
     ) -> None:
         """``check`` is around each step of the sharded model."""
         torch.manual_seed(42)
@@ -319,7 +354,9 @@ class TrainingTest:
             with check() if each is model else contextlib.nullcontext():
                 return train(each, inp)
 
-        self._train_and_compare(ref_model, model, lambda: inp, step=step)
+        compare = functools.partial(check_sharded_parity, self)
+        kwargs = {"step": step, "compare": compare, "optim_cls": optim_cls}
+        self._train_and_compare(ref_model, model, lambda: inp, **kwargs)
 
     def _test_mlp_with_nd_mesh(
         self,
@@ -337,7 +374,9 @@ class TrainingTest:
         self._check_full(ref_model, model)
         torch.manual_seed(42 + flat_dp_mesh.get_local_rank() + 1)
         inp = self._inputs(8, mlp_dim)
-        kwargs = {"compare": self._check_layout, "iterations": FEW, "foreach": False}
+        kwargs: dict[str, Any] = {"iterations": FEW, "foreach": False}
+        if mlp_dim == 16 and not use_activation_checkpointing:
+            kwargs |= {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # of the optimizers for DTensors the quickest
         self._train_and_compare(ref_model, model, lambda: inp, **kwargs)
         names = (*dp_mesh.mesh_dim_names, *tp_mesh.mesh_dim_names)
         for param in model.parameters():
@@ -345,17 +384,48 @@ class TrainingTest:
             self.assertEqual(param.device_mesh.mesh_dim_names, names)
             self.assertEqual(len(param.placements), len(names))
 
-    def _check_layout(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Parity for layouts that ``distribute_tensor`` does not make: FSDP cuts what tensor parallelism has cut."""
-        refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
-        self.assertEqual(list(refs), list(params))
-        for name, param in params.items():
-            ref_grad, grad = refs[name].grad, param.grad
-            self.assertEqual(param.to_local().detach(), shard_of(refs[name].detach(), param), msg=f"parameter {name}")
-            self.assertEqual(grad is None, ref_grad is None, name)
-            if grad is not None:
-                self.assertEqual(grad.placements, param.placements, name)
-                self.assertEqual(grad.to_local(), shard_of(ref_grad, param), msg=f"gradient of {name}")
+    def _check_parity(self, ref_model: nn.Module, model: nn.Module, ignoring: str = "") -> None:
+        """As ``check_sharded_parity``, with one comparison of all that this rank has, and for any layout of FSDP's.
+
+        Also for those that ``distribute_tensor`` does not make, where FSDP cuts what tensor parallelism has cut.
+        ``ignoring`` is left out of the names of the sharded model's parameters.
+        """
+        refs = dict(ref_model.named_parameters())
+        params = {name.replace(ignoring, ""): param for name, param in model.named_parameters()}
+        self.assertEqual(list(params), list(refs))
+        found: dict[str, torch.Tensor] = {}
+        expected: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, ref in refs.items():
+                param = params[name]
+                for what, whole, tensor in (
+                    (f"parameter {name}", ref, param),
+                    (f"gradient of {name}", ref.grad, param.grad),
+                ):
+                    if whole is None or tensor is None:
+                        self.assertIs(tensor, whole, what)
+                        continue
+                    if not isinstance(tensor, DTensor):
+                        self.fail(f"{what} is a {type(tensor)}")
+                    layout = tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
+                    if layout != (whole.shape, whole.dtype, param.placements, param.device_mesh):
+                        self.fail(f"{what} is laid out as {layout}")
+                    found[what], expected[what] = tensor.to_local(), shard_of(whole, param)
+                    if found[what].shape != expected[what].shape or found[what].dtype != whole.dtype:
+                        self.fail(f"{what} is {found[what]} on this rank")
+        self._check_all(found, expected)
+
+    def _check_all(self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: float) -> None:
+        """Compare tensors of one dtype, all at once: that takes as long as to compare two of them."""
+        self.assertGreater(len(found), 0)
+        self.assertEqual(len({tensor.dtype for tensor in (*found.values(), *expected.values())}), 1)
+        flat = [torch.cat([tensor.flatten().to(self.device) for tensor in each.values()]) for each in (found, expected)]
+        try:
+            self.assertEqual(*flat, **tolerance)
+        except AssertionError:
+            for what, tensor in found.items():
+                self.assertEqual(tensor, expected[what], msg=what, **tolerance)
+            raise
 
     def _check_full(self, ref_model: nn.Module, model: nn.Module) -> None:
         """The whole of each parameter, as DTensor puts it together, must be that of the plain model."""
@@ -476,6 +546,31 @@ class TestFullyShardRegisteredParams(TrainingTest, FSDPTestMultiThread):
         for mlp, ref in zip(model, (before_inner, before_root)):
             self._assert_params(True, mlp.parameters(), ref)
 
+    @unittest.expectedFailure
+    @skip_if_lt_x_gpu(1)
+    def test_param_registration_after_partial_reshard(self):
+        """Beyond upstream: what is registered after a reshard over two of four ranks is the parameter, of any size.
+
+        It is not where two ranks share the rows otherwise than pairs of four ranks do (seen in 2.9.1, 2.11.0 and
+        2.13.0): of five rows four ranks have 2, 2, 1 and none. After forward each half keeps what belongs to two of
+        these, that is 4 rows and 1, but presents it as 3 rows and 2: the fourth row is lost, and padding is shown as
+        the last. What is gathered from there is right.
+
+            linear = fully_shard(nn.Linear(1, 5), reshard_after_forward=2)  # on four ranks
+            weight = linear.weight.full_tensor()
+            linear(x)
+            linear.weight.full_tensor()  # not equal to weight
+        """
+        self.run_subtests({"rows": [4, 5, 7]}, self._test_param_registration_after_partial_reshard)
+
+    def _test_param_registration_after_partial_reshard(self, rows: int) -> None:
+        model = self._broadcast(nn.Linear(2, rows, device=self.device))
+        before = [param.detach().clone() for param in model.parameters()]
+        fully_shard(model, reshard_after_forward=2)
+        model(self._inputs(2, 2))
+        self.assertEqual({param.placements for param in model.parameters()}, {(Replicate(), Shard(0))})
+        self._assert_params(True, model.parameters(), before)
+
     @skip_if_lt_x_gpu(1)
     def test_param_registration_after_backward(self):
         config = {"reshard_after_forward": [True, False, 2], "wrapped": [("",), ("in_proj", "out_proj", "")]}
@@ -526,8 +621,14 @@ class TestFullyShardCastAfterInit(TrainingTest, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @wrapSwapTensorsTest(True)
     def test_to_float64_after_init(self):
-        """A model that is sharded and then converted trains as one that was converted and never sharded."""
-        model = self._broadcast(MLP(4, self.device))
+        """A model that is sharded and then converted trains as one that was converted and never sharded.
+
+        Three rows leave the second rank with padding, which has to be made anew.
+        """
+        self.run_subtests({"dim": [4, 3]}, self._test_to_float64_after_init)
+
+    def _test_to_float64_after_init(self, dim: int) -> None:
+        model = self._broadcast(MLP(dim, self.device))
         ref_model = copy.deepcopy(model).to(torch.float64)
         for module in (model.in_proj, model.out_proj, model):
             fully_shard(module)
@@ -541,10 +642,10 @@ class TestFullyShardCastAfterInit(TrainingTest, FSDPTestMultiThread):
             self._check_dtypes(param.grad for param in model.parameters())
 
         generator = torch.Generator().manual_seed(42 + self.rank)
-        draw = functools.partial(torch.randn, (2, 4), generator=generator, dtype=torch.float64)
+        draw = functools.partial(torch.randn, (2, dim), generator=generator, dtype=torch.float64)
         next_batch = lambda: draw().to(self.device)  # noqa: E731
-        kwargs = {"average": average_gradients, "compare": compare, "foreach": True}
-        self._train_and_compare(ref_model, model, next_batch, iterations=10, **kwargs)
+        kwargs = {"average": average_gradients, "compare": compare, "optim_cls": torch.optim.Adam, "foreach": True}
+        self._train_and_compare(ref_model, model, next_batch, **kwargs)
         dist.barrier()  # the mode is one for all ranks: none may leave it before the others have done
 
     def _check_dtypes(self, tensors: Iterable[Any]) -> None:
@@ -572,16 +673,15 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group_shard_dim0(self):
         """One group, with dimensions that eight ranks share evenly, unevenly, and too small to have a row each."""
-        config = {
-            "lin_shapes": [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]],
-            "use_shard_placement_fn": [False],
-        }
+        config = {"lin_shapes": [[(16, 15), (15, 8)], [(16, 17), (17, 8)]], "use_shard_placement_fn": [False]}
         self.run_subtests(config, self._test_train_parity_single_group)
+        config = {"lin_shapes": [[(7, 15), (15, 3)]], "use_shard_placement_fn": [False]}
+        self.run_subtests(config, self._test_train_parity_single_group, optim_cls=torch.optim.Adam)
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group_shard_largest_dim(self):
         config = {"lin_shapes": [[(32, 16), (16, 8)]], "use_shard_placement_fn": [True]}
-        self.run_subtests(config, self._test_train_parity_single_group)
+        self.run_subtests(config, self._test_train_parity_single_group, optim_cls=torch.optim.Adam)
 
     @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=Transformer)
@@ -724,7 +824,7 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
             layer.set_modules_to_backward_prefetch(layers[max(index - 2, 0) : index][::-1])
         self._seed()
         tokens = functools.partial(self._tokens, 2, 8)
-        self._train_and_compare(ref_model, model, tokens, optim_cls=torch.optim.AdamW, iterations=3)
+        self._train_and_compare(ref_model, model, tokens, optim_cls=ShardAdamW, iterations=3)
         after = [list(range(8))[index + 1 : index + 3] for index in range(8)]
         before = [list(range(8))[max(index - 2, 0) : index] for index in reversed(range(8))]
         self.assertEqual(under_way, {"forward": after * 3, "backward": before * 3})
@@ -880,7 +980,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
             for layer in model.layers:
                 shard(layer)
         shard(model)
-        compare = functools.partial(check_sharded_parity, self, prefixes_to_ignore=("_checkpoint_wrapped_module.",))
+        compare = functools.partial(self._check_parity, ignoring="_checkpoint_wrapped_module.")
         if compiled:
             compare = lambda ref_model, model: None  # noqa: E731  # fused kernels round otherwise than eager ones
         compare(ref_model, model)
@@ -978,13 +1078,20 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
         """Two sharded models must have the same local parameters and gradients."""
         ones, others = dict(first.named_parameters()), dict(second.named_parameters())
         self.assertEqual(list(ones), list(others))
-        for name, one in ones.items():
-            other = others[name]
-            self.assertEqual((type(one), type(other)), (DTensor, DTensor), name)
-            self.assertEqual(one.to_local().detach(), other.to_local().detach(), msg=name, **tolerance)
-            self.assertEqual(one.grad is None, other.grad is None, name)
-            if one.grad is not None:
-                self.assertEqual(one.grad.to_local(), other.grad.to_local(), msg=f"gradient of {name}", **tolerance)
+        found: dict[str, torch.Tensor] = {}
+        expected: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, one in ones.items():
+                other = others[name]
+                self.assertEqual((type(one), type(other)), (DTensor, DTensor), name)
+                expected[name], found[name] = one.to_local(), other.to_local()
+                self.assertEqual(found[name].shape, expected[name].shape, name)
+                self.assertEqual(one.grad is None, other.grad is None, name)
+                if one.grad is not None:
+                    what = f"gradient of {name}"
+                    expected[what], found[what] = one.grad.to_local(), other.grad.to_local()
+                    self.assertEqual(found[what].shape, expected[what].shape, name)
+        self._check_all(found, expected, **tolerance)
 
     @requires(lambda: None if torch_facts.GROUPS_CAST_EACH_INPUT else "this torch casts the inputs of a group once")
     @skip_if_lt_x_gpu(2)
@@ -1015,6 +1122,44 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
             self.assertIsNotNone(param.grad, name)
             self.assertTrue(param.grad.to_local().isfinite().all(), name)
             self.assertEqual(param.grad.dtype, torch.float32)
+
+    @needs_partial_groups
+    @skip_if_lt_x_gpu(2)
+    def test_partial_group_casts_output_of_root(self):
+        """Beyond upstream: what the root returns is cast as the output of a group that it did not complete."""
+
+        class NormAndHead(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor, skip_head: bool) -> torch.Tensor:
+                hidden = self.norm(x).float()
+                return hidden if skip_head else self.head(hidden).float()
+
+        torch.manual_seed(42)
+        ref_model = NormAndHead().to(self.device)
+        model = self._replica(ref_model)
+        # Inputs are cast to float32: only what comes out tells of the policy, which the root does not have.
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+        fully_shard([model.norm, model.head], mp_policy=bf16)
+        fully_shard(model)
+        for linear in (ref_model.norm, ref_model.head):
+            linear.register_forward_hook(lambda module, args, output: output.to(torch.bfloat16))
+
+        def step(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            skipped, whole = each(x, skip_head=True), each(x, skip_head=False)
+            if each is ref_model:
+                skipped = skipped.to(torch.bfloat16)
+            self.assertEqual((skipped.dtype, whole.dtype), (torch.bfloat16, torch.float32))
+            loss = loss_of(skipped) + loss_of(whole)
+            loss.backward()
+            return loss.detach()
+
+        self._seed()
+        next_batch = functools.partial(self._inputs, 2, 8)
+        kwargs = {"step": step, "average": average_gradients, "iterations": FEW}
+        self._train_and_compare(ref_model, model, next_batch, **kwargs)
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
@@ -1114,6 +1259,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
     )
     @skip_if_lt_x_gpu(2)
     def test_double_forward_with_nested_fsdp_and_checkpoint(self):
+        """Also in what it communicates: what is recomputed in backward stays gathered until its gradients are there."""
         config = {"reshard_after_forward": [True, False], "checkpoint_impl": ["composable", "utils"]}
         self.run_subtests(config, self._test_double_forward_with_nested_fsdp_and_checkpoint)
 
@@ -1129,13 +1275,19 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
             for module in (layer.attention, layer.feed_forward, layer):
                 fully_shard(module, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
+        inner = len(fsdp_modules(model)) - 1
+        # Backward goes through each of them twice, and between the two reshards it. The root's own comes last.
+        gathers = 2 * inner + 1 if reshard_after_forward else inner
         self._seed()
         for _ in range(2):
             batches = [self._tokens(2, 32) for _ in range(2)]
             for each in (ref_model, model):
                 each.zero_grad()
                 first, second = (each(tokens) for tokens in batches)
-                (first.sum() - second.sum()).square().backward()
+                counts: Counter[str] = Counter()
+                with counted(counts):
+                    (first.sum() - second.sum()).square().backward()
+            self.assertEqual(counts, {"AG": gathers, "RS": inner + 1})
             average_gradients(ref_model)
             self.assertFalse(any(param.grad is None for param in model.parameters()))
             check_sharded_parity(self, ref_model, model)
@@ -1172,7 +1324,8 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
 
     def _check_recovered(self, model: nn.Module, **kwargs: Any) -> None:
         """Once reset, a model holds nothing of the broken iteration, and trains as a fresh one, to the bit."""
-        context = model._get_fsdp_state()._comm_ctx
+        state = model._get_fsdp_state()
+        context = state._comm_ctx
         held = context.post_forward_order, context.reduce_scatter_states, context.all_gather_state
         self.assertEqual(held, ([], [], None))
         for group in groups_of(model):
@@ -1182,16 +1335,25 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
             self.assertEqual(group._post_forward_indices, [])
         _, fresh = self._mlps(**kwargs)
         model.zero_grad()
+        event = torch.get_device_module(self.device.type).Event()
+        event.record()
+        model.set_post_optim_event(event)
         model.set_requires_gradient_sync(True)
         optims = self._optims(fresh, model)
+        roots: list[Any] = []
+        handle = model[-1].register_forward_hook(lambda *_: roots.append(state._state_ctx.iter_forward_root))
         for _ in range(3):
             inp = self._inputs(4, 8)
             for each, optim in zip((fresh, model), optims):
                 optim.zero_grad()
                 loss_of(each(inp)).backward()
+            # Also the first forward was the root's, and began anew: only then does the root take the event.
+            self.assertIs(roots.pop(), state)
+            self.assertIsNone(state._state_ctx.post_optim_event)
             self._check_twins(fresh, model, rtol=0, atol=0)
             for optim in optims:
                 optim.step()
+        handle.remove()
         self._check_twins(fresh, model, rtol=0, atol=0)
 
     def _break_off(self, model: nn.Module, at: str) -> None:
@@ -1297,8 +1459,8 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingTest, FSDPTest):
         self._check_full(ref_model, model)
         self._seed()
         tokens = functools.partial(self._tokens, 2, 16)
-        optim_cls = torch.optim.AdamW
-        self._train_and_compare(ref_model, model, tokens, optim_cls=optim_cls, average=average_gradients, iterations=5)
+        kwargs = {"average": average_gradients, "optim_cls": ShardAdamW}
+        self._train_and_compare(ref_model, model, tokens, **kwargs)
         self._check_full(ref_model, model)
 
 
@@ -1308,9 +1470,12 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingTest, FSDPTestMultiThrea
     @skip_if_lt_x_gpu(1)
     def test_shard_placement_fn_contiguous_params_grads(self):
         """Columns of a matrix do not lie side by side in memory; the shards made of them do, and so does the whole."""
+        self.run_subtests({"columns": [Shard(1), Shard(-1)]}, self._test_shard_placement_fn_contiguous_params_grads)
+
+    def _test_shard_placement_fn_contiguous_params_grads(self, columns: Shard) -> None:
         model = self._broadcast(MLP(4, self.device))
         ref_model = copy.deepcopy(model)
-        fully_shard(model, shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else Shard(0))
+        fully_shard(model, shard_placement_fn=lambda param: columns if param.ndim > 1 else Shard(0))
         self.assertEqual([param.placements[0].dim for param in model.parameters()], [1, 0, 1, 0])
         seen: list[int] = []
 
@@ -1519,7 +1684,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=False)
-        ref_optim, optim = self._optims(ref_model, model, cls=torch.optim.AdamW)
+        ref_optim, optim = self._optims(ref_model, model, cls=ShardAdamW)
         self._seed()
         batches = [self._tokens(2, 16) for _ in range(3)]
         ref_losses = [loss_of(ref_model(tokens)) for tokens in batches]
@@ -1531,6 +1696,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
                 module.unshard(async_op=True)
         losses: dict[int, torch.Tensor] = {}
         counts: Counter[str] = Counter()
+        remembers_forwards: list[bool] = []
         with counted(counts):
             for action in schedule.split():
                 direction, index = action[0], int(action[1])
@@ -1541,6 +1707,8 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
                 model.set_is_last_backward(index == 2)
                 model.set_reshard_after_backward(index == 2 or reshard_after_backward)
                 losses[index].backward()
+                remembers_forwards.append(bool(model._get_fsdp_state()._comm_ctx.post_forward_order))
+        self.assertEqual(remembers_forwards, [True, True, False])  # until the last backward
         self.assertEqual(list(losses.values()), ref_losses)
         self.assertEqual(counts["RS"], 4)
         if not reshard_after_backward:
@@ -1554,18 +1722,28 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
     def test_requires_all_reduce_leaves_nothing_behind(self):
         """Beyond upstream: without its all-reduce a gradient is not there yet, and after one nothing is left of it.
 
-        Steps that all-reduce every microbatch come before, between and after those that do so once.
+        Steps that all-reduce every microbatch come before, between and after those that do so once. float64 is
+        averaged by divisions before and after, float32 by the collectives.
         """
-        config = {"reshard_after_forward": [True, False], "set_to_none": [True, False]}
-        self.run_subtests(config, self._test_requires_all_reduce_leaves_nothing_behind)
+        config = {
+            "reshard_after_forward": [True, False],
+            "set_to_none": [True, False],
+            "dtype": [torch.float32, torch.float64],
+        }
+        self._run_pairs(config, self._test_requires_all_reduce_leaves_nothing_behind)
 
-    def _test_requires_all_reduce_leaves_nothing_behind(self, reshard_after_forward: bool, set_to_none: bool) -> None:
-        ref_model, model, optims = self._hsdp_mlps(reshard_after_forward)
+    def _test_requires_all_reduce_leaves_nothing_behind(
+        self, reshard_after_forward: bool, set_to_none: bool, dtype: torch.dtype
+    ) -> None:
+        ref_model, model, optims = self._hsdp_mlps(reshard_after_forward, dtype)
         for step, once in enumerate((False, True, True, False)):
             for microbatch in range(3):
                 is_last = microbatch == 2
-                model.set_requires_all_reduce(is_last or not once)
-                inp = self._inputs(2, 8)
+                if step == 2 and is_last:
+                    model.set_requires_gradient_sync(True)  # which switches both
+                else:
+                    model.set_requires_all_reduce(is_last or not once)
+                inp = self._inputs(2, 8, dtype=dtype)
                 for each in (ref_model, model):
                     loss_of(each(inp)).backward()
                 partial = [group._partial_reduce_output is not None for group in groups_of(model)]
@@ -1596,9 +1774,11 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
         next_batch = functools.partial(self._inputs, 2, 8)
         self._train_and_compare(ref_model, model, next_batch, average=average_gradients, iterations=FEW)
 
-    def _hsdp_mlps(self, reshard_after_forward: bool) -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+    def _hsdp_mlps(
+        self, reshard_after_forward: bool, dtype: torch.dtype = torch.float32
+    ) -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(42)
-        model = nn.Sequential(nn.Linear(8, 8), MLP(8), MLP(8))
+        model = nn.Sequential(nn.Linear(8, 8), MLP(8), MLP(8)).to(dtype)
         ref_model = self._replica(model)
         mesh = self._mesh(2, 2, names=("replicate", "shard"))
         for module in (model[1], model[2], model):
@@ -1610,45 +1790,49 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_rank_dependent_branches_and_masked_losses(self):
         """Beyond upstream: branches that some ranks do not take, and losses masked to zero, count as zeros."""
-        config = {"mesh_shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_rank_dependent_branches_and_masked_losses)
+        config = {"mesh_shape": [(4,), (2, 2)], "reshard_after_forward": [True, False], "recurse": [True, False]}
+        self._run_pairs(config, self._test_rank_dependent_branches_and_masked_losses)
 
     def _test_rank_dependent_branches_and_masked_losses(
-        self, mesh_shape: tuple[int, ...], reshard_after_forward: bool
+        self, mesh_shape: tuple[int, ...], reshard_after_forward: bool, recurse: bool
     ) -> None:
         class Branches(nn.Module):
-            """The branches belong to the root, since a group of its own is only gathered by those that use it."""
+            """Branches belong to their trunk's group, since one of its own is only gathered by those that use it."""
 
-            def __init__(self) -> None:
+            def __init__(self, trunk: nn.Module) -> None:
                 super().__init__()
-                self.trunk = nn.Linear(8, 8)
+                self.trunk = trunk
                 self.left, self.right, self.nobody = (nn.Linear(8, 8) for _ in range(3))
 
-            def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
-                return getattr(self, branch)(self.trunk(x))
+            def forward(self, x: torch.Tensor, outer: str, *inner: str) -> torch.Tensor:
+                return getattr(self, outer)(self.trunk(x, *inner))
 
         torch.manual_seed(42)
-        model = Branches()
+        model = Branches(Branches(nn.Linear(8, 8)))
         ref_model = self._replica(model)
         mesh = self._mesh(*mesh_shape, names=("replicate", "shard")[-len(mesh_shape) :])
         for module in (model.trunk, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        model.set_reduce_scatter_unused_params(True)
-        # The branch of each step, and the rank whose loss is masked.
+        model.set_reduce_scatter_unused_params(True, recurse=recurse)
+        # The branch of each step, and the rank whose loss is masked. Unless it is told, the trunk leaves unused
+        # parameters out, so all ranks must use the same there.
         plan = iter([("left" if self.rank % 2 else "right", 0), ("left" if self.rank == 3 else "right", 1)])
 
         def step(each: nn.Module, batch: Any) -> torch.Tensor:
             inp, branch, masked = batch
-            loss = (0 if self.rank == masked else self.rank + 1) * loss_of(each(inp, branch))
+            inner = {"left": "right", "right": "left"}[branch] if recurse else "left"
+            loss = (0 if self.rank == masked else self.rank + 1) * loss_of(each(inp, branch, inner))
             loss.backward()
             if each is ref_model:
-                for param in each.parameters():
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                for name, param in each.named_parameters():
+                    if param.grad is None and (recurse or not name.startswith("trunk.")):
+                        param.grad = torch.zeros_like(param)
             return loss.detach()
 
         self._seed()
         next_batch = lambda: (self._inputs(2, 8), *next(plan))  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step, average=average_gradients, iterations=FEW)
+        kwargs = {"average": average_gradients, "optim_cls": torch.optim.Adam, "iterations": FEW}
+        self._train_and_compare(ref_model, model, next_batch, step=step, **kwargs)
 
     @skip_if_lt_x_gpu(2)
     def test_eval_between_steps(self):
@@ -1777,26 +1961,6 @@ def dims_of_stacks() -> list[int]:
     return [3, 5, 16, 17] if TEST_WITH_SLOW else [3, 16]
 
 
-class LocalAdam(torch.optim.Adam):
-    """Adam on the shards themselves: DTensor takes a tenth of a second for each new operation on three dimensions."""
-
-    def __init__(self, params: Iterable[nn.Parameter], **kwargs: Any) -> None:
-        self.params = list(params)
-        super().__init__([self._local(param).detach() for param in self.params], **kwargs)
-
-    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param in self.params:
-            param.grad = None if set_to_none or param.grad is None else torch.zeros_like(param.grad)
-
-    def step(self) -> None:  # type: ignore[override]
-        for param, shard in zip(self.params, self.param_groups[0]["params"], strict=True):
-            shard.grad = self._local(param.grad)
-        super().step()
-
-
 class TestFullyShardNDTraining(TrainingTest, FSDPTest):
     world_size = 8
 
@@ -1875,7 +2039,7 @@ class TestFullyShardNDTraining(TrainingTest, FSDPTest):
             fully_shard(modules, mesh=dp, reshard_after_forward=reshard_non_layer_modules)
         fully_shard(model, mesh=dp, reshard_after_forward=reshard_non_layer_modules)
         # DTensor takes seconds to find how best to put an expert together that is on three dimensions of a mesh.
-        (self._check_full if efsdp.ndim == tp.size() == 1 else self._check_layout)(ref_model, model)
+        (self._check_full if efsdp.ndim == tp.size() == 1 else self._check_parity)(ref_model, model)
 
         def average(ref_model: nn.Module) -> None:
             average_gradients(ref_model, data_parallel.get_group())
@@ -1885,7 +2049,7 @@ class TestFullyShardNDTraining(TrainingTest, FSDPTest):
 
         torch.manual_seed(42 + data_parallel.get_local_rank() + 1)
         next_batch = functools.partial(self._tokens, 2, 8, vocab_size=32)
-        kwargs = {"average": average, "compare": self._check_layout, "iterations": FEW, "optim_cls": LocalAdam}
+        kwargs = {"average": average, "iterations": FEW}
         self._train_and_compare(ref_model, model, next_batch, **kwargs)
 
 
