@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -127,6 +127,28 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def take_step(optims: Iterable[torch.optim.Optimizer]) -> None:
+    for optim in optims:
+        optim.step()
+        optim.zero_grad()
+
+
+def move_gradients(source: nn.Module, target: nn.Module) -> None:
+    """Add the gradients of a replica that computes in another precision to those of the one that is trained."""
+    for param, computed in zip(target.parameters(), source.parameters()):
+        grad, computed.grad = computed.grad.to(param.dtype), None
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
+def copy_values(source: nn.Module, target: nn.Module) -> None:
+    for param, computed in zip(source.parameters(), target.parameters()):
+        computed.detach().copy_(param)
+
+
 def local_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     grads = {}
     for name, param in model.named_parameters():
@@ -136,21 +158,37 @@ def local_grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module, shards: int | None = None) -> None:
-    """Compare the local gradients with this rank's rows of those of a replica, all in one go.
+    """Compare the local gradients with this rank's rows of those of a replica.
 
     ``shards`` is the number of shards where they are fewer than the ranks, each with replicas in ranks further on.
     """
-    shards = shards or dist.get_world_size()
+    check_shards(test, ref_model, model, shards or dist.get_world_size(), lambda param: param.grad)
+
+
+def check_parameters(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
+    """As ``check_sharded_parity`` does, which looks at each parameter by itself and takes a hundred times as long."""
+    check_shards(test, ref_model, model, dist.get_world_size(), lambda param: param.detach())
+
+
+def check_shards(
+    test: Any,
+    ref_model: nn.Module,
+    model: nn.Module,
+    shards: int,
+    value_of: Callable[[nn.Parameter], torch.Tensor | None],
+) -> None:
+    """Compare this rank's rows of what replicas have with what is in its shards, all in one go."""
     index = dist.get_rank() % shards
     expected = {}
     for name, param in ref_model.named_parameters():
-        if param.grad is not None:
-            chunks = param.grad.chunk(shards)
-            expected[name] = chunks[index] if index < len(chunks) else param.grad[:0]
-    found = {n.replace(CHECKPOINT_PREFIX, ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    test.assertEqual({n: grad.to_local().shape for n, grad in found.items()}, {n: g.shape for n, g in expected.items()})
-    local = [grad.to_local().flatten() for grad in found.values()]
-    test.assertEqual(torch.cat(local), torch.cat([grad.flatten() for grad in expected.values()]))
+        if (whole := value_of(param)) is not None:
+            chunks = whole.chunk(shards)
+            expected[name] = chunks[index] if index < len(chunks) else whole[:0]
+    values = {name.replace(CHECKPOINT_PREFIX, ""): value_of(param) for name, param in model.named_parameters()}
+    found = {name: value.to_local() for name, value in values.items() if value is not None}
+    test.assertEqual({n: each.shape for n, each in found.items()}, {n: each.shape for n, each in expected.items()})
+    local, ref_local = (torch.cat([each.flatten() for each in each_of.values()]) for each_of in (found, expected))
+    test.assertEqual(local, ref_local)
 
 
 class TestFullyShardCollectiveOps(FSDPTestMultiThread):
@@ -345,10 +383,6 @@ class TestFullyShardCommunication(FSDPTestContinuous):
 
     world_size = 4
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _mesh(self, shape: tuple[int, ...]) -> Any:
         """One dimension shards; of two, the first replicates."""
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -497,7 +531,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(shape), reshard_after_forward=False)
         model.set_gradient_divide_factor(divide_factor)
         self._force_sum_if_needed(model, shape, divide_factor)
-        optims = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ref_model, model)]
+        optims = [adamw(ref_model), adamw(model)]
         for step in range(6):  # upstream's 10 for fewer cases
             ids = tokens(self.rank, step, self.device)
             ref_loss, loss = ref_model(ids).square().mean(), model(ids).square().mean()
@@ -506,9 +540,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             loss.backward()
             add_up(ref_model, lambda name: 1 / (self.world_size if name.startswith("layers.") else divide_factor))
             check_gradients(self, ref_model, model, shape[-1])  # Adam's step hides their scale
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            take_step(optims)
         check_sharded_parity(self, ref_model, model)
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
@@ -523,22 +555,18 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         for mlp in model:
             with self.assertWarnsRegex(DeprecationWarning, "set_gradient_divide_factor"):
                 mlp.set_reduce_scatter_divide_factor(divide_factor)
-        optims = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ref_model, model)]
+        optims = [adamw(ref_model), adamw(model)]
         for step in range(10):
             inputs = rows(self.rank, step, self.device, 4, 16)
             ref_loss, loss = computing(inputs.to(torch.bfloat16)).sum(), model(inputs).sum()
             self.assertEqual(loss, ref_loss)
             ref_loss.backward()
             loss.backward()
-            for param, computed in zip(ref_model.parameters(), computing.parameters()):
-                param.grad, computed.grad = computed.grad.float(), None
+            move_gradients(computing, ref_model)
             add_up(ref_model, lambda name: 1 / divide_factor)
             check_gradients(self, ref_model, model)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-            for param, computed in zip(ref_model.parameters(), computing.parameters()):
-                computed.detach().copy_(param)
+            take_step(optims)
+            copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
 
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
@@ -609,6 +637,8 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         self._check_groups(twin, model, shard_group, own, steps=3)
         model.set_separate_reduce_scatter_group(False)
         self._check_groups(twin, model, shard_group, shard_group, steps=1)
+        for group in (first, own):
+            dist.destroy_process_group(group)
 
     def _check_groups(self, twin: Any, model: Any, gathers_on: Any, reduces_on: Any, steps: int) -> None:
         optims = [adam(twin), adam(model)]
@@ -622,53 +652,48 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             self.assertEqual((set(gathers), set(reductions)), ({gathers_on}, {reduces_on}))
             self.assertEqual(len(reductions), len(fsdp_modules(model)))
             self._check_identical(local_grads(model), local_grads(twin))
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            take_step(optims)
 
-    def _check_identical(self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    def _check_identical(
+        self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str = ""
+    ) -> None:
         self.assertEqual(list(found), list(expected))
         for name, tensor in found.items():
-            self.assertTrue(torch.equal(tensor, expected[name]), name)
+            self.assertTrue(torch.equal(tensor, expected[name]), f"{name} {where}")
 
     @needs_method("set_reduce_scatter_max_input_buffers")
     @skip_if_lt_x_gpu(4)
     def test_set_reduce_scatter_max_input_buffers(self):
-        config = {"shape": [(4,), (2, 2)], "reshard_after_forward": [True, False], "max_input_buffers": [1, 2]}
+        config = {"shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}
         self.run_subtests(config, self._test_set_reduce_scatter_max_input_buffers)
 
-    def _test_set_reduce_scatter_max_input_buffers(
-        self, shape: tuple[int, ...], reshard_after_forward: bool, max_input_buffers: int
-    ) -> None:
-        """So many buffers are kept, all are let go of at the end, and no number changes by a bit."""
+    def _test_set_reduce_scatter_max_input_buffers(self, shape: tuple[int, ...], reshard_after_forward: bool) -> None:
+        """All buffers are let go of at the end, and no number changes by a bit.
+
+        How many are kept until then is counted in test_fully_shard_memory.
+        """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         kwargs = {"mesh": self._mesh(shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
-        twin, model = (shard_blocks(transformer(self.device), **kwargs) for _ in range(2))
-        model.set_reduce_scatter_max_input_buffers(max_input_buffers)
-        optims = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, model)]
-        kept: list[int] = []
-        post_backward = FSDPParamGroup.post_backward
+        expected = self._train_three_steps(shard_blocks(transformer(self.device), **kwargs))
+        for max_input_buffers in (1, 2):
+            model = shard_blocks(transformer(self.device), **kwargs)
+            model.set_reduce_scatter_max_input_buffers(max_input_buffers)
+            for step, (found, values) in enumerate(zip(self._train_three_steps(model), expected, strict=True)):
+                self._check_identical(found, values, f"{max_input_buffers=}, {step=}")
+            self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, max_input_buffers)
 
-        def record(group: FSDPParamGroup, *args: Any) -> None:
-            post_backward(group, *args)
-            kept.append(len(group.comm_ctx.reduce_scatter_states))
-
+    def _train_three_steps(self, model: Any) -> list[dict[str, torch.Tensor]]:
+        """The loss, the gradients and the new parameters of each step."""
+        optim, values = adamw(model), []
         for step in range(3):
-            ids = tokens(self.rank, step, self.device)
-            twin_loss, loss = twin(ids).sum(), model(ids).sum()
-            self.assertEqual(loss, twin_loss, rtol=0, atol=0)
-            twin_loss.backward()
-            with patch_post_backward(record):
-                loss.backward()
-            self.assertEqual(kept, [1, max_input_buffers, max_input_buffers])
+            loss = model(tokens(self.rank, step, self.device)).sum()
+            loss.backward()
             self.assertEqual(model._get_fsdp_state()._comm_ctx.reduce_scatter_states, [])
-            kept.clear()
-            self._check_identical(local_grads(model), local_grads(twin))
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-            params, expected = ({n: p.to_local() for n, p in m.named_parameters()} for m in (model, twin))
-            self._check_identical(params, expected)
+            grads = {f"gradient of {name}": grad for name, grad in local_grads(model).items()}
+            take_step([optim])
+            params = {name: param.to_local().clone() for name, param in model.named_parameters()}
+            values.append({"loss": loss.detach(), **grads, **params})
+        return values
 
     @needs_method("set_reduce_scatter_max_input_buffers")
     @skip_if_lt_x_gpu(4)
@@ -722,9 +747,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
                 inputs = rows(self.rank, 2 * step + last, self.device, 4, 6)
                 computing(inputs.to(computing[0].weight.dtype)).square().sum().backward()
                 model(inputs).square().sum().backward()
-                for param, computed in zip(ref_model.parameters(), computing.parameters()):
-                    grad, computed.grad = computed.grad.float(), None
-                    param.grad = grad if param.grad is None else param.grad + grad
+                move_gradients(computing, ref_model)
                 for gather, reduction in comms.values():
                     self.assertEqual(gather.take(), [(gather.numel, policy.param_dtype or torch.float32, None)] * 2)
                     sizes = (reduction.numel, reduction.numel // shape[-1])
@@ -732,11 +755,8 @@ class TestFullyShardCommunication(FSDPTestContinuous):
                     self.assertEqual({*gather.groups, *reduction.groups}, {mesh.get_group("shard")})
             average(ref_model)
             check_gradients(self, ref_model, model, shape[-1])
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-            for param, computed in zip(ref_model.parameters(), computing.parameters()):
-                computed.detach().copy_(param)
+            take_step(optims)
+            copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
@@ -822,10 +842,6 @@ class TestFullyShardPrefetch(FSDPTest):
     def world_size(self) -> int:
         return 4
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _note(self, events: list[str], kind: str, group: FSDPParamGroup) -> None:
         states = {TrainingState.FORWARD: "f", TrainingState.PRE_BACKWARD: "b", TrainingState.POST_BACKWARD: ""}
         names = (group._module_fqn or "root").replace(CHECKPOINT_PREFIX, "").replace("layers.", "").split(", ")
@@ -896,10 +912,8 @@ class TestFullyShardPrefetch(FSDPTest):
                 average(ref_model)
                 self.assertEqual(loss, ref_loss)
                 check_gradients(self, ref_model, model)
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
-        check_sharded_parity(self, ref_model, model, (CHECKPOINT_PREFIX,))
+                take_step(optims)
+        check_parameters(self, ref_model, model)
 
     def _init_transformer(
         self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
@@ -919,9 +933,14 @@ class TestFullyShardPrefetch(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_backward_prefetch(self):
         config = {"reshard_after_forward": [True, False, 2, None], "checkpoint_impl": [None, "utils", "composable"]}
-        self.run_subtests(config, self._test_backward_prefetch_forward_backward)
-        self.run_subtests(config, self._test_backward_prefetch_multi_forward)
+        self.run_subtests(config, self._test_backward_prefetch)
         self._test_backward_prefetch_unused_in_backward(True)
+
+    def _test_backward_prefetch(self, reshard_after_forward: Reshard, checkpoint_impl: str | None) -> None:
+        """Two steps in the place of upstream's three of each: the second shows what the first has left behind."""
+        models = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
+        self._test_backward_prefetch_forward_backward(*models, reshard_after_forward)
+        self._test_backward_prefetch_multi_forward(*models, reshard_after_forward)
 
     def _gathers_of(self, reshard_after_forward: Reshard, events: str) -> str:
         """Without those in which nothing is gathered, since the group, or the root, has kept its parameters."""
@@ -929,20 +948,17 @@ class TestFullyShardPrefetch(FSDPTest):
         return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
 
     def _test_backward_prefetch_forward_backward(
-        self, reshard_after_forward: Reshard, checkpoint_impl: str | None
+        self, ref_model: nn.Module, model: nn.Module, reshard_after_forward: Reshard
     ) -> None:
         """A block's backward begins with the gather for the next one, and its own was under way before."""
-        ref_model, model = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
         backward = "Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root"
         backward = self._gathers_of(reshard_after_forward, backward)
-        # Two steps in the place of upstream's three: the second shows whether the first has left anything behind.
-        self._train(ref_model, model, self._loss, "Uf root, Uf 0, Uf 1, Uf 2", backward, steps=2)
+        self._train(ref_model, model, self._loss, "Uf root, Uf 0, Uf 1, Uf 2", backward, steps=1)
 
     def _test_backward_prefetch_multi_forward(
-        self, reshard_after_forward: Reshard, checkpoint_impl: str | None
+        self, ref_model: nn.Module, model: nn.Module, reshard_after_forward: Reshard
     ) -> None:
         """Two forwards before one backward, which gathers every block twice."""
-        ref_model, model = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
         once = "Uf root, Uf 0, Uf 1, Uf 2"
         forward = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}.get(reshard_after_forward, f"{once}, {once}")
         second = "Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0"
@@ -952,7 +968,6 @@ class TestFullyShardPrefetch(FSDPTest):
         def loss_of(model: nn.Module, step: int) -> torch.Tensor:
             return self._loss(model, 2 * step) + self._loss(model, 2 * step + 1)
 
-        # One step: that a step leaves nothing behind is the other body's.
         self._train(ref_model, model, loss_of, forward, backward, steps=1)
 
     def _test_backward_prefetch_unused_in_backward(self, reshard_after_forward: Reshard) -> None:
@@ -980,9 +995,7 @@ class TestFullyShardPrefetch(FSDPTest):
                 (ref_first.sum() + ref_second.sum()).backward()
                 average(ref_model)
                 check_gradients(self, ref_model, model)
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
+                take_step(optims)
             model(inputs)[0].sum().backward()  # which never uses the second layer of the pair
             expected = "Uf 0, Uf 1.lin1, Uf 1.lin2, Ub 1.lin1, Ub 0, P 1.lin1, P 0, P 1.lin2"
             self._check_events(events, expected)
@@ -1003,7 +1016,7 @@ class TestFullyShardPrefetch(FSDPTest):
             for index, layer in enumerate(layers[:-depth]):
                 layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
             with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, expected, backward, kinds="URP")
+                self._train(ref_model, model, self._loss, expected, backward, kinds="URP", steps=2)
 
     @skip_if_lt_x_gpu(2)
     def test_set_modules_to_backward_prefetch(self):
@@ -1019,7 +1032,7 @@ class TestFullyShardPrefetch(FSDPTest):
                 if index >= depth:
                     layer.set_modules_to_backward_prefetch(layers[index - depth : index][::-1])
             with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, forward, expected, kinds="URP")
+                self._train(ref_model, model, self._loss, forward, expected, kinds="URP", steps=2)
 
     @unittest.skipUnless(torch_facts.KEEPS_RECOMPUTED_GROUPS, "this torch gathers twice for what is recomputed")
     @skip_if_lt_x_gpu(2)
@@ -1124,9 +1137,7 @@ class TestFullyShardPrefetch(FSDPTest):
             check_sharded_parity(self, ref_model, model)
             for module in (model.in_proj, model.out_proj):
                 self.assertIsNone(group_of(module)._all_gather_result)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            take_step(optims)
 
 
 class HalfUsed(nn.Module):
@@ -1226,10 +1237,6 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
     def world_size(self) -> int:
         return 2
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     @skip_if_lt_x_gpu(1)
     def test_unshard_no_param_group(self):
         """A root that owns nothing gives a handle like any other, which gathers nothing."""
@@ -1321,9 +1328,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
             expected = local_grads(twin)
             for name, grad in local_grads(model).items():
                 self.assertTrue(torch.equal(grad, expected[name]), name)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            take_step(optims)
 
     @skip_if_lt_x_gpu(2)
     def test_exception_when_used_together_with_comm_hooks(self):
@@ -1421,9 +1426,7 @@ class TestFullyShardForceSumReduction(FSDPTest):
             ref_model(tokens(self.rank, step, device)).sum().backward()
             average(ref_model)
             check_gradients(self, ref_model, model, mesh_shape[-1])
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            take_step(optims)
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_force_sum_reduce_scatter(self):
@@ -1438,10 +1441,6 @@ class TestFullyShardReduceOpWorldSize1(FSDPTestContinuous):
     """One rank has nothing to reduce, and its gradient is its own."""
 
     world_size = 1
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _mesh(self) -> Any:
         return init_device_mesh(self.device.type, (1,))

@@ -42,7 +42,7 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
 
 DIM = 16
-ITERATIONS = 10
+ITERATIONS = 5  # of upstream's 10: after the second nothing new is compiled (test_no_recompiles)
 FSDP_FOLDER = os.path.dirname(_fsdp_state.__file__)
 HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # what dynamo meets in the place of a hook; before 2.13 the latter
 
@@ -122,6 +122,20 @@ class Repeating(nn.Module):
         return x
 
 
+class CountsCalls(nn.Module):
+    """Has a parameter, a buffer, and a number that each call changes and returns the rows times."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.calls = 1  # not one that dynamo takes for a constant in the calls to come, as it does 0 and 1
+        self.weight = nn.Parameter(torch.ones(DIM, device=device))
+        self.register_buffer("scale", torch.ones(DIM, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.weight * self.scale * self.calls
+
+
 class CountingBackend:
     """A backend of ``torch.compile`` by name, which remembers the graphs that it was given."""
 
@@ -147,10 +161,6 @@ class CompileTest(FSDPTest):
     @property
     def world_size(self) -> int:
         return get_required_world_size(self, 2)
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _rows(self, iteration: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * iteration + rank)
@@ -266,7 +276,9 @@ class TestFullyShardCompile(CompileTest):
             torch.manual_seed(42)
             return Layers(nn.Linear(DIM, DIM, device=self.device))
 
-        self._test_traceable_fsdp((model_init_fn, fully_shard), self._rows, "aot_eager", fwd_fullgraph=True)
+        self._test_traceable_fsdp(
+            (model_init_fn, fully_shard), self._rows, "aot_eager", fwd_fullgraph=True, iterations=10
+        )
 
     def _test_traceable_fsdp(
         self,
@@ -274,6 +286,7 @@ class TestFullyShardCompile(CompileTest):
         input_creation_fn: Callable[[int, int], torch.Tensor],
         backend: str,
         fwd_fullgraph: bool,
+        iterations: int = ITERATIONS,
     ) -> CountingBackend:
         """Train plainly, sharded, and sharded and compiled; compare losses and gradients of every iteration.
 
@@ -293,7 +306,7 @@ class TestFullyShardCompile(CompileTest):
             (loss / divide_by).backward()
             return loss.detach()
 
-        def run_iters(model: nn.Module, call: Callable, iterations: int = ITERATIONS) -> list[Step]:
+        def run_iters(model: nn.Module, call: Callable) -> list[Step]:
             optim, steps = make_optim(model), []
             for iteration in range(iterations):
                 loss = fwd_bwd(call, iteration, self.rank)
@@ -303,10 +316,10 @@ class TestFullyShardCompile(CompileTest):
                 optim.zero_grad(set_to_none=True)
             return steps
 
-        def test_plain() -> list[Step]:
+        def run_plain() -> list[Step]:
             model, steps = build(), []
             optim = make_optim(model)
-            for iteration in range(ITERATIONS):
+            for iteration in range(iterations):
                 losses = [fwd_bwd(model, iteration, rank, self.world_size) for rank in range(self.world_size)]
                 grads = {n: self._shard_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
                 steps.append(Step(losses[self.rank], grads))
@@ -335,10 +348,10 @@ class TestFullyShardCompile(CompileTest):
             return steps
 
         counting = CountingBackend(backend)
-        plain_steps, eager_steps = test_plain(), test_eager()
+        plain_steps, eager_steps = run_plain(), test_eager()
         self._check_steps(eager_steps, plain_steps, "eager")
         self._check_steps(test_compiled(), plain_steps, "compiled")
-        self.assertEqual(len({step.loss.item() for step in plain_steps}), ITERATIONS)
+        self.assertEqual(len({step.loss.item() for step in plain_steps}), iterations)
         return counting
 
     def _check_graphs(self, counting: CountingBackend, fwd_fullgraph: bool) -> None:
@@ -533,6 +546,42 @@ class TestFullyShardCompile(CompileTest):
     def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
         return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
 
+    @skip_if_lt_x_gpu(2)
+    def test_managed_modules(self):
+        """Beyond upstream: of what FSDP manages dynamo takes nothing for fixed.
+
+        A number of such a module that changes becomes an input of the graph; of other modules each value is compiled
+        anew. Of their tensors dynamo promises the compiler that they stay where they are; of those that FSDP1 makes for
+        each forward it must not, and it does not of a buffer in FSDP2 either. (An unsharded parameter of FSDP2 is the
+        same object in each forward, and dynamo makes no difference.)
+        """
+        expected = {
+            "plain": ([1, 2, 3, 4, 5], {"weight": True, "scale": True}),
+            "fully_shard": ([1, 2, 2, 2, 2], {"scale": False}),
+            "FSDP1": ([1, 2, 2, 2, 2], {"weight": False, "scale": False}),
+            "FSDP1 without original parameters": ([0, 0, 0, 0, 0], {}),  # which dynamo leaves alone
+        }
+        for kind, (graphs, promises) in expected.items():
+            with self.subTest(kind=kind):
+                torch._dynamo.reset()
+                counting, counts = CountingBackend("eager"), []
+                model = self._counting_calls(kind, counting)
+                for calls in range(2, 7):
+                    inp = self._rows(calls, self.rank)
+                    self.assertEqual(model(inp), inp * calls)
+                    counts.append(len(counting.graphs))
+                self.assertEqual(counts, graphs)
+                for name, promised in promises.items():
+                    (node,) = (node for node in counting.graphs[-1].graph.nodes if name in node.name)
+                    self.assertEqual("_dynamo_static_input_type" in node.meta["tensor_dict"], promised, name)
+
+    def _counting_calls(self, kind: str, backend: CountingBackend) -> nn.Module:
+        model = CountsCalls(self.device)
+        model.compile(backend=backend)
+        if kind == "fully_shard":
+            fully_shard(model)
+        return FSDP(model, use_orig_params=kind == "FSDP1") if kind.startswith("FSDP1") else model
+
     def _mlps(self) -> nn.Sequential:
         torch.manual_seed(42)
         return nn.Sequential(*(MLP(DIM, self.device) for _ in range(2)))
@@ -549,7 +598,7 @@ class TestFullyShardCompile(CompileTest):
         self.run_subtests(config, self._test_no_recompiles)
 
     def _test_no_recompiles(self, reshard_after_forward: bool | int, per_layer: bool) -> None:
-        model, counting = self._mlps(), CountingBackend("aot_eager")
+        model, counting = self._mlps(), CountingBackend("eager")  # dynamo decides alike for all backends
         for mlp in model:
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
             if per_layer:

@@ -89,10 +89,6 @@ class TestFullyShardDTensor(FSDPTest):
     def world_size(self) -> int:
         return 4
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     @functools.cached_property
     def world_mesh(self) -> DeviceMesh:
         return init_device_mesh(accelerator.current().type, (self.world_size,), mesh_dim_names=("world",))

@@ -6,18 +6,19 @@ counted by kind, which is exact: a bound that is met by one byte too many fails.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -60,10 +61,6 @@ class TestFullyShardMemory(FSDPTest):
     @property
     def world_size(self) -> int:
         return 2
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _sharded(
         self, args: ModelArgs, reshard_after_forward: bool = True, use_cpu_offload: bool = False, **kwargs: Any
@@ -270,28 +267,36 @@ class TestFullyShardMemory(FSDPTest):
 
         If one block alone asks for more, all have it, since they keep them in one list.
         """
-        config = {"most": [1, 2, 3, 10], "by_one_block": [False, True]}
+        config = {"most": [1, 2, 3, 10], "by_one_block": [False, True], "replicated": [False, True]}
         self.run_subtests(config, self._test_reduce_scatter_max_input_buffers)
 
-    def _test_reduce_scatter_max_input_buffers(self, most: int, by_one_block: bool) -> None:
-        model = self._sharded(SMALL)
+    def _test_reduce_scatter_max_input_buffers(self, most: int, by_one_block: bool, replicated: bool) -> None:
+        model = self._sharded(SMALL, reshard_after_forward=not by_one_block, mesh=self._mesh(replicated))
         (model.layers[1] if by_one_block else model).set_reduce_scatter_max_input_buffers(most)
-        kept: list[int] = []
+        for _ in range(2):
+            loss = model(self._tokens(SMALL)).sum()
+            with self._after_each_group(lambda group: len(group.comm_ctx.reduce_scatter_states)) as kept:
+                loss.backward()
+            self.assertEqual(kept, [min(reduced, most) for reduced in (1, 2, 3, 4)])  # three blocks and the root
+            self.assertEqual(model._get_fsdp_state()._comm_ctx.reduce_scatter_states, [])
+
+    def _mesh(self, replicated: bool) -> DeviceMesh:
+        """One shard for each rank, or a whole replica."""
+        shape, names = ((2, 1), ("replicate", "shard")) if replicated else ((2,), ("shard",))
+        return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
+
+    @contextlib.contextmanager
+    def _after_each_group(self, look: Callable[[FSDPParamGroup], int]) -> Iterator[list[int]]:
+        """What there is to see when the backward of each group has just ended."""
+        seen: list[int] = []
         original = FSDPParamGroup.post_backward
 
         def post_backward(group: FSDPParamGroup, *args: Any) -> None:
             original(group, *args)
-            kept.append(len(group.comm_ctx.reduce_scatter_states))
+            seen.append(look(group))
 
-        for _ in range(2):
-            kept.clear()
-            loss = model(self._tokens(SMALL)).sum()
-            with patch_post_backward(post_backward):
-                loss.backward()
-            # Three blocks and the root; autograd or the final callback comes by each of them at least once.
-            self.assertGreaterEqual(len(kept), 4)
-            self.assertEqual(max(kept), min(most, 4))
-            self.assertEqual(model._get_fsdp_state()._comm_ctx.reduce_scatter_states, [])
+        with patch_post_backward(post_backward):
+            yield seen
 
     def _alive(self) -> int:
         """The bytes of the storages under all tensors that the garbage collector knows."""
@@ -347,19 +352,12 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_buffer_is_dropped(self):
         """Beyond upstream: what HSDP all-reduces is held until the next group's reduction, and not after backward."""
-        mesh = init_device_mesh(accelerator.current().type, (2, 1), mesh_dim_names=("replicate", "shard"))
-        model = self._sharded(SMALL, mesh=mesh)
-        held: list[int] = []
-        original = FSDPParamGroup.post_backward
-
-        def post_backward(group: FSDPParamGroup, *args: Any) -> None:
-            original(group, *args)
-            held.append(sum(each._all_reduce_state is not None for each in groups_of(model)))
-
+        model = self._sharded(SMALL, mesh=self._mesh(replicated=True))
         for _ in range(2):
-            held.clear()
             loss = model(self._tokens(SMALL)).sum()
-            with patch_post_backward(post_backward):
+            with self._after_each_group(
+                lambda _: sum(each._all_reduce_state is not None for each in groups_of(model))
+            ) as held:
                 loss.backward()
             self.assertGreater(max(held), 0)
             self.assertEqual([group._all_reduce_state for group in groups_of(model)], [None] * 4)

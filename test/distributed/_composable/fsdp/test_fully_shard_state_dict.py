@@ -80,10 +80,6 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     def world_size(self) -> int:
         return get_required_world_size(self, 4)
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
 
@@ -430,16 +426,17 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         models = [self._shard_two_linears(self._two_linears(dim, seed), mesh=mesh) for seed, mesh in enumerate(meshes)]
         models[0].load_state_dict(self._shards_of(ref_model, meshes[0]))
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
-        for step, (model, optim) in enumerate(zip(models, optims, strict=True)):
-            if step == 1:
+        for index, (model, optim) in enumerate(zip(models, optims, strict=True)):
+            if index == 1:
                 self._load_states(model, optim, self._states(models[0], optims[0], "full"), "full")
                 check_sharded_parity(self, ref_model, model)
-            # All ranks have the same rows, so that the mean over two is that over four.
-            for each, each_optim in ((ref_model, ref_optim), (model, optim)):
-                each(self._rows_of(0, step)).square().sum().backward()
-                each_optim.step()
-                each_optim.zero_grad()
-            check_sharded_parity(self, ref_model, model)
+            for step in (2 * index, 2 * index + 1):  # two, since to load an optimizer's state torch takes one itself
+                # All ranks have the same rows, so that the mean over two is that over four.
+                for each, each_optim in ((ref_model, ref_optim), (model, optim)):
+                    each(self._rows_of(0, step)).square().sum().backward()
+                    each_optim.step()
+                    each_optim.zero_grad()
+                check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
     def test_strict_errors(self):
