@@ -9,8 +9,9 @@ All of it is here, so that no test repeats it, and all of it goes by capability:
 - ``device_memory``, again: ``FlatParamHandle.prepare_gradient_for_backward`` tells an offloaded gradient of an
   earlier step, which it drops, from one to accumulate with by their devices. Where those are the same it would
   accumulate, also what ``zero_grad`` had let go of before (FULL_SHARD with the original parameters writes it back).
-  So the offloaded gradient is dropped before FSDP looks. Proves that the rest of the step is right, not that FSDP
-  tells the two apart.
+  So the offloaded gradient is dropped before FSDP looks, and where low precision gradients are kept, the memory for
+  the next one gets the dtype of the parameters again, as FSDP gives it. Proves that the rest of the step is right, not
+  that FSDP tells the two apart.
 - ``pinned_memory``: offloaded parameters are pinned (``_flat_param``, ``_fsdp_param``), which needs an accelerator.
   ``Tensor.pin_memory`` returns the tensor itself. Proves where FSDP keeps parameters and gradients, and when it
   asks for copies; not that memory is pinned, nor that a copy is right, since host and device are the same memory. FSDP1
@@ -115,7 +116,10 @@ def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) ->
     @functools.wraps(prepare)
     def drop_and_prepare(handle: Any) -> None:
         if handle._offload_params and _has_offloaded_gradient(handle):
-            handle.flat_param.grad = None
+            flat_param = handle.flat_param
+            flat_param.grad = None
+            if handle._keep_low_precision_grads:
+                flat_param._cpu_grad.data = flat_param._cpu_grad.to(flat_param._local_shard.dtype)
         prepare(handle)
 
     undo.enter_context(mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", drop_and_prepare))

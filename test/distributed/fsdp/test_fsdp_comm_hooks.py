@@ -111,10 +111,6 @@ def _reduced_dtypes() -> Iterator[list[torch.dtype]]:
 
 
 class TestCommunicationHooks(FSDPTest):
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
-
     def _init_model(self, core, sharding_strategy, mixed_precision=None):
         return FSDP(core, sharding_strategy=sharding_strategy, mixed_precision=mixed_precision).to(self.device)
 
@@ -209,8 +205,9 @@ class TestCommunicationHooks(FSDPTest):
         with self.assertRaisesRegex(AssertionError, REGISTERED):
             model.register_comm_hook(DummyState(), hook)
 
-    def _check_low_precision_hook(self, state, hook, sharding_strategy, dtype, has_wrapping):
+    def _check_low_precision_hook(self, hook, dtype, has_wrapping, sharding_strategy):
         """The hook does bitwise what ``reduce_dtype`` does, and reduces nothing in another dtype."""
+        state = default_hooks.LowPrecisionState(process_group=self.process_group)
         hooked = self._net(sharding_strategy, has_wrapping)
         hooked.register_comm_hook(state, hook)
         mixed = self._net(sharding_strategy, has_wrapping, MixedPrecision(reduce_dtype=dtype))
@@ -269,19 +266,15 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("has_wrapping", [True, False])
     @parametrize("sharding_strategy", STRATEGIES)
-    def test_fp16_hook(self, has_wrapping, sharding_strategy):
-        state = default_hooks.LowPrecisionState(process_group=self.process_group)
-        hook = default_hooks.fp16_compress_hook
-        self._check_low_precision_hook(state, hook, sharding_strategy, torch.float16, has_wrapping)
+    def test_fp16_hook(self, **kwargs):
+        self._check_low_precision_hook(default_hooks.fp16_compress_hook, torch.float16, **kwargs)
 
     @requires_capability("bf16_collectives")
     @skip_if_lt_x_gpu(2)
     @parametrize("has_wrapping", [True, False])
     @parametrize("sharding_strategy", STRATEGIES)
-    def test_bf16_hook(self, has_wrapping, sharding_strategy):
-        state = default_hooks.LowPrecisionState(process_group=self.process_group)
-        hook = default_hooks.bf16_compress_hook
-        self._check_low_precision_hook(state, hook, sharding_strategy, torch.bfloat16, has_wrapping)
+    def test_bf16_hook(self, **kwargs):
+        self._check_low_precision_hook(default_hooks.bf16_compress_hook, torch.bfloat16, **kwargs)
 
     @skip_if_lt_x_gpu(2)
     def test_custom_hook_reduces(self):

@@ -36,7 +36,7 @@ from torch_fsdp_tests.common_fsdp import (
     get_devtype,
     subtest_name,
 )
-from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, parametrize, run_tests
 
 params = "cpu_offload,sharding_strategy"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
@@ -52,6 +52,8 @@ subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 DELAY_MS = 250
+DEFAULT = [(BackwardPrefetch.BACKWARD_PRE, True)]  # as FSDP's default in backward, and also in forward
+HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 
 
 def _prefetches():
@@ -79,8 +81,7 @@ class _TwoRanks(FSDPTest):
 
     @property
     def world_size(self):
-        device = accelerator.current()
-        return 2 if device.is_host else device.ranks
+        return accelerator.current().few_ranks
 
     def _transformer(self, device_init_mode=DEVICEInitMode.DEVICE_BEFORE, deterministic=False, **fsdp_kwargs):
         return TransformerWithSharedParams.init(
@@ -99,22 +100,38 @@ class TestParityWithDDP(_TwoRanks):
         return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
 
     def _get_subtest_config(self, cpu_offload):
+        """All that a configuration is trained with; a schedule is both prefetches and ``use_orig_params``."""
         return {
             "device_init_mode": self._get_device_init_modes(cpu_offload),
-            "prefetches": _prefetches(),
-            "use_orig_params": [False, True],
+            "schedule": list(itertools.product(PREFETCHES, [False, True], [False, True])),
         }
 
-    def _get_sampled_config(self, cpu_offload):
-        """All of them where schedules differ in time; without streams the default of backward, with forward's."""
-        config = self._get_subtest_config(cpu_offload)
-        if accelerator.current().has("streams"):
-            return config
-        return {**config, "prefetches": [(BackwardPrefetch.BACKWARD_PRE, True)]}
+    def _check_parity(self, model_class, cpu_offload, sharding_strategy, prefetches=DEFAULT, turn=0, **kwargs):
+        """Train with every schedule where they differ in time, or where PYTORCH_TEST_WITH_SLOW=1 asks for it.
 
-    def _test_fsdp_parity(self, *args, prefetches, **kwargs):
-        backward, forward = prefetches
-        super()._test_fsdp_parity(*args, backward_prefetch=backward, forward_prefetch=forward, **kwargs)
+        Elsewhere with the given prefetches. These take flat and original parameters in turn, beginning with another in
+        the next configuration, so that each two of offload, strategy, prefetch and ``use_orig_params`` take all their
+        values together.
+        """
+        config = self._get_subtest_config(cpu_offload)
+        if not accelerator.current().has("streams") and not TEST_WITH_SLOW:
+            turn += configs.index((cpu_offload, sharding_strategy))
+            config["schedule"] = [(*prefetch, (turn + index) % 2 == 1) for index, prefetch in enumerate(prefetches)]
+        self.run_subtests(
+            config,
+            self._test_fsdp_parity,
+            model_class,
+            FSDPInitMode.RECURSIVE,
+            cpu_offload=cpu_offload,
+            sharding_strategy=sharding_strategy,
+            **kwargs,
+        )
+
+    def _test_fsdp_parity(self, *args, schedule, **kwargs):
+        backward, forward, use_orig_params = schedule
+        super()._test_fsdp_parity(
+            *args, backward_prefetch=backward, forward_prefetch=forward, use_orig_params=use_orig_params, **kwargs
+        )
 
     def _dummy_ddp_fn(self, model):
         return DummyDDP(model)
@@ -141,115 +158,60 @@ class TestParityWithDDP(_TwoRanks):
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_nested_wrapped_model(self, cpu_offload, sharding_strategy):
-        """With some layers in FSDP, and the others in the root."""
-        self.run_subtests(
-            self._get_subtest_config(cpu_offload),
-            self._test_fsdp_parity,
-            NestedWrappedModule,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-        )
+    def test_nested_wrapped_model(self, **config):
+        """With some layers in FSDP, and the others in the root; with each schedule."""
+        self._check_parity(NestedWrappedModule, **config, prefetches=_prefetches())
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_nested_wrapped_model_single_iteration_mixed_precision(self, cpu_offload, sharding_strategy):
+    def test_nested_wrapped_model_single_iteration_mixed_precision(self, **config):
         """With parameters, gradients and buffers in fp16, as under autocast."""
-        self.run_subtests(
-            self._get_sampled_config(cpu_offload),
-            self._test_fsdp_parity,
-            NestedWrappedModule,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            num_iters=1,
-            mixed_precision=MixedPrecision(
-                param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16
-            ),
-        )
+        self._check_parity(NestedWrappedModule, **config, num_iters=1, mixed_precision=HALF)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_nested_always_wrap_model(self, cpu_offload, sharding_strategy):
+    def test_nested_always_wrap_model(self, **config):
         """With every module in FSDP, also those without parameters of their own."""
-        self.run_subtests(
-            self._get_sampled_config(cpu_offload),
-            self._test_fsdp_parity,
-            AlwaysWrapNestedWrappedModule,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-        )
+        self._check_parity(AlwaysWrapNestedWrappedModule, **config)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_transformer(self, cpu_offload, sharding_strategy):
+    def test_transformer(self, **config):
         """With a weight that two modules share, and with buffers."""
-        self.run_subtests(
-            self._get_sampled_config(cpu_offload),
-            self._test_fsdp_parity,
-            TransformerWithSharedParams,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-        )
+        self._check_parity(TransformerWithSharedParams, **config)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_delayed_optim_step(self, cpu_offload, sharding_strategy):
+    def test_delayed_optim_step(self, **config):
         """The next forward gathers what the optimizer wrote, though the device is late with it.
 
         Without streams nothing is late: then this is the same model behind a wrapper that is not FSDP.
         """
-        self.run_subtests(
-            self._get_sampled_config(cpu_offload),
-            self._test_fsdp_parity,
-            NestedWrappedModuleWithDelay,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            init_kwargs={"delay_after_loss_ms": DELAY_MS},
-        )
+        self._check_parity(NestedWrappedModuleWithDelay, **config, init_kwargs={"delay_after_loss_ms": DELAY_MS})
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_delayed_reduce_scatter(self, cpu_offload, sharding_strategy):
+    def test_delayed_reduce_scatter(self, **config):
         """Backward ends only after the reduction, though the device is late with it. Without streams as above."""
-        self.run_subtests(
-            self._get_sampled_config(cpu_offload),
-            self._test_fsdp_parity,
-            NestedWrappedModuleWithDelay,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            init_kwargs={"delay_before_reduction_ms": DELAY_MS},
+        self._check_parity(
+            NestedWrappedModuleWithDelay, **config, turn=1, init_kwargs={"delay_before_reduction_ms": DELAY_MS}
         )
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_mixture_of_experts(self, cpu_offload, sharding_strategy):
+    def test_mixture_of_experts(self, **config):
         """With an expert of each rank's own, in a group of one rank."""
-        self._test_mixture_of_experts(cpu_offload, sharding_strategy)
+        self._check_experts_parity(**config)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
-    def test_mixture_of_experts_with_delay_before_free(self, cpu_offload, sharding_strategy):
+    def test_mixture_of_experts_with_delay_before_free(self, **config):
         """What is freed late in forward is gathered anew all the same. Without streams nothing is late."""
-        self._test_mixture_of_experts(cpu_offload, sharding_strategy, init_kwargs={"delay_before_free_ms": DELAY_MS})
+        self._check_experts_parity(**config, turn=1, init_kwargs={"delay_before_free_ms": DELAY_MS})
 
-    def _test_mixture_of_experts(self, cpu_offload, sharding_strategy, **kwargs):
-        self.run_subtests(
-            self._get_sampled_config(cpu_offload),
-            self._test_fsdp_parity,
-            MixtureOfExperts,
-            FSDPInitMode.RECURSIVE,
-            ref_init_fn=self._dummy_ddp_fn,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            device_id=accelerator.current().device(self.rank),
-            **kwargs,
-        )
+    def _check_experts_parity(self, **kwargs):
+        device_id = accelerator.current().device(self.rank)
+        self._check_parity(MixtureOfExperts, ref_init_fn=self._dummy_ddp_fn, device_id=device_id, **kwargs)
 
     @skip_if_lt_x_gpu(2)
     def test_every_step(self):
@@ -415,8 +377,7 @@ class TestNoGrad(_TwoRanks):
     @parametrize("mixed_precision", [True, False])
     def test_transformer_no_grad(self, mixed_precision):
         """In eval mode a forward computes the same with and without gradients, after a step of training."""
-        half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
-        model = self._transformer(DEVICEInitMode.DEVICE_AFTER, mixed_precision=half if mixed_precision else None)
+        model = self._transformer(DEVICEInitMode.DEVICE_AFTER, mixed_precision=HALF if mixed_precision else None)
         self._train_for_several_steps(model, num_steps=1, autocast=False, mixed_precision=model.mixed_precision)
         model.eval()
         inputs = model.module.get_input(get_devtype())

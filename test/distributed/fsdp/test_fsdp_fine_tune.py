@@ -15,14 +15,13 @@ import torch.distributed.fsdp._runtime_utils as runtime_utils
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_reduce, patch_reduce_scatter
+from torch_fsdp_tests.common_fsdp import FSDPTest, full_parameters, patch_all_reduce, patch_reduce_scatter
 from torch_fsdp_tests.common_utils import run_tests
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [
@@ -116,10 +115,6 @@ class TestFSDPFineTune(FSDPTest):
             and unit._handle.flat_param._full_param_padded.untyped_storage().size() > 0
             for unit in self._units(model)
         ]
-
-    def _full_params(self, model: FSDP) -> dict[str, torch.Tensor]:
-        with FSDP.summon_full_params(model, writeback=False):
-            return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
 
     def assert_same_grads(self, model: FSDP, reference: nn.Module) -> None:
         """Each unit's reduced gradient, put together from the ranks, is that of the layer in the reference."""
@@ -285,7 +280,7 @@ class TestFSDPFineTune(FSDPTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        found = self._full_params(fsdp_model)
+        found = full_parameters(fsdp_model)
         self.assertEqual(found, {name: param.detach() for name, param in ddp_model.module.named_parameters()})
         for name, value in frozen.items():
             self.assertEqual(found[name], value, rtol=0, atol=0)
@@ -370,7 +365,7 @@ class TestFSDPFineTune(FSDPTest):
         self.assertLess(len(trained), len(list(ref_model.parameters())))
         optims = [torch.optim.Adam(params, lr=1e-2) for params in (list(frozen_model.parameters()), trained)]
         frozen = frozen_model.module.layer1_frozen
-        initial = self._full_params(frozen_model)
+        initial = full_parameters(frozen_model)
 
         torch.manual_seed(self.rank + 1)
         for _ in range(self.num_iters):
@@ -392,8 +387,8 @@ class TestFSDPFineTune(FSDPTest):
             for learnable_input in inputs:
                 self.assertEqual(learnable_input.grad, 2 * learnable.to(low).float())
             self.assertEqual([param.grad for param in frozen.parameters()], [None] * len(list(frozen.parameters())))
-        found = self._full_params(frozen_model)
-        self.assertEqual(found, self._full_params(ref_model))
+        found = full_parameters(frozen_model)
+        self.assertEqual(found, full_parameters(ref_model))
         for name, value in initial.items():
             if name.startswith("layer1_frozen"):
                 self.assertEqual(found[name], value, rtol=0, atol=0)

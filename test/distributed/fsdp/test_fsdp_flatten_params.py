@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp._flat_param import FlatParamHandle, FlatParamShardMetadata, HandleShardingStrategy
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -50,10 +50,6 @@ def numel(parameters: Any) -> int:
 
 
 class FlattenTest(FSDPTest):
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _get_default_config(self) -> dict[str, Any]:
         return {
             "device": self.device,
@@ -145,18 +141,21 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_empty_module(self):
-        """A module without parameters gets no flat parameter, and computes."""
-        module = self._get_empty_module()
-        expected = self._get_output(module, torch.float32)
-        fsdp_module = FSDP(module)
-        self.assertEqual(list(fsdp_module.parameters()), [])
-        self.assertIsNone(fsdp_module._flat_param)
-        self.assertEqual(self._get_output(fsdp_module, torch.float32), expected)
+        """A module without parameters gets no flat parameter, and computes; beyond upstream: in the precision asked."""
+        for dtype in (torch.float32, torch.float16):
+            module = self._get_empty_module()
+            (x,) = module.get_input(self.device, torch.float32)
+            expected = module(x.to(dtype))
+            fsdp_module = FSDP(module, mixed_precision=MixedPrecision(param_dtype=dtype))
+            self.assertEqual(list(fsdp_module.parameters()), [])
+            self.assertIsNone(fsdp_module._flat_param)
+            self.assertEqual(self._get_output(fsdp_module, torch.float32), expected)
 
     def _test_numel(self, module: nn.Module) -> FlatParamHandle:
-        expected = numel(module.parameters())
+        expected, dtypes = numel(module.parameters()), {param.dtype for param in module.parameters()}
         handle = self._handle(module)
         self.assertEqual(handle.flat_param.numel(), expected)
+        self.assertEqual({handle.flat_param.dtype}, dtypes)
         return handle
 
     @skip_if_lt_x_gpu(1)

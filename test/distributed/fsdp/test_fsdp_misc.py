@@ -1,7 +1,7 @@
 """FSDP1 where no other file looks: devices, unused outputs, optimizers in backward, refusals of its constructor.
 
-What asks for two kinds of device is asked on every device of the function that decides, with devices that are only
-named; the meta device stands for an accelerator there.
+What asks for two kinds of device is asked on every device, with the meta device in the place of an accelerator: of the
+function that decides, with devices that are only named, or of the whole constructor, in :func:`_meta_computes`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.fsdp._runtime_utils import HOMOGENEOUS_ATTR_NAMES
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.overrides import TorchFunctionMode
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import (
@@ -47,6 +48,7 @@ from torch_fsdp_tests.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
     _assert_module_states,
+    full_parameters,
 )
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
@@ -134,13 +136,41 @@ def _stub_handle(current):
     return types.SimpleNamespace(current_device=lambda: current)
 
 
+class _MovesToMeta(TorchFunctionMode):
+    """Tensors can be moved between the meta device and others as between a host and its accelerator.
+
+    Otherwise torch refuses to set a tensor's data to that of another kind of device, and has nothing to copy from the
+    meta device: what comes back from there is empty.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.data.__set__ and args[0].is_meta != args[1].is_meta:
+            moved = args[1].detach().requires_grad_(args[0].requires_grad)
+            return torch._C._swap_tensor_impl(args[0], moved)
+        if func == torch.Tensor.to and args[0].is_meta and args[1] == HOST:
+            return torch.empty_like(args[0], device=HOST)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _meta_computes():
+    """A ``device_id`` may be the meta device, which only a constructor can do: FSDP finds a runtime for it.
+
+    So it is seen what FSDP moves, and what it leaves, also where the device under test is the host. For all ranks.
+    """
+
+    def register(runtime):
+        if runtime is None:
+            vars(torch).pop(META.type, None)
+        else:
+            setattr(torch, META.type, runtime)
+
+    with swapped(register, None, _stub_handle(META)), _MovesToMeta():
+        yield
+
+
 def _storage_size(flat_param):
     return flat_param._full_param_padded.untyped_storage().size()
-
-
-def _full_parameters(model):
-    with FSDP.summon_full_params(model, writeback=False):
-        return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
 
 
 def _without_default_device_id():
@@ -159,10 +189,6 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @property
     def world_size(self):
         return get_required_world_size(self, 2)
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _ddp(self, model, **kwargs):
         device = self.device
@@ -185,7 +211,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         else:
             device_id = device.index if use_index else device
 
-        def check(device_id, device_init_mode):
+        def check(device_id, device_init_mode, device=device):
             model = NestedWrappedModule.init(
                 self.process_group, FSDPInitMode.RECURSIVE, device_init_mode, {"device_id": device_id}
             )
@@ -199,6 +225,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         if device.index is not None:
             with self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
                 check(torch.device(device.type), DEVICEInitMode.DEVICE_BEFORE)
+        with _meta_computes(), self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
+            check(META if use_index else str(META), DEVICEInitMode.DEVICE_NEVER, META)
 
     def test_device_id_without_index(self):
         """A device without an index stands for the current one, with a warning; the host has no index to miss."""
@@ -258,7 +286,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertEqual(*losses)
             if training:
                 self.assertEqual(*input_grads)
-        found = _full_parameters(fsdp)
+        found = full_parameters(fsdp)
         self.assertEqual(found, {name: param.detach() for name, param in ddp.module.named_parameters()})
 
     @skip_if_lt_x_gpu(2)
@@ -380,7 +408,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 optim.step()
             changed = [not torch.equal(new, old) for new, old in zip(local.parameters(), before)]
             self.assertEqual(changed, [True] * 2 + [step < 2] * 2)
-            self.assertEqual(_full_parameters(model), {name: p.detach() for name, p in local.named_parameters()})
+            self.assertEqual(full_parameters(model), {name: p.detach() for name, p in local.named_parameters()})
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_optim_overlap_no_use_orig_params_error(self):
@@ -423,8 +451,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         )
         for param in overlap.parameters():
             self.assertEqual([type(optim) for optim in param._in_backward_optimizers], [CountingSGD])
-        previous = _full_parameters(overlap)
-        self.assertEqual(previous, _full_parameters(normal), rtol=0, atol=0)
+        previous = full_parameters(overlap)
+        self.assertEqual(previous, full_parameters(normal), rtol=0, atol=0)
 
         for step in range(6):
             CountingSGD.steps.clear()
@@ -443,8 +471,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             with FSDP.summon_full_params(overlap, with_grads=True):
                 for name, param in overlap.named_parameters():
                     self.assertNotEqual(param.detach(), previous[name.replace("_fsdp_wrapped_module.", "")])
-            previous = _full_parameters(overlap)
-            self.assertEqual(previous, _full_parameters(normal))
+            previous = full_parameters(overlap)
+            self.assertEqual(previous, full_parameters(normal))
             expected = {name: param.detach() for name, param in ddp.module.named_parameters()}
             self.assertEqual(previous, expected, exact_device=not cpu_offload)
             for optim in optims:
@@ -511,7 +539,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 losses[-1].backward()
                 optim.step()
             self.assertEqual(*losses)
-            self.assertEqual(_full_parameters(fsdp), {name: p.detach() for name, p in ddp.module.named_parameters()})
+            self.assertEqual(full_parameters(fsdp), {name: p.detach() for name, p in ddp.module.named_parameters()})
             alike = everybody if sharding_strategy is ShardingStrategy.NO_SHARD else replicas
             if alike is not None:
                 for handle in traversal_utils._get_fsdp_handles(fsdp):
@@ -595,7 +623,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         expected_buffers = [torch.zeros(shape, device=self.device) for shape in ((2, 2), (4,), (3, 2))]
         self.assertEqual(list(model.buffers()), expected_buffers)
         # Beyond upstream: the parameters as well, which are compared with those that rank 0 began with.
-        self.assertEqual(_full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
+        self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
 
 
 class TestFSDPMiscMultiThread(FSDPTestMultiThread):
@@ -606,10 +634,6 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     @property
     def process_group(self):
         return dist.distributed_c10d._get_default_group()
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_namedtuple(self):
@@ -624,10 +648,12 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_device_id_auto_wrap(self):
-        """``device_id`` reaches what the policy wraps, whether it is an object or a callable."""
-        self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap)
+        """``device_id`` reaches what the policy wraps, whether it is an object or a callable, and all of that."""
+        self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap, self.device)
+        with _meta_computes():
+            self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap, META)
 
-    def _test_device_id_auto_wrap(self, use_callable):
+    def _test_device_id_auto_wrap(self, device, use_callable):
         layers = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
         policy = (
             functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
@@ -639,10 +665,13 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 self.process_group,
                 FSDPInitMode.RECURSIVE,
                 DEVICEInitMode.DEVICE_NEVER,
-                {"auto_wrap_policy": policy, "device_id": self.device},
+                {"auto_wrap_policy": policy, "device_id": device},
             )
         found = [module.compute_device for module in FSDP.fsdp_modules(model)]
-        self.assertEqual(found, [self.device] * 5)
+        self.assertEqual(found, [device] * 5)
+        found = [handle.flat_param.device for handle in traversal_utils._get_fsdp_handles(model)]
+        self.assertEqual(found, [device] * 5)
+        self.assertEqual({buffer.device for buffer in model.buffers()}, {device})
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_device_id_cpu_offload(self):
@@ -655,15 +684,23 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         with torch.no_grad():
             for number, param in enumerate(local.parameters()):  # threads share the random generator
                 param.copy_(torch.rand(param.shape, generator=torch.Generator().manual_seed(number)) - 0.5)
-        model = FSDP(
-            copy.deepcopy(local),
-            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-            cpu_offload=CPUOffload(offload_params=True),
-            device_id=self.device,
-            use_orig_params=use_orig_params,
-        )
-        handles = traversal_utils._get_fsdp_handles(model)
-        self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
+
+        def build(device):
+            model = FSDP(
+                copy.deepcopy(local),
+                auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+                cpu_offload=CPUOffload(offload_params=True),
+                device_id=device,
+                use_orig_params=use_orig_params,
+            )
+            handles = traversal_utils._get_fsdp_handles(model)
+            self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
+            self.assertEqual([handle.device for handle in handles], [device] * 2)
+            return model, handles
+
+        with _meta_computes():
+            build(META)
+        model, handles = build(self.device)
 
         # Beyond upstream: and it trains.
         inputs = [torch.rand(3, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
@@ -673,7 +710,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             torch.optim.SGD(each.parameters(), lr=1e-2).step()
         self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
         expected = {name: param.detach() for name, param in local.named_parameters()}
-        self.assertEqual(_full_parameters(model), expected, exact_device=False)
+        self.assertEqual(full_parameters(model), expected, exact_device=False)
 
     @skip_if_lt_x_gpu(2)
     def test_module_device_mismatches_device_id(self):
@@ -739,11 +776,18 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(2)
     def test_fsdp_device_id_no_move_ignored_params_and_bufs(self):
         """Ignored parameters and buffers are neither moved nor flattened: they stay the tensors that they were."""
+        self._test_fsdp_device_id_no_move_ignored_params_and_bufs(self.device)
+        with _meta_computes():
+            self._test_fsdp_device_id_no_move_ignored_params_and_bufs(META)
+
+    def _test_fsdp_device_id_no_move_ignored_params_and_bufs(self, device):
         module = MyModel()
-        module.a.register_buffer("buf", torch.ones(1))
+        for layer in (module.a, module.b):
+            layer.register_buffer("buf", torch.ones(1))
         ignored = [*module.a.parameters(), *module.a.buffers()]
         addresses = [tensor.data_ptr() for tensor in ignored]
-        model = FSDP(module, device_id=self.device, ignored_modules=[module.a])
+        model = FSDP(module, device_id=device, ignored_modules=[module.a])
+        self.assertEqual((model._handle.flat_param.device, model.module.b.buf.device), (device, device))
         found = [*model.module.a.parameters(), *model.module.a.buffers()]
         self.assertEqual([id(tensor) for tensor in found], [id(tensor) for tensor in ignored])
         self.assertEqual([tensor.data_ptr() for tensor in found], addresses)
@@ -871,10 +915,6 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
     @property
     def world_size(self):
         return 1
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     @skip_if_lt_x_gpu(1)
     def test_world_size_1_sharding_strategy_warning(self):

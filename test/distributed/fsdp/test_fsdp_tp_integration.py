@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType, _init_utils
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
 
@@ -76,10 +75,6 @@ class TestTPFSDPIntegration(FSDPTest):
     @property
     def world_size(self) -> int:
         return 4
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _mesh(self) -> DeviceMesh:
         """Ranks 0 and 1, and 2 and 3, share a model; 0 and 2, and 1 and 3, shard it."""
@@ -304,7 +299,7 @@ class TestTPFSDPIntegration(FSDPTest):
         first, second = local_of_all(model)
         for mine, theirs in zip(first, second, strict=True):
             self.assertNotEqual(mine, theirs)
-        with self._states_may_be_synced():
+        with states_may_be_synced():
             fsdp_model = FSDP(model, device_mesh=mesh["dp"], sync_module_states=True)
         with FSDP.summon_full_params(fsdp_model):
             synced = local_of_all(fsdp_model.module)
@@ -313,13 +308,6 @@ class TestTPFSDPIntegration(FSDPTest):
     def _replicated(self, tp_mesh: DeviceMesh) -> DTensor:
         """Not the same on all ranks, although it says so."""
         return DTensor.from_local(torch.rand(8, 8).to(self.device), tp_mesh, [Replicate()], run_check=False)
-
-    def _states_may_be_synced(self) -> contextlib.AbstractContextManager[Any]:
-        """FSDP refuses to broadcast what lies in host memory. Where that is all there is, gloo does it well."""
-        if accelerator.current().has("device_memory"):
-            return contextlib.nullcontext()
-        check = "_check_module_states_for_sync_module_states"
-        return mock.patch.object(_init_utils, check, lambda module_states: None)
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_state_dict(self):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-import unittest
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch_fsdp_tests.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
 )
+from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import run_tests
 
 # Numbers of elements of the two layers that _two_layers makes: neither is a multiple of 2, so both are padded.
@@ -43,17 +43,15 @@ def _cpu_offloads():
     return [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 
 
-def _skip_unless(*capabilities):
-    """End this subtest, and only it, as a skip where the device under test lacks one of the capabilities."""
-    reason = accelerator.current().lacks(*capabilities)
-    if reason is not None:
-        raise unittest.SkipTest(reason)
+@contextlib.contextmanager
+def _open(model, **kwargs):
+    """``summon_full_params`` with its ``offload_to_cpu``, which without ``no_grad`` leaves a mark.
 
-
-def _skip_offload_to_host(offload_to_cpu):
-    # Where the host itself computes, what to_cpu() calls a copy is the all-gathered storage, which it frees at once.
-    if offload_to_cpu:
-        _skip_unless("device_memory")
+    What comes back from host memory brings its history into the gathered tensor, and the host's all-gather, which goes
+    into views of that, refuses to write to them the next time.
+    """
+    with torch.no_grad(), to_host_is_a_copy(), FSDP.summon_full_params(model, **kwargs):
+        yield
 
 
 def _flat_params(model):
@@ -77,10 +75,6 @@ def _named(model, prefix="module."):
 
 class TestUnshardParamsBase(FSDPTest):
     """The bodies that the sharded and the unsharded case have in common."""
-
-    @property
-    def device(self):
-        return accelerator.current().device(self.rank)
 
     def _two_layers(self, **fsdp_kwargs):
         """FSDP around two layers, ``model[0]`` (5 x 5, again in FSDP) and ``model[1]`` (3 x 5)."""
@@ -163,7 +157,6 @@ class TestUnshardParamsBase(FSDPTest):
     def _test_unshard_params_param_data(
         self, rank0_only, offload_to_cpu, cpu_offload, mixed_precision, use_orig_params
     ):
-        _skip_offload_to_host(offload_to_cpu)
         init = functools.partial(
             NestedWrappedModule.init,
             self.process_group,
@@ -180,9 +173,7 @@ class TestUnshardParamsBase(FSDPTest):
         self.assertNotIsInstance(model, FSDP)
         outside = {f"module.{layer}.{name}" for layer in (0, 3) for name in ("weight", "bias")}
 
-        with FSDP.summon_full_params(
-            model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu
-        ):
+        with _open(model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu):
             if self.rank == 0 or not rank0_only:
                 found = _named(model, prefix="")
                 self.assertEqual(list(found), list(reference))
@@ -192,6 +183,10 @@ class TestUnshardParamsBase(FSDPTest):
                     self.assertEqual(param.dtype, torch.float32)
                     self.assertEqual(param.device, host if offload_to_cpu and name not in outside else self.device)
                     self.assertEqual(param, reference[name], rtol=0, atol=0, exact_device=False)
+                for handle in traversal_utils._get_fsdp_handles(model):
+                    if handle.uses_sharded_strategy:  # beyond upstream: of what is in host memory nothing is here
+                        freed = _elements(_gathered(handle.flat_param, mixed_precision)) == 0
+                        self.assertEqual(freed, offload_to_cpu)
             else:
                 for handle in traversal_utils._get_fsdp_handles(model):
                     flat_param = handle.flat_param
@@ -250,7 +245,6 @@ class TestUnshardParams(TestUnshardParamsBase):
         )
 
     def _test_unshard_params_respects_reshard(self, rank0_only, offload_to_cpu, mixed_precision, use_orig_params):
-        _skip_offload_to_host(offload_to_cpu)
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
         gathered = 16  # 8 elements on each rank
@@ -263,9 +257,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertEqual(_get_unsharded_storage_size(inner), 0)
 
         def open_and_close():
-            with FSDP.summon_full_params(
-                model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu
-            ):
+            with _open(model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu):
                 pass
 
         output = model(torch.zeros(5, device=self.device))
@@ -462,19 +454,23 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_writeback_of_many_parameters(self):
-        """Beyond upstream: every parameter that shares a flat parameter with others is written back, not only one."""
+        """Beyond upstream: every parameter that shares a flat parameter with others is written back, not only one.
+
+        Also from host memory, to which parameters were moved that FSDP keeps on the device.
+        """
         self.run_subtests(
-            {"cpu_offload": _cpu_offloads(), "use_orig_params": [True, False]}, self._test_writeback_of_many_parameters
+            {"cpu_offload": _cpu_offloads(), "use_orig_params": [True, False], "offload_to_cpu": [False, True]},
+            self._test_writeback_of_many_parameters,
         )
 
-    def _test_writeback_of_many_parameters(self, **fsdp_kwargs):
-        model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), **fsdp_kwargs)
+    def _test_writeback_of_many_parameters(self, offload_to_cpu, **fsdp_kwargs):
+        model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(self.device), **fsdp_kwargs)  # an odd number
         self.assertEqual(len(_flat_params(model)), 1)
         expected = [
             torch.arange(math.prod(shape), device=self.device).view(shape) + 100.0 * index
-            for index, shape in enumerate([(5, 5), (5,), (3, 5), (3,)])
+            for index, shape in enumerate([(4, 4), (4,), (3, 4), (3,)])
         ]
-        with FSDP.summon_full_params(model), torch.no_grad():
+        with _open(model, offload_to_cpu=offload_to_cpu):
             parameters = list(model.parameters())
             self.assertEqual(len(parameters), 4)
             for param, values in zip(parameters, expected):

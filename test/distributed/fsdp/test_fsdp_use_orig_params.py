@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import unittest
@@ -39,7 +40,13 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     TransformerWithSharedParams,
 )
-from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.common_utils import (
+    TEST_WITH_SLOW,
+    TestCase,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -56,16 +63,25 @@ EPS = 1e-3
 
 Tensors = dict[str, "torch.Tensor | None"]
 
-# init_optim_before_wrap, multi_tensor, set_to_none, skip_writeback_check and backward_prefetch: each two of them take
-# all their values together.
-PAIRWISE = [
-    (False, False, False, False, None),
-    (True, True, True, True, None),
-    (False, False, True, True, BackwardPrefetch.BACKWARD_PRE),
-    (True, True, False, False, BackwardPrefetch.BACKWARD_PRE),
-    (False, True, False, True, BackwardPrefetch.BACKWARD_POST),
-    (True, False, True, False, BackwardPrefetch.BACKWARD_POST),
-]
+# init_optim_before_wrap, multi_tensor, set_to_none, skip_writeback_check and backward_prefetch, by strategy: each two
+# of these six take all their values together.
+PAIRWISE = {
+    "no_shard": [
+        (True, False, False, False, None),
+        (False, True, False, True, BackwardPrefetch.BACKWARD_PRE),
+        (False, False, True, True, BackwardPrefetch.BACKWARD_POST),
+    ],
+    "shard_grad_op": [
+        (True, True, False, True, None),
+        (False, True, True, False, BackwardPrefetch.BACKWARD_PRE),
+        (True, False, False, True, BackwardPrefetch.BACKWARD_POST),
+    ],
+    "full_shard": [
+        (False, False, True, True, None),
+        (True, False, True, False, BackwardPrefetch.BACKWARD_PRE),
+        (True, True, False, False, BackwardPrefetch.BACKWARD_POST),
+    ],
+}
 
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -94,22 +110,28 @@ class UseOrigParamsTest(FSDPTest):
     def world_size(self) -> int:
         return 2
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
     def _ddp(self, module: nn.Module, **kwargs: Any) -> DDP:
         return DDP(module, device_ids=None if self.device.index is None else [self.device.index], **kwargs)
 
+    @property
+    def num_iters(self) -> int:
+        """Where work runs in streams, ten; elsewhere either way of ``zero_grad`` twice, with Adam's state in use."""
+        return 10 if accelerator.current().has("streams") else 4
+
+    @functools.cached_property
+    def _plain(self) -> nn.Module:
+        """A transformer not yet on the device, with one layer of either kind: what is tested here shows in few."""
+        model = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_AFTER, deterministic=True
+        )
+        for side in (model.transformer.encoder, model.transformer.decoder):
+            del side.layers[1:]
+        return model
+
     def _transformer(self, **fsdp_kwargs: Any) -> nn.Module:
         """A transformer that begins alike everywhere, plain or in FSDP with an instance for each layer."""
-        return TransformerWithSharedParams.init(
-            self.process_group,
-            FSDPInitMode.RECURSIVE if fsdp_kwargs else FSDPInitMode.NO_FSDP,
-            DEVICEInitMode.DEVICE_BEFORE,
-            {"auto_wrap_policy": LAYERS, **fsdp_kwargs} if fsdp_kwargs else None,
-            deterministic=True,
-        )
+        model = copy.deepcopy(self._plain).to(self.device)
+        return FSDP(model, auto_wrap_policy=LAYERS, **fsdp_kwargs) if fsdp_kwargs else model
 
     def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A batch of this rank's own."""
@@ -176,13 +198,12 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         fsdp_model: FSDP,
         fsdp_optim: torch.optim.Optimizer,
         set_to_none: bool,
-        num_iters: int = 10,
     ) -> None:
         """Both train alike, on data of each rank's own, whether gradients are dropped before or after forward."""
         strategy, offloads = fsdp_model.sharding_strategy, fsdp_model.cpu_offload.offload_params
         host = torch.device("cpu")  # the CPU is the subject: where FSDP offloads to, and steps
         inputs = self._tokens()
-        for iteration in range(num_iters):
+        for iteration in range(self.num_iters):
             losses = []
             for model, optim in ((ddp_model, ddp_optim), (fsdp_model, fsdp_optim)):
                 if iteration % 2 == 0:
@@ -231,7 +252,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             torch._dynamo.config.patch(skip_fsdp_guards=skip_fsdp_guards),
             torch._inductor.config.patch(compile_threads=1),  # a pool of processes would outlive this rank
         ):
-            for _ in range(10):
+            for _ in range(self.num_iters):
                 inp = torch.randn(2, 4, device=self.device)
                 losses = []
                 for model, optim in zip(models, optims):
@@ -255,7 +276,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         options = list(itertools.product(flag, flag, flag, flag, [None, *BackwardPrefetch]))
         for init_optim_before_wrap, multi_tensor, set_to_none, skip_writeback_check, prefetch in (
             # All 48 take minutes where the host computes. There nothing overlaps, and all pairs of values will do.
-            options if device.has("streams") else PAIRWISE
+            options if device.has("streams") or TEST_WITH_SLOW else PAIRWISE[sharding_strategy_str]
         ):
             self.run_subtests(
                 {
@@ -271,7 +292,6 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 self._test_diff_hyperparams,
                 cpu_offload=CPUOffload(offload_params=False),
                 sharding_strategy=STRATEGIES[sharding_strategy_str],
-                num_iters=10 if device.has("streams") else 4,  # either way of zero_grad twice
             )
 
     @skip_if_lt_x_gpu(2)
@@ -289,7 +309,6 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 skip_writeback_check=skip_writeback_check,
                 cpu_offload=CPUOffload(offload_params=True),
                 sharding_strategy=STRATEGIES[sharding_strategy_str],
-                num_iters=10 if accelerator.current().has("streams") else 6,  # as above
             )
 
     def _test_diff_hyperparams(
@@ -303,13 +322,11 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         skip_writeback_check: bool,
         cpu_offload: CPUOffload,
         sharding_strategy: ShardingStrategy,
-        num_iters: int = 10,
     ) -> None:
         ddp_model = self._ddp(self._transformer())
         ddp_optim = self._get_optim(ddp_model, optim_class, multi_tensor)
-        plain = TransformerWithSharedParams.init(
-            self.process_group, FSDPInitMode.NO_FSDP, device_init_mode, deterministic=True
-        )
+        is_moved = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
+        plain = self._transformer() if is_moved else copy.deepcopy(self._plain)
         fsdp_optim = self._get_optim(plain, optim_class, multi_tensor) if init_optim_before_wrap else None
         with environment("FSDP_SKIP_WRITEBACK_CHECK", skip_writeback_check):
             fsdp_model = FSDP(
@@ -323,7 +340,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         if device_init_mode is DEVICEInitMode.DEVICE_AFTER:
             fsdp_model = fsdp_model.to(self.device)
         fsdp_optim = fsdp_optim or self._get_optim(fsdp_model, optim_class, multi_tensor)
-        self._check_train_parity(ddp_model, ddp_optim, fsdp_model, fsdp_optim, set_to_none, num_iters)
+        self._check_train_parity(ddp_model, ddp_optim, fsdp_model, fsdp_optim, set_to_none)
 
     @skip_if_lt_x_gpu(2)
     def test_diff_trainability(self):
