@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -27,14 +28,12 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel
+from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel, full_parameters
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -55,12 +54,6 @@ def layers(seed: int, device: torch.device, hidden: int = 3, outputs: int = 1) -
     """Layers of 3 x 6 and 1 x 3, with biases: neither their rows nor all their 21 elements go evenly into 2 or 4."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).to(device)
-
-
-def summoned(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the whole parameters, by the names of the plain model."""
-    with FSDP.summon_full_params(model, writeback=False):
-        return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
 
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
@@ -93,16 +86,16 @@ class TestDistributedCheckpoint(FSDPTest):
             model = wrap(SkipModel(double_nest=True))
             torch.manual_seed(200)
             model_new = wrap(SkipModel(double_nest=True))
-        self.assertEqual(list(summoned(model)), list(summoned(model_new)))
-        for name, value in summoned(model).items():
-            self.assertNotEqual(summoned(model_new)[name], value)
+        self.assertEqual(list(full_parameters(model)), list(full_parameters(model_new)))
+        for name, value in full_parameters(model).items():
+            self.assertNotEqual(full_parameters(model_new)[name], value)
 
         with mode(model, state_dict_type), mode(model_new, state_dict_type):
             dcp.save(model.state_dict(), storage_writer=FileSystemWriter(self.temp_dir))
             state_dict = model_new.state_dict()
             dcp.load(state_dict, storage_reader=FileSystemReader(self.temp_dir))
             model_new.load_state_dict(state_dict)
-        self.assertEqual(summoned(model_new), summoned(model), rtol=0, atol=0)
+        self.assertEqual(full_parameters(model_new), full_parameters(model), rtol=0, atol=0)
 
 
 class TestCheckpointOnDisk(FSDPTest):
@@ -111,10 +104,6 @@ class TestCheckpointOnDisk(FSDPTest):
     @property
     def world_size(self) -> int:
         return get_required_world_size(self, 4)
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     def _wrapped(self, model: nn.Module, group: dist.ProcessGroup | None = None, **kwargs: Any) -> FSDP:
         return FSDP(model, group, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
@@ -159,7 +148,7 @@ class TestCheckpointOnDisk(FSDPTest):
         self.assertEqual(len(wanted), 2)
         for value, old in zip(wanted, before, strict=True):
             self.assertEqual(torch.equal(value, old), value.numel() == 0)
-        self.assertEqual(summoned(other), dict(layers(0, self.device).named_parameters()), rtol=0, atol=0)
+        self.assertEqual(full_parameters(other), dict(layers(0, self.device).named_parameters()), rtol=0, atol=0)
         self.assertEqual(other.module.kept.tolist(), [1.0, 1.0])
         self.assertEqual(other.module.saved.tolist(), [0.0, 0.0])
         self.assertEqual([handle.flat_param.requires_grad for handle in _get_fsdp_handles(other)], [True, False])
@@ -174,7 +163,11 @@ class TestCheckpointOnDisk(FSDPTest):
         optim.step()
 
     def _save(self, path: str, model: FSDP, optim: torch.optim.Optimizer, kind: StateDictType, **config: bool) -> None:
-        """Rank 0 alone writes what it alone has; otherwise all ranks of the model's group do, together."""
+        """Rank 0 alone writes what it alone has; otherwise all ranks of the model's group do, together.
+
+        The optimizer's state goes in shards of each parameter, also under LOCAL_STATE_DICT, which for optimizers is
+        documented as not supported yet.
+        """
         group = model.process_group
         with mode(model, kind, **config):
             state_dict = model.state_dict()
@@ -184,8 +177,9 @@ class TestCheckpointOnDisk(FSDPTest):
             dcp.save(state_dict, storage_writer=FileSystemWriter(f"{path}/model"), no_dist=True)
         else:
             self.assertEqual(state_dict, {})
-        with mode(model, SHARDED):
+        with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
+        self.assertEqual({type(state["exp_avg"]) for state in state_dict["state"].values()}, {ShardedTensor})
         dcp.save(state_dict, storage_writer=FileSystemWriter(f"{path}/optim"), process_group=group)
 
     def _load(self, path: str, model: FSDP, optim: torch.optim.Optimizer, kind: StateDictType, **config: bool) -> None:
@@ -195,7 +189,7 @@ class TestCheckpointOnDisk(FSDPTest):
             with torch.no_grad():  # flat shards are the live ones, which autograd knows from training
                 dcp.load(state_dict, storage_reader=FileSystemReader(f"{path}/model"), process_group=group)
             model.load_state_dict(state_dict)
-        with mode(model, SHARDED):
+        with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
             # See test_optimizer_of_empty_shards for why the planner is told what to do.
             planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
@@ -213,9 +207,76 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_local(self):
-        """Beyond upstream: flat shards fit another number of ranks too, but for one rank, which has no flat shard."""
-        config = {"sizes": [(2, 2), (2, 4), (4, 2)], "offload_to_cpu": [False, True]}
+        """Beyond upstream: flat shards, too, are read by another number of ranks, each the part that is its own.
+
+        For one rank, which has no flat shard, see ``test_flat_shards_for_one_rank``.
+        """
+        config = {"sizes": [(2, 2), (4, 4), (2, 4), (4, 2)], "offload_to_cpu": [False, True]}
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), LOCAL)
+
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_flat_shards_for_one_rank(self):
+        """Beyond upstream: a single rank's state dict is whole, and flat shards are nothing that its model loads.
+
+        The planner, or the model itself, names the keys, and the model trains on as if nothing had been tried. What
+        lies on disk is complete: read into tensors, flat shards are each layer's weight and bias in a row.
+        """
+        model, optim = self._trained(0, dist.group.WORLD)
+        saved = full_parameters(model)
+        self._save(self.temp_dir, model, optim, LOCAL)
+        groups = [dist.new_group([rank]) for rank in range(self.world_size)]
+        (model, optim), (twin, twin_optim) = (self._trained(1, groups[self.rank]) for _ in range(2))
+        before = full_parameters(model)
+        flat = {
+            f"{layer}._flat_param": torch.cat([saved[f"{layer}.weight"].flatten(), saved[f"{layer}.bias"]])
+            for layer in (0, 2)
+        }
+        found = {name: torch.zeros_like(value) for name, value in flat.items()}
+        reader = FileSystemReader(f"{self.temp_dir}/model")
+        with mode(model, LOCAL):
+            with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
+                state_dict = model.state_dict()
+            self.assertEqual(list(state_dict), list(before))
+            with self.assertRaisesRegex(CheckpointException, r"Missing key in checkpoint state_dict: 0\.(weight|bias)"):
+                dcp.load(state_dict, storage_reader=reader, process_group=groups[self.rank])
+            dcp.load(found, storage_reader=reader, process_group=groups[self.rank])
+            self.assertEqual(found, flat, rtol=0, atol=0)
+            words = r'Missing key\(s\) in state_dict: "0.weight"(.|\n)*Unexpected key\(s\) .*"0._flat_param"'
+            with self.assertRaisesRegex(RuntimeError, words):
+                model.load_state_dict(found)
+        self.assertEqual(full_parameters(model), before, rtol=0, atol=0)
+        for step in (2, 3):
+            self._step(model, optim, step)
+            self._step(twin, twin_optim, step)
+        self.assertEqual(full_parameters(model), full_parameters(twin), rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(4)
+    def test_flat_shards_of_more_ranks(self):
+        """Beyond upstream: as they are, flat shards of four ranks are of a wrong size for two, and refused by both."""
+        pair = dist.new_group([0, 1])
+        source, _ = self._trained(0, dist.group.WORLD)
+        with mode(source, LOCAL):
+            state_dict = source.state_dict()
+        if self.rank > 1:
+            return
+        (model, optim), (twin, twin_optim) = (self._trained(1, pair) for _ in range(2))
+        before = shards(model)
+        with mode(model, LOCAL), self.assertRaisesRegex(RuntimeError, r"size mismatch for (\S+\.)?0\.\S*_flat_param"):
+            model.load_state_dict(state_dict)
+        self.assertEqual(shards(model), before, rtol=0, atol=0)
+        for step in (2, 3):
+            self._step(model, optim, step, self.rank, 2)
+            self._step(twin, twin_optim, step, self.rank, 2)
+        self.assertEqual(shards(model), shards(twin), rtol=0, atol=0)
+
+    def _trained(self, seed: int, group: dist.ProcessGroup) -> tuple[FSDP, torch.optim.Optimizer]:
+        """A model after two steps on the group's ranks."""
+        model = self._wrapped(layers(seed, self.device), group)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for step in range(2):
+            self._step(model, optim, step, group.rank(), group.size())
+        return model, optim
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
@@ -259,7 +320,7 @@ class TestCheckpointOnDisk(FSDPTest):
             source, optim, source_step = sharded(0, saved_by)
             for step in range(2):
                 source_step(step)
-            saved = summoned(source)
+            saved = full_parameters(source)
             config = {"rank0_only": True} if rank0_only else {}
             self._save(path, source, optim, kind, offload_to_cpu=offload_to_cpu, **config)
         dist.barrier()
@@ -268,7 +329,7 @@ class TestCheckpointOnDisk(FSDPTest):
             model, optim, model_step = sharded(1, loaded_by)
             model_step(9)  # so that the optimizer has something to be replaced
             self._load(path, model, optim, kind, offload_to_cpu=offload_to_cpu)
-            found = summoned(model)
+            found = full_parameters(model)
             if saved:
                 self.assertEqual(found, saved, rtol=0, atol=0)
         for step in range(2, 5):
@@ -276,7 +337,7 @@ class TestCheckpointOnDisk(FSDPTest):
             if self.rank < loaded_by:
                 model_step(step)
                 # The ranks' means are averaged in another order: the float32 tolerances of assertEqual.
-                self.assertEqual(summoned(model), dict(ref_model.named_parameters()))
+                self.assertEqual(full_parameters(model), dict(ref_model.named_parameters()))
             if saved_by == loaded_by and self.rank < saved_by:
                 source_step(step)
                 self.assertEqual(shards(model), shards(source), rtol=0, atol=0)
@@ -393,11 +454,11 @@ class TestCheckpointOnDisk(FSDPTest):
                 whole, state_dict = larger.state_dict(), model.state_dict()
                 dcp.load(state_dict, storage_reader=FileSystemReader(path))
                 model.load_state_dict(state_dict)
-                expected = {name: value for name, value in summoned(larger).items() if not name.startswith("3.")}
-                self.assertEqual(summoned(model), expected, rtol=0, atol=0)
+                expected = {name: value for name, value in full_parameters(larger).items() if not name.startswith("3.")}
+                self.assertEqual(full_parameters(model), expected, rtol=0, atol=0)
                 with self.assertRaisesRegex(RuntimeError, r'Unexpected key\(s\) in state_dict: "3.weight", "3.bias"'):
                     model.load_state_dict(whole)
-                self.assertEqual(summoned(model), expected, rtol=0, atol=0)
+                self.assertEqual(full_parameters(model), expected, rtol=0, atol=0)
 
 
 instantiate_device_type_tests(TestDistributedCheckpoint, globals(), allow_xpu=True)

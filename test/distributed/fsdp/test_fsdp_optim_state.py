@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import gc
+import itertools
 import math
 import os
 import shutil
@@ -32,10 +33,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.fully_sharded_data_parallel import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
@@ -43,6 +45,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import (
     StateDictConfig,
 )
 from torch.distributed.optim import _NamedOptimizer
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import (
@@ -51,8 +54,14 @@ from torch_fsdp_tests.common_distributed import (
     requires_world_size,
     skip_if_lt_x_gpu,
 )
-from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
-from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    FSDPTest,
+    TransformerWithSharedParams,
+    full_parameters,
+)
+from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 
 
@@ -181,6 +190,17 @@ class NestedModel(nn.Module):
         ]
 
 
+class TwoBlocks(nn.Sequential):
+    """One block is in FSDP, of the other one bias, and the rest of it is not; four ranks share no part of it evenly."""
+
+    def __init__(self) -> None:
+        super().__init__(BlockB(5, 3), BlockA(3, 5))
+
+    def wrap(self, **kwargs: Any) -> None:
+        self[0] = FSDP(self[0], **kwargs)
+        self[1].bias_module0 = FSDP(self[1].bias_module0, **kwargs)
+
+
 class TestDummyModel(nn.Module):
     """Four small linear layers, the first of them frozen where asked."""
 
@@ -207,8 +227,18 @@ class Run(NamedTuple):
     optim_input: list[Any]
 
 
-Save = Callable[[Run, "dist.ProcessGroup | None"], dict[str, Any]]
-Convert = Callable[[dict[str, Any], Run, "dist.ProcessGroup | None"], dict[str, Any]]
+class Way(NamedTuple):
+    """One of FSDP's ways to save an optimizer's state, and to convert it for the optimizer of another model."""
+
+    name: str
+    save: Callable[[Run, dist.ProcessGroup | None], dict[str, Any]]
+    convert: Callable[[dict[str, Any], Run, dist.ProcessGroup | None], dict[str, Any]]
+    only_on_rank_0: bool  # is what was saved
+
+
+def turns(count: int) -> list[range]:
+    """The iterations before each of so many loads, and those after the last: three first, three last, else one."""
+    return [FIRST, *(range(at, at + 1) for at in range(3, 2 + count)), range(2 + count, 5 + count)]
 
 
 def place(group: dist.ProcessGroup | None = None) -> Place:
@@ -226,8 +256,8 @@ def group_of(ranks: range) -> dist.ProcessGroup | None:
     return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
-def legacy(method: _OSDCommMethod, use_optim_input: bool) -> tuple[Save, Convert]:
-    """Saving and converting by the interfaces that ``optim_state_dict`` replaces."""
+def legacy(method: _OSDCommMethod, use_optim_input: bool) -> Way:
+    """By the interfaces that ``optim_state_dict`` replaces."""
 
     def which(run: Run) -> dict[str, Any]:
         return {"optim_input": run.optim_input} if use_optim_input else {"optim": run.optim}
@@ -246,7 +276,13 @@ def legacy(method: _OSDCommMethod, use_optim_input: bool) -> tuple[Save, Convert
             return FSDP.scatter_full_optim_state_dict(on_rank_0, run.model, group=group, **which(run))
         return FSDP.shard_full_optim_state_dict(broadcast(osd, group), run.model, **which(run))
 
-    return save, convert
+    full = method is not _OSDCommMethod.FLATTEN_SHARDED_OSD
+    return Way(f"{method.name}, use_optim_input={use_optim_input}", save, convert, only_on_rank_0=full)
+
+
+def legacy_and_generic(method: _OSDCommMethod, settings: Settings) -> list[Way]:
+    """By older interfaces, with the optimizer and with its input, and by those that replace them."""
+    return [legacy(method, use_optim_input=False), legacy(method, use_optim_input=True), generic(settings)]
 
 
 def broadcast(osd: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -257,8 +293,8 @@ def broadcast(osd: dict[str, Any], group: dist.ProcessGroup | None = None) -> di
     return received
 
 
-def generic(settings: Settings) -> tuple[Save, Convert]:
-    """Saving and converting by ``optim_state_dict`` and ``optim_state_dict_to_load``."""
+def generic(settings: Settings) -> Way:
+    """By ``optim_state_dict`` and ``optim_state_dict_to_load``."""
 
     def save(run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
         FSDP.set_state_dict_type(run.model, *settings)
@@ -267,12 +303,8 @@ def generic(settings: Settings) -> tuple[Save, Convert]:
     def convert(osd: dict[str, Any], run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
         return FSDP.optim_state_dict_to_load(run.model, run.optim, osd, group=group)
 
-    return save, convert
-
-
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    with FSDP.summon_full_params(model, writeback=False):
-        return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
+    only_on_rank_0 = getattr(settings[2], "rank0_only", False)
+    return Way(f"{settings[0].name}, rank0_only={only_on_rank_0}", save, convert, only_on_rank_0)
 
 
 def tensors_of(osd: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -305,10 +337,6 @@ class TestFSDPOptimState(FSDPTest):
     @property
     def world_size(self) -> int:
         return get_required_world_size(self, 2)
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
@@ -347,27 +375,25 @@ class TestFSDPOptimState(FSDPTest):
     def _loss(self, model: nn.Module, iteration: int, place: Place) -> torch.Tensor:
         """The mean over the rows of the iteration's batch that the rank has in a group of that size."""
         rank, size, _ = place
-        seed = 1000 + iteration
-        if isinstance(getattr(model, "module", model), NestedModel):
-            rows = normal(seed, BATCH, 5).chunk(size)[rank].to(self.device)
-            return model(rows).sum() / len(rows)
-        if isinstance(getattr(model, "module", model), TransformerWithSharedParams):
+        seed, model_class = 1000 + iteration, type(getattr(model, "module", model))
+        if model_class is TransformerWithSharedParams:
             source, target = torch.randint(23, (10, BATCH), generator=torch.Generator().manual_seed(seed)).split([6, 4])
             ids = [tokens.chunk(size, dim=1)[rank].to(self.device) for tokens in (source, target)]
             return F.cross_entropy(model(*ids).flatten(0, -2), ids[1].flatten())
-        rows = normal(seed, BATCH, 8).chunk(size)[rank].to(self.device)
+        features = 5 if model_class in (NestedModel, TwoBlocks) else 8
+        rows = normal(seed, BATCH, features).chunk(size)[rank].to(self.device)
         return model(rows).sum() / len(rows)
 
     def _step_model(self, run: Run, iterations: range, place: Place) -> list[torch.Tensor]:
-        losses = []
+        losses, outside = [], replicated(run.model) if place.size > 1 else []
         for iteration in iterations:
             run.model.zero_grad()
             loss = self._loss(run.model, iteration, place)
             loss.backward()
-            for param in replicated(run.model) if place.size > 1 else ():
-                if param.grad is not None:
-                    dist.all_reduce(param.grad, group=place.group)
-                    param.grad.div_(place.size)
+            if grads := [param.grad for param in outside if param.grad is not None]:
+                mean = parameters_to_vector(grads)
+                dist.all_reduce(mean, group=place.group)
+                vector_to_parameters(mean / place.size, grads)
             run.optim.step()
             losses.append(loss.detach())
         return losses
@@ -393,60 +419,68 @@ class TestFSDPOptimState(FSDPTest):
 
     def _test_load_optim_state(
         self,
+        ways: list[Way],
         model_class: _ModelClass,
-        how: tuple[Save, Convert],
-        full_on_rank_0: bool,
         halve_world_size: bool = False,
         wrap_alt: bool = False,
         use_orig_params: bool = False,
         use_diff_optim_inputs: bool = False,
         **groups: bool,
     ) -> None:
-        """The state of a model, saved and converted for another one, is that one's own, and it trains on with it."""
-        save, convert = how
+        """The state of a model, saved and converted for another one, is that one's own, and it trains on with it.
+
+        The models take steps before each of the ways, and at least three after it.
+        """
 
         def init(wrap: str | None, group: dist.ProcessGroup | None = None, **kwargs: Any) -> Run:
             if model_class is _ModelClass.NESTED:
                 return self._init_nested_model(wrap, **groups, **kwargs, **({"process_group": group} if wrap else {}))
             return self._init_transformer_model(wrap is not None, group)
 
-        source, twin = init("wrap"), init(None)
-        self._step_model(source, FIRST, place())
-        self._step_model(twin, FIRST, ALONE)
-        saved = save(source, None)
-        if self.rank == 0 or not full_on_rank_0:
-            self._check_by_name(saved, twin)
-        else:
-            self.assertEqual(saved, {})
-
+        source, twin, target = init("wrap"), init(None), None
         group = group_of(range(0, self.world_size, 2 if halve_world_size else 1))
-        if halve_world_size and self.rank % 2 == 1:
-            return
-        other = {"use_diff_optim_inputs": use_diff_optim_inputs, "use_orig_params": use_orig_params}
-        target = init("wrap_alt" if wrap_alt else "wrap", group, **other if model_class is _ModelClass.NESTED else {})
-        self._step_model(target, FIRST, place(group))
-        own = save(target, group)
-        if dist.get_rank(group) == 0 or not full_on_rank_0:
-            self._check_by_name(own, twin, group)
+        if not halve_world_size or self.rank % 2 == 0:
+            other = {"use_diff_optim_inputs": use_diff_optim_inputs, "use_orig_params": use_orig_params}
+            wrap = "wrap_alt" if wrap_alt else "wrap"
+            target = init(wrap, group, **other if model_class is _ModelClass.NESTED else {})
+        *before, last = turns(len(ways))
+        for way, steps in zip(ways, before, strict=True):
+            with self.subTest(way=way.name):
+                self._step_model(source, steps, place())
+                self._step_model(twin, steps, ALONE)
+                saved = way.save(source, None)
+                self._check_saved(saved, way, twin, None)
+                if target is not None:
+                    self._step_as_twin(target, twin, steps, group)
+                    self._check_taken_over(saved, way, target, twin, group)
+        self._step_model(twin, last, ALONE)
+        if target is not None:
+            self._step_as_twin(target, twin, last, group)
 
+    def _step_as_twin(self, run: Run, twin: Run, iterations: range, group: dist.ProcessGroup | None = None) -> None:
+        """With these steps the model comes to where its twin is already."""
+        self._step_model(run, iterations, place(group))
+        self.assertEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
+
+    def _check_saved(self, osd: dict[str, Any], way: Way, twin: Run, group: dist.ProcessGroup | None) -> None:
+        if dist.get_rank(group) == 0 or not way.only_on_rank_0:
+            self._check_by_name(osd, twin, group)
+        else:
+            self.assertEqual(osd, {})
+
+    def _check_taken_over(
+        self, saved: dict[str, Any], way: Way, target: Run, twin: Run, group: dist.ProcessGroup | None
+    ) -> None:
+        """Both what the target saves and what another model saved become the target's own state, which it then has."""
+        own = way.save(target, group)
+        self._check_saved(own, way, twin, group)
         wanted = copy.deepcopy(target.optim.state_dict())
-        self._check_same_osd(convert(own, target, group), wanted, rtol=0, atol=0)
-        converted = convert(saved, target, group)
+        self._check_same_osd(way.convert(own, target, group), wanted, rtol=0, atol=0)
+        converted = way.convert(saved, target, group)
         # What was in shards, and belongs to a parameter that is not in FSDP here, has stayed as it was.
         converted["state"] = _gather_state_dict(converted["state"], pg=group)
         self._check_same_osd(converted, wanted)
         load_into(target.optim, converted)
-        self._step_model(target, NEXT, place(group))
-        self._step_model(twin, NEXT, ALONE)
-        self.assertEqual(full_parameters(target.model), dict(twin.model.named_parameters()))
-
-    def _test_legacy(self, method: _OSDCommMethod, use_optim_input: bool, **kwargs: Any) -> None:
-        full = method is not _OSDCommMethod.FLATTEN_SHARDED_OSD
-        self._test_load_optim_state(how=legacy(method, use_optim_input), full_on_rank_0=full, **kwargs)
-
-    def _test_generic(self, settings: Settings, **kwargs: Any) -> None:
-        full_on_rank_0 = getattr(settings[2], "rank0_only", False)
-        self._test_load_optim_state(how=generic(settings), full_on_rank_0=full_on_rank_0, **kwargs)
 
     def _full_of_orig_params(self, rank0_only: bool = False) -> Settings:
         """Offloaded only where that copies; see ``test_offloaded_state_of_original_parameters``."""
@@ -466,14 +500,23 @@ class TestFSDPOptimState(FSDPTest):
         """The saved state is that of a model without FSDP, on all ranks, on rank 0 alone, or in shards."""
         if state_dict_type is SHARDED and rank0_only:
             return self._check_shards_are_for_all_ranks()
-        self.run_subtests(
-            OPTIM_INPUT if state_dict_type is FULL else {"use_optim_input": [False]},
-            self._test_optim_state_dict_nested,
-            state_dict_type=state_dict_type,
-            rank0_only=rank0_only,
-            use_multiple_param_groups=use_multiple_param_groups,
-            use_diff_optim_inputs=use_diff_optim_inputs,
-        )
+        kwargs = {
+            "use_multiple_param_groups": use_multiple_param_groups,
+            "use_diff_optim_inputs": use_diff_optim_inputs,
+        }
+        run, twin = self._init_nested_model("wrap", **kwargs), self._init_nested_model(None, **kwargs)
+        losses = torch.stack(self._step_model(run, FIRST, place()))
+        dist.all_reduce(losses)
+        self.assertEqual(losses / self.world_size, torch.stack(self._step_model(twin, FIRST, ALONE)))
+        if state_dict_type is SHARDED:
+            return self._check_by_name(FSDP.sharded_optim_state_dict(run.model, run.optim), twin)
+        for optim_input in (None, run.optim_input):
+            with self.subTest(use_optim_input=optim_input is not None):
+                osd = FSDP.full_optim_state_dict(run.model, run.optim, optim_input, rank0_only=rank0_only)
+                if rank0_only and self.rank > 0:
+                    self.assertEqual(osd, {})
+                else:
+                    self._check_by_name(osd, twin)
 
     def _check_shards_are_for_all_ranks(self) -> None:
         """``rank0_only`` belongs to FULL_STATE_DICT."""
@@ -489,23 +532,6 @@ class TestFSDPOptimState(FSDPTest):
         words = "rank0_only to be False" if torch_facts.ASSERTIONS_HAVE_TEXT else ""
         with self.assertRaisesRegex(AssertionError, words):
             FSDP._optim_state_dict_impl(model, optim, optim.state_dict(), rank0_only=True, full_state_dict=False)
-
-    def _test_optim_state_dict_nested(
-        self, state_dict_type: StateDictType, rank0_only: bool, use_optim_input: bool, **groups: bool
-    ) -> None:
-        run, twin = self._init_nested_model("wrap", **groups), self._init_nested_model(None, **groups)
-        losses = torch.stack(self._step_model(run, FIRST, place()))
-        dist.all_reduce(losses)
-        self.assertEqual(losses / self.world_size, torch.stack(self._step_model(twin, FIRST, ALONE)))
-        if state_dict_type is SHARDED:
-            osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
-        else:
-            optim_input = run.optim_input if use_optim_input else None
-            osd = FSDP.full_optim_state_dict(run.model, run.optim, optim_input, rank0_only=rank0_only)
-        if rank0_only and self.rank > 0:
-            self.assertEqual(osd, {})
-        else:
-            self._check_by_name(osd, twin)
 
     @skip_if_lt_x_gpu(2)
     def test_full_optim_state_dict_keys(self):
@@ -567,43 +593,32 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_shard_full_optim_state_dict_nested(self, use_multiple_param_groups, wrap_alt, use_diff_optim_inputs):
-        config = {
-            "model_class": _ModelClass.NESTED,
-            "wrap_alt": wrap_alt,
-            "use_diff_optim_inputs": use_diff_optim_inputs,
-        }
-        self.run_subtests(
-            OPTIM_INPUT,
-            self._test_legacy,
-            method=_OSDCommMethod.BROADCAST_OBJECT_LIST,
+        self._test_load_optim_state(
+            legacy_and_generic(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE),
+            _ModelClass.NESTED,
             use_multiple_param_groups=use_multiple_param_groups,
-            **config,
+            wrap_alt=wrap_alt,
+            use_diff_optim_inputs=use_diff_optim_inputs,
         )
-        self._test_generic(FULL_EVERYWHERE, **config)
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
         self._test_halved(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
 
     def _test_halved(self, method: _OSDCommMethod, settings: Settings) -> None:
-        config = {
-            "model_class": _ModelClass.NESTED,
-            "use_multiple_param_groups": True,
-            "use_diff_optim_inputs": True,
-            "wrap_alt": True,
-            "halve_world_size": True,
-        }
-        self.run_subtests(OPTIM_INPUT, self._test_legacy, method=method, **config)
-        self._test_generic(settings, **config)
+        self._test_load_optim_state(
+            legacy_and_generic(method, settings),
+            _ModelClass.NESTED,
+            halve_world_size=True,
+            use_multiple_param_groups=True,
+            wrap_alt=True,
+            use_diff_optim_inputs=True,
+        )
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_transformer(self):
-        self._test_transformer_halved(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
-
-    def _test_transformer_halved(self, method: _OSDCommMethod, settings: Settings) -> None:
-        config = {"model_class": _ModelClass.TRANSFORMER, "halve_world_size": True}
-        self.run_subtests(OPTIM_INPUT, self._test_legacy, method=method, **config)
-        self._test_generic(settings, **config)
+        ways = legacy_and_generic(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
+        self._test_load_optim_state(ways, _ModelClass.TRANSFORMER, halve_world_size=True)
 
     # Full state on rank 0, scattered
 
@@ -612,14 +627,13 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_scatter_full_optim_state_dict_nested(self, use_multiple_param_groups, wrap_alt, use_diff_optim_inputs):
-        config = {
-            "model_class": _ModelClass.NESTED,
-            "use_multiple_param_groups": use_multiple_param_groups,
-            "wrap_alt": wrap_alt,
-            "use_diff_optim_inputs": use_diff_optim_inputs,
-        }
-        self.run_subtests(OPTIM_INPUT, self._test_legacy, method=_OSDCommMethod.SCATTER_FULL_OSD, **config)
-        self._test_generic(FULL_ON_RANK_0, **config)
+        self._test_load_optim_state(
+            legacy_and_generic(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0),
+            _ModelClass.NESTED,
+            use_multiple_param_groups=use_multiple_param_groups,
+            wrap_alt=wrap_alt,
+            use_diff_optim_inputs=use_diff_optim_inputs,
+        )
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):
@@ -627,21 +641,22 @@ class TestFSDPOptimState(FSDPTest):
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_transformer(self):
-        self._test_transformer_halved(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0)
+        ways = legacy_and_generic(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0)
+        self._test_load_optim_state(ways, _ModelClass.TRANSFORMER, halve_world_size=True)
 
     # Sharded state
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_nested(self):
-        config = {"model_class": _ModelClass.NESTED, "wrap_alt": True}
-        self._test_legacy(_OSDCommMethod.FLATTEN_SHARDED_OSD, use_optim_input=False, **config)
-        self._test_generic(SHARDS, **config)
+        # Beyond upstream: LOCAL_STATE_DICT, documented as not supported yet for optimizers, is the same to them.
+        local = StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
+        ways = [legacy(_OSDCommMethod.FLATTEN_SHARDED_OSD, use_optim_input=False), generic(SHARDS), generic(local)]
+        self._test_load_optim_state(ways, _ModelClass.NESTED, wrap_alt=True)
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_transformer(self):
-        config = {"model_class": _ModelClass.TRANSFORMER}
-        self._test_legacy(_OSDCommMethod.FLATTEN_SHARDED_OSD, use_optim_input=False, **config)
-        self._test_generic(SHARDS, **config)
+        ways = [legacy(_OSDCommMethod.FLATTEN_SHARDED_OSD, use_optim_input=False), generic(SHARDS)]
+        self._test_load_optim_state(ways, _ModelClass.TRANSFORMER)
 
     @requires_world_size(4)
     def test_uneven_shards(self):
@@ -654,24 +669,25 @@ class TestFSDPOptimState(FSDPTest):
             rows = math.ceil(shape[0] / 4)
             mine = max(0, min(rows, shape[0] - self.rank * rows))
             self.assertEqual([shard.tensor.shape for shard in state.local_shards()], [(mine, *shape[1:])] * (mine > 0))
+            offsets = [[self.rank * rows, *(0 for _ in shape[1:])]] * (mine > 0)
+            self.assertEqual([shard.metadata.shard_offsets for shard in state.local_shards()], offsets)
             self.assertEqual(state.size(), shape)
-        self._test_generic(SHARDS, model_class=_ModelClass.NESTED, use_diff_optim_inputs=True)
+        self._test_load_optim_state([generic(SHARDS)], _ModelClass.NESTED, use_diff_optim_inputs=True)
 
     @requires_world_size(4)
     def test_use_orig_params(self):
         """From a model with flat parameters to one with the original ones."""
-        config = {"model_class": _ModelClass.NESTED, "use_orig_params": True}
-        everywhere, on_rank_0 = (self._full_of_orig_params(rank0_only=only) for only in (False, True))
-        self.run_subtests(
-            {
-                "settings": [everywhere, on_rank_0],
-                "halve_world_size": [True, False],
-                "wrap_alt": [True, False],
-            },
-            self._test_generic,
-            **config,
+        self.run_subtests({"halve_world_size": [True, False], "wrap_alt": [True, False]}, self._test_use_orig_params)
+
+    def _test_use_orig_params(self, halve_world_size: bool, wrap_alt: bool) -> None:
+        settings = [self._full_of_orig_params(rank0_only=only) for only in (False, True)]
+        self._test_load_optim_state(
+            [generic(each) for each in (settings if halve_world_size else [*settings, SHARDS])],
+            _ModelClass.NESTED,
+            halve_world_size=halve_world_size,
+            wrap_alt=wrap_alt,
+            use_orig_params=True,
         )
-        self.run_subtests({"settings": [SHARDS], "wrap_alt": [True, False]}, self._test_generic, **config)
 
     # Parameters that FSDP does not know, other keys
 
@@ -698,18 +714,18 @@ class TestFSDPOptimState(FSDPTest):
         target = Run(model, torch.optim.Adam(params, lr=1e-3), params)
         full = state_dict_type is FULL
         method = _OSDCommMethod.BROADCAST_OBJECT_LIST if full else _OSDCommMethod.FLATTEN_SHARDED_OSD
-        save, convert = legacy(method, use_optim_input)
-        saved = save(source, None)
+        way = legacy(method, use_optim_input)
+        saved = way.save(source, None)
         if add_to_fsdp_module:
             message = (
                 "^All unflattened parameters comprising a single flat parameter must have scalar state with the same "
                 "value and dtype"
             )
             with self.assertRaisesRegex(ValueError, message):
-                convert(saved, target, None)
+                way.convert(saved, target, None)
             self.assertEqual(target.optim.state_dict()["state"], {})
             return
-        converted = convert(saved, target, None)
+        converted = way.convert(saved, target, None)
         (skipped,) = set(range(len(params))) - set(converted["state"])
         self.assertIs(params[skipped], model.unmanaged_param)
         moments = torch.randn(2, 5, 5, device=self.device)
@@ -725,58 +741,53 @@ class TestFSDPOptimState(FSDPTest):
     @TYPES
     @MANY_GROUPS
     def test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups):
-        self.run_subtests(
-            OPTIM_INPUT if state_dict_type is FULL else {"use_optim_input": [False]},
-            self._test_rekey_optim_state_dict_to_ids,
-            state_dict_type=state_dict_type,
-            use_multiple_param_groups=use_multiple_param_groups,
-        )
-
-    def _test_rekey_optim_state_dict_to_ids(
-        self, state_dict_type: StateDictType, use_optim_input: bool, **groups: bool
-    ) -> None:
         """With numbers for names, FSDP's state is one that an optimizer without FSDP loads."""
+        groups, full = {"use_multiple_param_groups": use_multiple_param_groups}, state_dict_type is FULL
         run, twin = self._init_nested_model("wrap", **groups), self._init_nested_model(None, **groups)
-        self._step_model(run, FIRST, place())
-        self._step_model(twin, FIRST, ALONE)
-        if state_dict_type is FULL:
-            optim_input = run.optim_input if use_optim_input else None
-            osd = broadcast(FSDP.full_optim_state_dict(run.model, run.optim, optim_input))
-        else:
-            osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
-        which = {"optim_input": twin.optim_input} if use_optim_input else {"optim": twin.optim}
-        rekeyed = FSDP.rekey_optim_state_dict(osd, OptimStateKeyType.PARAM_ID, twin.model, **which)
-        rekeyed["state"] = _gather_state_dict(rekeyed["state"])
-        self._check_same_osd(rekeyed, twin.optim.state_dict())
-        if state_dict_type is FULL:
-            load_into(twin.optim, rekeyed)
-            self._step_model(twin, NEXT, ALONE)
-            self._step_model(run, NEXT, place())
-            self.assertEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
+
+        def step(steps: range) -> None:
+            self._step_model(twin, steps, ALONE)
+            self._step_as_twin(run, twin, steps)
+
+        inputs = [False, True] if full else [False]
+        *before, last = turns(len(inputs))
+        for use_optim_input, steps in zip(inputs, before, strict=True):
+            with self.subTest(use_optim_input=use_optim_input):
+                step(steps)
+                if full:
+                    optim_input = run.optim_input if use_optim_input else None
+                    osd = broadcast(FSDP.full_optim_state_dict(run.model, run.optim, optim_input))
+                else:
+                    osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
+                which = {"optim_input": twin.optim_input} if use_optim_input else {"optim": twin.optim}
+                rekeyed = FSDP.rekey_optim_state_dict(osd, OptimStateKeyType.PARAM_ID, twin.model, **which)
+                rekeyed["state"] = _gather_state_dict(rekeyed["state"])
+                self._check_same_osd(rekeyed, twin.optim.state_dict())
+                load_into(twin.optim, rekeyed)
+        step(last)
 
     @skip_if_lt_x_gpu(2)
     def test_rekey_optim_state_dict_to_names(self):
-        self.run_subtests(OPTIM_INPUT, self._test_rekey_optim_state_dict_to_names)
-
-    def _test_rekey_optim_state_dict_to_names(self, use_optim_input: bool) -> None:
         """With names for numbers, the state of an optimizer without FSDP is one that FSDP cuts."""
         run, twin = self._init_nested_model("wrap"), self._init_nested_model(None)
-        self._step_model(run, FIRST, place())
-        self._step_model(twin, FIRST, ALONE)
-
-        def which(run: Run) -> dict[str, Any]:
-            return {"optim_input": run.optim_input} if use_optim_input else {"optim": run.optim}
-
-        osd = FSDP.rekey_optim_state_dict(
-            twin.optim.state_dict(), OptimStateKeyType.PARAM_NAME, twin.model, **which(twin)
-        )
-        self._check_by_name(osd, twin)
-        sharded = FSDP.shard_full_optim_state_dict(osd, run.model, **which(run))
-        self._check_same_osd(sharded, run.optim.state_dict())
-        load_into(run.optim, sharded)
-        self._step_model(run, NEXT, place())
-        self._step_model(twin, NEXT, ALONE)
-        self.assertEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
+        *before, last = turns(2)
+        for use_optim_input, steps in zip([False, True], before, strict=True):
+            with self.subTest(use_optim_input=use_optim_input):
+                self._step_model(twin, steps, ALONE)
+                self._step_as_twin(run, twin, steps)
+                mine, twins = (
+                    {"optim_input": each.optim_input} if use_optim_input else {"optim": each.optim}
+                    for each in (run, twin)
+                )
+                osd = FSDP.rekey_optim_state_dict(
+                    twin.optim.state_dict(), OptimStateKeyType.PARAM_NAME, twin.model, **twins
+                )
+                self._check_by_name(osd, twin)
+                sharded = FSDP.shard_full_optim_state_dict(osd, run.model, **mine)
+                self._check_same_osd(sharded, run.optim.state_dict())
+                load_into(run.optim, sharded)
+        self._step_model(twin, last, ALONE)
+        self._step_as_twin(run, twin, last)
 
     @skip_if_lt_x_gpu(2)
     def test_optim_input_warning(self):
@@ -893,7 +904,10 @@ class TestFSDPOptimState(FSDPTest):
         self._step_model(runs[1], range(1, 6), place())
         with self.assertRaises(AssertionError):
             check_same()
-        named.load_state_dict(FSDP.optim_state_dict_to_load(models[1], named, saved, is_named_optimizer=True))
+        converted = FSDP.optim_state_dict_to_load(models[1], named, saved, is_named_optimizer=True)
+        # An optimizer of names wants all of its states, also those of parameters of which this rank has nothing.
+        self.assertEqual(set(converted["state"]), set(named.state_dict()["state"]))
+        named.load_state_dict(converted)
         check_same()
 
     # Details of optim_state_dict
@@ -1152,52 +1166,71 @@ class TestFSDPOptimState(FSDPTest):
     @with_temp_dir
     def test_checkpoint_on_disk(self):
         """Beyond upstream: saved by some ranks, loaded by as many, more or fewer, trained on as if uninterrupted."""
-        sizes, full = [(4, 4), (2, 4), (4, 2), (4, 1)], [FULL_EVERYWHERE, FULL_ON_RANK_0]
-        # Offloading goes with flat parameters: neither is known to the other's code.
-        test, orig = self._test_checkpoint_on_disk, "use_orig_params"
-        self.run_subtests({"sizes": sizes, "settings": [SHARDS], orig: [False, True]}, test)
-        self.run_subtests({"sizes": sizes[::2], "settings": full, orig: [False]}, test)
-        self.run_subtests({"sizes": sizes[1::2], "settings": full, orig: [True]}, test)
+        groups = {size: group_of(range(size)) for size in (4, 2, 1)}
+        twins = [self._init_two_blocks(None, range(last.stop), ALONE) for last in (FIRST, NEXT)]
+        kinds = [SHARDS, FULL_EVERYWHERE, FULL_ON_RANK_0]
+        # Every two of sizes, kind and parameters meet; all three do where slow tests are asked for.
+        for number, (saved_by, settings) in enumerate(itertools.product([4, 2], kinds)):
+            path, orig = os.path.join(self.temp_dir, str(number)), number % 2 == 1
+            if self.rank < saved_by:
+                run = self._init_two_blocks(orig, FIRST, place(groups[saved_by]))
+                state = self._state_on_disk(run, settings, orig, groups[saved_by])
+                dcp.save(state, checkpoint_id=path, process_group=groups[saved_by])
+            dist.barrier()
+            for also_orig, loaded_by in enumerate([4, 2, 1] if saved_by == 4 else [4]):
+                which = [False, True] if flags.TEST_WITH_SLOW else [(number + also_orig) % 2 == 1]
+                config = {"loaded_by": [loaded_by], "use_orig_params": which, "settings": [settings]}
+                self.run_subtests(config, self._test_load_from_disk, path, groups, *twins)
 
-    def _test_checkpoint_on_disk(self, sizes: tuple[int, int], settings: Settings, use_orig_params: bool) -> None:
-        offload = not use_orig_params
+    def _init_two_blocks(self, use_orig_params: bool | None, steps: range, place: Place) -> Run:
+        """After these steps; without FSDP if there is no saying which parameters it is to use."""
+        model = TwoBlocks().to(self.device)
+        if use_orig_params is not None:
+            # Offloading goes with flat parameters: neither is known to the other's code.
+            offload = CPUOffload(not use_orig_params)
+            model.wrap(use_orig_params=use_orig_params, cpu_offload=offload, process_group=place.group)
+        run = Run(model, torch.optim.Adam(model.parameters(), lr=0.01), [])
+        self._step_model(run, steps, place)
+        return run
+
+    def _state_on_disk(
+        self, run: Run, settings: Settings, use_orig_params: bool, group: dist.ProcessGroup | None
+    ) -> dict[str, Any]:
         kind, config, optim_config = copy.deepcopy(settings)
-        optim_config.offload_to_cpu = offload
+        optim_config.offload_to_cpu = offload = not use_orig_params
         # Where the host itself computes, a full state dict is not copied when offloaded, but freed.
         config.offload_to_cpu = offload and (kind is SHARDED or accelerator.current().has("device_memory"))
-        kwargs = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload)}
-        path = os.path.join(self.temp_dir, f"{sizes}-{kind.name}-{optim_config}-{use_orig_params}")
-        saving, loading = (group_of(range(size)) for size in sizes)
-        twin = self._init_nested_model(None)
-        self._step_model(twin, FIRST, ALONE)
+        FSDP.set_state_dict_type(run.model, kind, config, optim_config)
+        osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
+        # Without the parameter groups: see test_load_where_a_rank_has_no_rows.
+        return {"model": run.model.state_dict(), "optim": osd.get("state", {})}
 
-        def state_of(run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
-            FSDP.set_state_dict_type(run.model, kind, config, optim_config)
-            osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
-            # Without the parameter groups: see test_load_where_a_rank_has_no_rows.
-            return {"model": run.model.state_dict(), "optim": osd.get("state", {})}
-
-        if self.rank < sizes[0]:
-            run = self._init_nested_model("wrap", process_group=saving, **kwargs)
-            self._step_model(run, FIRST, place(saving))
-            dcp.save(state_of(run, saving), checkpoint_id=path, process_group=saving)
-        dist.barrier()
-        if self.rank < sizes[1]:
-            run = self._init_nested_model("wrap", process_group=loading, **kwargs)
-            self._step_model(run, OTHER, place(loading))
-            self.assertNotEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
-            state = state_of(run, loading)
-            dcp.load(state, checkpoint_id=path, process_group=loading)
-            run.model.load_state_dict(state["model"])
-            osd = FSDP.optim_state_dict(run.model, run.optim, group=loading)
-            osd = {**osd, "state": state["optim"]} if osd else {}
-            FSDP.optim_state_dict_to_load(run.model, run.optim, osd, load_directly=True, group=loading)
-            osd = FSDP.optim_state_dict(run.model, run.optim, group=loading)
-            if osd or dist.get_rank(loading) == 0:
-                self._check_by_name(osd, twin, loading)
-            self._step_model(run, NEXT, place(loading))
-            self._step_model(twin, NEXT, ALONE)
-            self.assertEqual(full_parameters(run.model), dict(twin.model.named_parameters()), exact_device=False)
+    def _test_load_from_disk(
+        self,
+        path: str,
+        groups: dict[int, dist.ProcessGroup | None],
+        twin: Run,
+        later_twin: Run,
+        loaded_by: int,
+        settings: Settings,
+        use_orig_params: bool,
+    ) -> None:
+        if self.rank >= loaded_by:
+            return
+        group = groups[loaded_by]
+        run = self._init_two_blocks(use_orig_params, OTHER, place(group))
+        self.assertNotEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
+        state = self._state_on_disk(run, settings, use_orig_params, group)
+        dcp.load(state, checkpoint_id=path, process_group=group)
+        run.model.load_state_dict(state["model"])
+        osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
+        osd = {**osd, "state": state["optim"]} if osd else {}
+        FSDP.optim_state_dict_to_load(run.model, run.optim, osd, load_directly=True, group=group)
+        osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
+        if osd or dist.get_rank(group) == 0:
+            self._check_by_name(osd, twin, group)
+        self._step_model(run, NEXT, place(group))
+        self.assertEqual(full_parameters(run.model), dict(later_twin.model.named_parameters()), exact_device=False)
 
     @unittest.expectedFailure
     @skip_if_lt_x_gpu(2)

@@ -7,51 +7,40 @@ The four ranks are two replicas of two shards. Each trains on rows of its own; t
 from __future__ import annotations
 
 import copy
-import io
 import os
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
-from torch.distributed.fsdp.fully_sharded_data_parallel import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import (
+    FourLayers,
+    ShardedStatesMixin,
+    Trained,
+    full_parameters,
+    parameters_and_moments,
+    plain_parameters_and_moments,
+    sharded_state_dicts,
+    train_on_share,
+    use_sharded_state_dicts,
+)
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 
-SHARDED = StateDictType.SHARDED_STATE_DICT
 HYBRID = ShardingStrategy.HYBRID_SHARD
 PLACEMENTS = (Replicate(), Shard(0))
 OFFLOAD = parametrize("offload_to_cpu", [True, False])
-
-
-class DenseModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-        self.net2 = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
-        self.net3 = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
-        self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net4(self.net3(self.net2(self.net1(x))))
-
-    def get_input(self) -> torch.Tensor:
-        return torch.rand(4, 8)
 
 
 class UnevenModel(nn.Module):
@@ -66,8 +55,8 @@ class UnevenModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net2(self.net1(x).tanh())
 
-    def get_input(self) -> torch.Tensor:
-        return torch.rand(4, 3)
+    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        return torch.rand(4, 3, generator=generator)
 
 
 class FakeMPModel(nn.Module):
@@ -75,7 +64,7 @@ class FakeMPModel(nn.Module):
 
     def __init__(self, mesh: DeviceMesh, rank: int, device: torch.device) -> None:
         super().__init__()
-        self.dense = FSDP(DenseModel().to(device), use_orig_params=True, sharding_strategy=HYBRID, device_mesh=mesh)
+        self.dense = FSDP(FourLayers().to(device), use_orig_params=True, sharding_strategy=HYBRID, device_mesh=mesh)
         self.sparse_name = "sparse0" if rank == 0 else "sparse1"
         self.add_module(self.sparse_name, nn.Sequential(nn.Linear(8, 8, device=device), nn.ReLU()))
 
@@ -85,58 +74,10 @@ class FakeMPModel(nn.Module):
         return self.dense(sparse)
 
 
-def set_sharded(model: nn.Module, offload_to_cpu: bool = False) -> None:
-    FSDP.set_state_dict_type(
-        model, SHARDED, ShardedStateDictConfig(offload_to_cpu), ShardedOptimStateDictConfig(offload_to_cpu)
-    )
-
-
-def states(osd: dict[str, Any]) -> dict[str, Any]:
-    """Every state but the step counts, by the parameter's name and its own."""
-    return {
-        f"{name}.{key}": value for name, state in osd["state"].items() for key, value in state.items() if key != "step"
-    }
-
-
-def steps(osd: dict[str, Any]) -> list[float]:
-    return [float(state["step"]) for state in osd["state"].values()]
-
-
-def both(model: FSDP, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters and moments, by name."""
-    return {**model.state_dict(), **states(FSDP.optim_state_dict(model, optim))}
-
-
-def full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
-    with FSDP.summon_full_params(model, writeback=False):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def by_name(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """As ``both``, of a model without FSDP."""
-    params = {name.removeprefix("module."): param for name, param in model.named_parameters()}
-    moments = {
-        f"{name}.{key}": value
-        for name, param in params.items()
-        for key, value in optim.state[param].items()
-        if key != "step"
-    }
-    return {**{name: param.detach() for name, param in params.items()}, **moments}
-
-
-class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
+class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @property
     def world_size(self) -> int:
         return 4
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device(self.rank)
-
-    def init_pg(self, *args: Any, **kwargs: Any) -> None:
-        # FSDP's ways to say what kind of state dict it shall give call themselves deprecated, every time.
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        super().init_pg(*args, **kwargs)
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device_type, (2, self.world_size // 2))
@@ -145,10 +86,10 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
         self,
         mesh: DeviceMesh,
         use_mesh: bool = True,
-        model_class: type[nn.Module] = DenseModel,
+        model_class: type[nn.Module] = FourLayers,
         steps: range = range(1),
         **kwargs: Any,
-    ) -> tuple[FSDP, torch.optim.Optimizer]:
+    ) -> Trained:
         """Hybrid sharding on a 2-D mesh, or on its groups, full sharding on a 1-D one; and Adam after these steps."""
         if mesh.ndim == 2:
             kwargs["sharding_strategy"] = HYBRID
@@ -156,42 +97,18 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
             kwargs["device_mesh"] = mesh
         else:
             kwargs["process_group"] = mesh.get_group(1), mesh.get_group(0)  # within a replica, between replicas
-        model = FSDP(model_class().to(self.device), **kwargs)
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        self._train(model, optim, steps, mesh.size())
-        return model, optim
+        return self._trained(FSDP(model_class().to(self.device), **kwargs), steps, mesh.size())
 
-    def _reference(self, model_class: type[nn.Module], steps: range) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = model_class().to(self.device)
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
-        self._train(model, optim, steps, 1)
-        return model, optim
-
-    def _train(self, model: nn.Module, optim: torch.optim.Optimizer, iterations: range, size: int) -> None:
-        """The batch of an iteration has four parts, of which each of ``size`` ranks has its share."""
-        for iteration in iterations:
-            optim.zero_grad()
-            torch.manual_seed(iteration)
-            parts = [getattr(model, "module", model).get_input().to(self.device) for _ in range(4)]
-            mine = parts if size == 1 else parts[self.rank * 4 // size : (self.rank + 1) * 4 // size]
-            model(torch.cat(mine)).sum().div(len(mine)).backward()
-            optim.step()
-
-    def _check_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """DTensors of the same names with the same values, bit for bit, in every shard."""
-        self.assertEqual(list(found), list(wanted))
-        for name in wanted:
-            self.assertEqual([type(found[name]), type(wanted[name])], [DTensor, DTensor])
-            self.assertEqual((found[name].placements, wanted[name].placements), (PLACEMENTS, PLACEMENTS))
-            self.assertEqual(found[name].to_local(), wanted[name].to_local(), msg=name, rtol=0, atol=0)
+    def _reference(self, model_class: type[nn.Module], steps: range) -> Trained:
+        return self._trained(model_class().to(self.device), steps, 1)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_hsdp_init_with_device_mesh(self):
         mesh = self._mesh()
         model, optim = self._create_model(mesh)
-        set_sharded(model)
-        found = both(model, optim)
+        use_sharded_state_dicts(model)
+        found = parameters_and_moments(model, optim)
         self.assertEqual(len(found), 8 + 16)
         for name, value in found.items():
             self.assertIs(type(value), DTensor, name)
@@ -205,62 +122,25 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
     @OFFLOAD
     def test_dtensor_sharded_tensor_state_dict_identical(self, offload_to_cpu):
         """On a mesh and on its two groups, each rank has the same rows."""
-        mesh, dicts = self._mesh(), []
-        for use_mesh in (True, False):
-            model, optim = self._create_model(mesh, use_mesh)
-            set_sharded(model, offload_to_cpu)
-            dicts.append((both(model, optim), steps(FSDP.optim_state_dict(model, optim))))
-        (dtensors, mesh_steps), (sharded_tensors, group_steps) = dicts
-        self.assertEqual(mesh_steps, group_steps)
-        self.assertEqual(list(dtensors), list(sharded_tensors))
-        for name, dtensor in dtensors.items():
-            sharded = sharded_tensors[name]
-            self.assertEqual((type(dtensor), type(sharded)), (DTensor, ShardedTensor))
-            (shard,) = sharded.local_shards()
-            self.assertEqual(dtensor.to_local(), shard.tensor, rtol=0, atol=0, exact_device=True)
-            where = "cpu" if offload_to_cpu else self.device.type  # the CPU is the subject
-            self.assertEqual(shard.tensor.device.type, where)
+        mesh = self._mesh()
+        on_mesh, on_groups = (self._create_model(mesh, use_mesh) for use_mesh in (True, False))
+        self.assertEqual(self._check_same_rows(on_mesh, on_groups, offload_to_cpu), [])
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @OFFLOAD
     def test_dtensor_sharded_optim_load_state_dict(self, offload_to_cpu):
         model, optim = self._create_model(self._mesh())
-        set_sharded(model, offload_to_cpu)
-        saved = FSDP.optim_state_dict(model, optim)
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        wanted = copy.deepcopy(saved)
-
-        self._train(model, optim, range(1, 2), self.world_size)
-        changed = FSDP.optim_state_dict(model, optim)
-        self.assertEqual(steps(changed), [2] * 8)
-        for name, value in states(wanted).items():
-            self.assertNotEqual(states(changed)[name].full_tensor(), value.full_tensor(), msg=name)
-        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, torch.load(file)))
-        found = FSDP.optim_state_dict(model, optim)
-        self._check_same(states(found), states(wanted))
-        self.assertEqual((steps(found), found["param_groups"]), ([1] * 8, wanted["param_groups"]))
+        use_sharded_state_dicts(model, offload_to_cpu)
+        self._check_optim_comes_back(model, optim)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @OFFLOAD
     def test_dtensor_sharded_model_load_state_dict(self, offload_to_cpu):
         model, optim = self._create_model(self._mesh())
-        set_sharded(model, offload_to_cpu)
-        saved = model.state_dict()
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        wanted, parameters = copy.deepcopy(saved), full_parameters(model)
-
-        self._train(model, optim, range(1, 2), self.world_size)
-        for name, param in full_parameters(model).items():
-            self.assertNotEqual(param, parameters[name], msg=name)
-        model.load_state_dict(torch.load(file))
-        self._check_same(model.state_dict(), wanted)
-        self.assertEqual(full_parameters(model), parameters, rtol=0, atol=0)
+        use_sharded_state_dicts(model, offload_to_cpu)
+        self._check_model_comes_back(model, optim)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -273,10 +153,10 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
         optim.step()
         sparse = getattr(model, model.sparse_name)[0]
         wanted = {f"{model.sparse_name}.0.{name}": optim.state[param] for name, param in sparse.named_parameters()}
-        FSDP.set_state_dict_type(model, SHARDED)
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         state = FSDP.optim_state_dict(model, optim)["state"]
         dense = {name for name in state if "dense" in name}
-        self.assertEqual(dense, {f"dense.{name}" for name, _ in DenseModel().named_parameters()})
+        self.assertEqual(dense, {f"dense.{name}" for name, _ in FourLayers().named_parameters()})
         for name in dense:
             for key in ("exp_avg", "exp_avg_sq"):
                 self.assertIs(type(state[name][key]), DTensor)
@@ -290,19 +170,17 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     def test_replicas_agree(self):
         """Beyond upstream: replicas have the same shards, bit for bit, and the shards make up what DDP has."""
-        config = {"model_class": [DenseModel, UnevenModel], "use_orig_params": [False, True]}
+        config = {"model_class": [FourLayers, UnevenModel], "use_orig_params": [False, True]}
         self.run_subtests(config, self._test_replicas_agree)
 
     def _test_replicas_agree(self, model_class: type[nn.Module], use_orig_params: bool) -> None:
         mesh = self._mesh()
-        ddp = DDP(model_class().to(self.device))
-        ddp_optim = torch.optim.Adam(ddp.parameters(), lr=0.1)
-        self._train(ddp, ddp_optim, range(3), self.world_size)
-        wanted = by_name(ddp, ddp_optim)
+        ddp = self._trained(DDP(model_class().to(self.device)), range(3), self.world_size)
+        wanted = plain_parameters_and_moments(*ddp)
 
         hybrid = self._create_model(mesh, model_class=model_class, steps=range(3), use_orig_params=use_orig_params)
-        set_sharded(hybrid[0])
-        found = both(*hybrid)
+        use_sharded_state_dicts(hybrid[0])
+        found = parameters_and_moments(*hybrid)
         self.assertEqual(set(found), set(wanted))
         for name, value in found.items():
             local = value.to_local()
@@ -319,13 +197,13 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
         """Beyond upstream: of 5 rows two shards have 3 and 2, of one row the second has none."""
         mesh = self._mesh()
         model, optim = self._create_model(mesh, model_class=UnevenModel)
-        set_sharded(model)
-        found, shard = both(model, optim), mesh.get_local_rank(1)
+        use_sharded_state_dicts(model)
+        found, shard = parameters_and_moments(model, optim), mesh.get_local_rank(1)
         for name, of_shards in {"net1.weight": (3, 2), "net1.bias": (3, 2), "net2.weight": (1, 0)}.items():
             for value in (found[name], found[f"{name}.exp_avg"], found[f"{name}.exp_avg_sq"]):
                 self.assertEqual(value.to_local().shape, (of_shards[shard], *value.shape[1:]))
         full = {name: value.full_tensor() for name, value in found.items()}
-        self.assertEqual(full, by_name(*self._reference(UnevenModel, range(1))))
+        self.assertEqual(full, plain_parameters_and_moments(*self._reference(UnevenModel, range(1))))
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -334,9 +212,8 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
         source = self._create_model(self._mesh(), model_class=UnevenModel)
         line = init_device_mesh(self.device_type, (self.world_size,))
         model, optim = self._create_model(line, model_class=UnevenModel, steps=range(50, 52))
-        set_sharded(source[0])
-        state_dict, osd = source[0].state_dict(), FSDP.optim_state_dict(*source)
-        full = {name: value.full_tensor() for name, value in state_dict.items()}
+        saved = sharded_state_dicts(*source)
+        full, osd = {name: value.full_tensor() for name, value in saved["model"].items()}, saved["optim"]
         for state in osd["state"].values():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = state[key].full_tensor()
@@ -347,7 +224,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
 
     def _check_trains_as_if_uninterrupted(self, model: FSDP, optim: torch.optim.Optimizer, size: int) -> None:
         """After what would have been the first step the model takes two more, and is where the reference is."""
-        self._train(model, optim, range(1, 3), size)
+        train_on_share(model, optim, range(1, 3), self.rank, size)
         plain, _ = self._reference(UnevenModel, range(3))
         self.assertEqual(full_parameters(model), dict(plain.named_parameters()))
 
@@ -378,8 +255,7 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
         kwargs = {"model_class": UnevenModel, "use_orig_params": use_orig_params}
 
         def state_of(model: FSDP, optim: torch.optim.Optimizer, size: int) -> dict[str, Any]:
-            set_sharded(model, offload_to_cpu=not use_orig_params)
-            return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim, group=groups[size])}
+            return sharded_state_dicts(model, optim, offload_to_cpu=not use_orig_params, group=groups[size])
 
         if self.rank < (size := saving.size()):
             trained = self._create_model(saving, **kwargs)
@@ -397,26 +273,25 @@ class TestHSDPWithDeviceMeshAndDTensor(DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_damaged_checkpoint(self):
-        """Beyond upstream: what the second shard wrote is lost; all ranks hear of it, and all stays as it was."""
-        mesh = self._mesh()
-
-        def state_of(model: FSDP, optim: torch.optim.Optimizer) -> dict[str, Any]:
-            set_sharded(model)
-            return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)}
-
-        dcp.save(state_of(*self._create_model(mesh, model_class=UnevenModel)), checkpoint_id=self.temp_dir)
+        """Beyond upstream: a state is lost, or what the second shard wrote; all ranks hear of it, nothing changes."""
+        mesh, good, short = self._mesh(), *(os.path.join(self.temp_dir, name) for name in ("good", "short"))
+        state = sharded_state_dicts(*self._create_model(mesh, model_class=UnevenModel))
+        dcp.save(state, checkpoint_id=good)
+        del state["optim"]["state"]["net1.weight"]["exp_avg"]
+        dcp.save(state, checkpoint_id=short)
         model, optim = self._create_model(mesh, model_class=UnevenModel, steps=range(2))
         before = full_parameters(model), copy.deepcopy(optim.state_dict())
-        file = os.path.join(self.temp_dir, "__1_0.distcp")
-        for damage, message in (
-            (lambda: os.truncate(file, 100), "PytorchStreamReader failed|EOFError|unexpected end"),
-            (lambda: os.remove(file), r"__1_0\.distcp"),
+        file = os.path.join(good, "__1_0.distcp")
+        for path, damage, message in (
+            (short, lambda: None, "Missing key in checkpoint state_dict: optim.state.net1.weight.exp_avg"),
+            (good, lambda: os.truncate(file, 100), "PytorchStreamReader failed|EOFError|unexpected end"),
+            (good, lambda: os.remove(file), r"__1_0\.distcp"),
         ):
             if self.rank == 0:
                 damage()
             dist.barrier()
             with self.assertRaisesRegex(CheckpointException, message):
-                dcp.load(state_of(model, optim), checkpoint_id=self.temp_dir)
+                dcp.load(sharded_state_dicts(model, optim), checkpoint_id=path)
         self.assertEqual((full_parameters(model), optim.state_dict()), before, rtol=0, atol=0)
 
 

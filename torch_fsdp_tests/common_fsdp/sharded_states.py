@@ -1,0 +1,201 @@
+"""Sharded state dicts of FSDP1 on a device mesh: what they are taken from, what is in them, whether they come back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from torch.distributed.tensor import DTensor
+
+from .states import full_parameters
+
+if TYPE_CHECKING:
+    from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase as _Base
+else:
+    _Base = object
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+PARTS = 4  # of a batch; the ranks that share it are 1, 2 or 4
+_HOST = torch.device("cpu")
+
+
+class FourLayers(nn.Module):
+    """Linear layers from 8 to 16, 32, 64 and back to 8 elements, with ReLU between; the same numbers in each instance.
+
+    2, 4 and 8 ranks divide every dimension. The names of parameters are those of upstream's models for state dicts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.net2 = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.net3 = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
+        self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of 8 elements, from rows of as many."""
+        return self.net4(self.net3(self.net2(self.net1(x))))
+
+    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Four rows for :func:`train_on_share`, in host memory."""
+        return torch.rand(4, 8, generator=generator)
+
+
+def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range, rank: int = 0, size: int = 1) -> None:
+    """Train on this rank's share of a batch of four parts; alone (``size`` 1) on all of it.
+
+    A part is the ``get_input(generator)`` of the model, or of the module that FSDP or DDP holds. It follows from the
+    number of the step, so that other steps are another training. The loss is the sum of the outputs, divided by the
+    number of parts that the rank has: what ``size`` ranks average is the gradient of a plain model on the whole batch.
+    """
+    source: Any = getattr(model, "module", model)
+    device = next(model.parameters()).device
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        parts = [source.get_input(generator).to(device) for _ in range(PARTS)]
+        mine = parts[rank * PARTS // size : (rank + 1) * PARTS // size] if size > 1 else parts
+        optim.zero_grad()
+        model(torch.cat(mine)).sum().div(len(mine)).backward()
+        optim.step()
+
+
+def use_sharded_state_dicts(model: nn.Module, offload_to_cpu: bool = False) -> None:
+    """From now on the state dicts of the model and of its optimizer are SHARDED_STATE_DICT."""
+    FSDP.set_state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu),
+        ShardedOptimStateDictConfig(offload_to_cpu),
+    )
+
+
+def sharded_state_dicts(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    offload_to_cpu: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Both state dicts, as "model" and "optim", for ``torch.distributed.checkpoint``. A collective.
+
+    ``group`` has all ranks of the model, where that is not the default group.
+    """
+    use_sharded_state_dicts(model, offload_to_cpu)
+    return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim, group=group)}
+
+
+def moments(osd: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer's state dict has for parameters, but the step counts: by "parameter.state"."""
+    return {
+        f"{name}.{key}": value for name, state in osd["state"].items() for key, value in state.items() if key != "step"
+    }
+
+
+def step_counts(osd: dict[str, Any]) -> list[float]:
+    """The step count of each parameter of an optimizer's state dict."""
+    return [float(state["step"]) for state in osd["state"].values()]
+
+
+def parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Both state dicts of an FSDP1 model, without the step counts, in one dict. A collective of its group."""
+    return {**model.state_dict(), **moments(FSDP.optim_state_dict(model, optim))}
+
+
+def plain_parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """As :func:`parameters_and_moments`, of a model without FSDP or of one in DDP. No communication."""
+    params = {name.removeprefix("module."): param for name, param in model.named_parameters()}
+    by_name = moments({"state": {name: optim.state[param] for name, param in params.items()}})
+    return {**{name: param.detach() for name, param in params.items()}, **by_name}
+
+
+class ShardedStatesMixin(_Base):
+    """For a ``DTensorTestBase``: training on shares, and what holds for sharded state dicts on every kind of mesh."""
+
+    def init_pg(self, *args: Any, **kwargs: Any) -> None:
+        # FSDP's ways to say what kind of state dict it shall give call themselves deprecated, every time.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        super().init_pg(*args, **kwargs)
+
+    def _trained(self, model: nn.Module, steps: range, size: int) -> Trained:
+        """The model after these steps, of which ``size`` ranks share the batches, and its Adam."""
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        train_on_share(model, optim, steps, self.rank, size)
+        return model, optim
+
+    def _check_same_dtensors(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """DTensors of the same names with the same values, bit for bit, in every shard."""
+        self.assertEqual(list(found), list(wanted))
+        for name in wanted:
+            self.assertEqual([type(found[name]), type(wanted[name])], [DTensor, DTensor])
+            self.assertEqual(found[name].placements, wanted[name].placements)
+            self.assertEqual(found[name].to_local(), wanted[name].to_local(), msg=name, rtol=0, atol=0)
+
+    def _check_same_rows(self, on_mesh: Trained, on_groups: Trained, offload_to_cpu: bool) -> list[str]:
+        """DTensors have the rows that ShardedTensors have. Returns the names of those of which this rank has none."""
+        empty, found = [], []
+        for model, optim in (on_mesh, on_groups):
+            use_sharded_state_dicts(model, offload_to_cpu)
+            found.append(parameters_and_moments(model, optim))
+        dtensors, sharded_tensors = found
+        counts, others = (step_counts(FSDP.optim_state_dict(*trained)) for trained in (on_mesh, on_groups))
+        self.assertEqual(counts, others)
+        self.assertEqual(list(dtensors), list(sharded_tensors))
+        for name, dtensor in dtensors.items():
+            self.assertEqual((type(dtensor), type(sharded_tensors[name])), (DTensor, ShardedTensor))
+            local, shards = dtensor.to_local(), sharded_tensors[name].local_shards()
+            self.assertEqual(local.device.type, _HOST.type if offload_to_cpu else self.device.type)
+            if shards:
+                self.assertEqual(local, shards[0].tensor, msg=name, rtol=0, atol=0, exact_device=True)
+            else:
+                self.assertEqual(local.numel(), 0)
+                empty.append(name)
+        return empty
+
+    def _check_optim_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        """Saved after the first step and loaded after the second, the optimizer is as it was; and it alone is."""
+        saved = FSDP.optim_state_dict(model, optim)
+        wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
+        train_on_share(model, optim, range(1, 2), self.rank, self.world_size)
+        changed = FSDP.optim_state_dict(model, optim)
+        self.assertEqual(step_counts(changed), [2] * len(wanted["state"]))
+        for name, value in moments(wanted).items():
+            self.assertNotEqual(moments(changed)[name].full_tensor(), value.full_tensor(), msg=name)
+
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, torch.load(file)))
+        found = FSDP.optim_state_dict(model, optim)
+        self._check_same_dtensors(moments(found), moments(wanted))
+        self.assertEqual(step_counts(found), [1] * len(wanted["state"]))
+        self.assertEqual(found["param_groups"], wanted["param_groups"])
+        self.assertNotEqual(full_parameters(model), parameters)  # those were not saved
+
+    def _check_model_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        """A step after saving changes every parameter; loaded, the model computes what it did when it was saved."""
+        saved = model.state_dict()
+        wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
+        source: Any = getattr(model, "module", model)
+        probe = source.get_input().to(self.device)
+        output = model(probe).detach()
+        train_on_share(model, optim, range(1, 2), self.rank, self.world_size)
+        for name, param in full_parameters(model).items():
+            self.assertNotEqual(param, parameters[name], msg=name)
+
+        model.load_state_dict(torch.load(file))
+        self._check_same_dtensors(model.state_dict(), wanted)
+        self.assertEqual(full_parameters(model), parameters, rtol=0, atol=0)
+        self.assertEqual(model(probe).detach(), output, rtol=0, atol=0)
+
+
+def _written(state: dict[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
