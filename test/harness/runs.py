@@ -5,6 +5,7 @@ imported torch and nothing of this project, since the import takes longer than w
 interpreter of its own.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -32,6 +33,9 @@ def leftovers(folder):
     return [name for name in os.listdir(folder) if not name.startswith("torchinductor")]
 
 
+_running = []  # processes that nobody has waited for; they end with this one
+
+
 class Process:
     """One process that runs a test file. It stands in ``cwd``, and so do all that it starts."""
 
@@ -44,6 +48,7 @@ class Process:
                 [sys.executable, *command], env=environment, cwd=cwd, stdout=stdout, stderr=stderr
             )
             self.pid = self._popen.pid
+            _running.append(self)
             return
         self._talk, theirs = socket.socketpair()
         with theirs:
@@ -52,13 +57,17 @@ class Process:
         self._talk.settimeout(COMMAND_LIMIT)
         self._heard = self._talk.makefile("r")
         self.pid = int(self._heard.readline())
+        _running.append(self)
 
     def wait(self):
         """Its exit code, or the negative number of the signal that ended it. Raises ``TimeoutError`` in time."""
         if self._popen is not None:
-            return self._popen.wait(timeout=COMMAND_LIMIT)
-        with self._talk, self._heard:
-            return os.waitstatus_to_exitcode(int(self._heard.readline()))
+            code = self._popen.wait(timeout=COMMAND_LIMIT)
+        else:
+            with self._talk, self._heard:
+                code = os.waitstatus_to_exitcode(int(self._heard.readline()))
+        _running.remove(self)
+        return code
 
     def kill(self):
         """End it, unless it has ended."""
@@ -113,7 +122,15 @@ def _nursery():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, __file__, str(theirs.fileno())]
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL).returncode = 0
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def end():
+        for each in _running:
+            each.kill()
+        ours.close()
+        process.wait(timeout=LIMIT)
+
+    atexit.register(end)
     return ours
 
 
@@ -125,7 +142,7 @@ def _raise_children(control):
     while True:
         request, (*descriptors,), _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not request:
-            sys.exit()
+            os._exit(0)
         if os.fork() == 0:
             control.close()
             return _become(json.loads(request), *descriptors)

@@ -52,7 +52,8 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        return False  # _run makes the group and ends it
+        """False: the ranks end their group together, as they made it."""
+        return False
 
     @property
     def init_method(self) -> str:
@@ -93,6 +94,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     @classmethod
     def backend_str(cls) -> str:
+        """The backend under test."""
         return accelerator.current().backend
 
     @classmethod
@@ -109,6 +111,7 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
+        """The default process group, in a rank."""
         return type(self).pg
 
 
@@ -136,8 +139,10 @@ class FSDPTestMultiThread(MultiThreadedTestCase):
         run_subtests(self, *args, **kwargs)
 
     def perThreadSetUp(self) -> None:
+        """In each rank: the substitutes of :mod:`.substitutes`, and nothing compiled by an earlier test."""
         substitutes.install(accelerator.current())
         torch._dynamo.reset()
 
     def perThreadTearDown(self) -> None:
+        """In each rank: what was compiled is forgotten."""
         torch._dynamo.reset()

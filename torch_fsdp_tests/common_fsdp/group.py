@@ -16,9 +16,11 @@ class DummyProcessGroup:
         self._size = size
 
     def rank(self) -> int:
+        """The rank that it was made with."""
         return self._rank
 
     def size(self) -> int:
+        """The size that it was made with."""
         return self._size
 
     def allreduce(self, *args: Any, **kwargs: Any) -> mock.Mock:
