@@ -592,14 +592,9 @@ class TestFSDPOptimState(FSDPTest):
     @MANY_GROUPS
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
-    def test_shard_full_optim_state_dict_nested(self, use_multiple_param_groups, wrap_alt, use_diff_optim_inputs):
-        self._test_load_optim_state(
-            legacy_and_generic(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE),
-            _ModelClass.NESTED,
-            use_multiple_param_groups=use_multiple_param_groups,
-            wrap_alt=wrap_alt,
-            use_diff_optim_inputs=use_diff_optim_inputs,
-        )
+    def test_shard_full_optim_state_dict_nested(self, **config):
+        ways = legacy_and_generic(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
+        self._test_load_optim_state(ways, _ModelClass.NESTED, **config)
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
@@ -626,14 +621,9 @@ class TestFSDPOptimState(FSDPTest):
     @MANY_GROUPS
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
-    def test_scatter_full_optim_state_dict_nested(self, use_multiple_param_groups, wrap_alt, use_diff_optim_inputs):
-        self._test_load_optim_state(
-            legacy_and_generic(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0),
-            _ModelClass.NESTED,
-            use_multiple_param_groups=use_multiple_param_groups,
-            wrap_alt=wrap_alt,
-            use_diff_optim_inputs=use_diff_optim_inputs,
-        )
+    def test_scatter_full_optim_state_dict_nested(self, **config):
+        ways = legacy_and_generic(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0)
+        self._test_load_optim_state(ways, _ModelClass.NESTED, **config)
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):

@@ -14,11 +14,11 @@ import tempfile
 import threading
 import time
 import unittest
-from datetime import timedelta
 
 import numpy
 import torch
 import torch.distributed as dist
+from meeting import ends_together
 
 from torch_fsdp_tests import host
 from torch_fsdp_tests.common_distributed import (
@@ -234,20 +234,8 @@ class Meeting:
 
     def test_groups_end_together(self):
         self.connect()
-        store = dist.distributed_c10d._get_default_store()
         dist.new_group()
-        if self.rank == 1:
-            with self.assertRaises(RuntimeError):
-                store.wait(["ended"], timedelta(seconds=0.5))
-            return
-        end = dist.destroy_process_group
-
-        def tell_and_end(*arguments):
-            dist.destroy_process_group = end
-            store.set("ended", "yes")
-            end(*arguments)
-
-        dist.destroy_process_group = tell_and_end
+        ends_together(self, dist.distributed_c10d._get_default_store())
 
 
 class Skips:

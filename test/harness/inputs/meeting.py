@@ -1,0 +1,23 @@
+"""What ranks of other files here do to see that the harness ends their groups together. Not a test file."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+WAIT = 1.0  # seconds in which a group that is not waited for would have ended
+
+
+def ends_together(case, store):
+    """Fail unless the group of rank 0, which is done at once, stays until the other ranks are done too."""
+    if case.rank > 0:
+        with case.assertRaises(RuntimeError):
+            store.wait(["ended"], timedelta(seconds=WAIT))
+        return
+    end = dist.destroy_process_group
+
+    def tell_and_end(*arguments):
+        dist.destroy_process_group = end
+        store.set("ended", "yes")
+        end(*arguments)
+
+    dist.destroy_process_group = tell_and_end
