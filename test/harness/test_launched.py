@@ -86,7 +86,7 @@ def started():
     node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{find_free_port()}"]
     show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
     patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end a test that nobody ended
-    faults = ["TestAll", "TestFewer", "TestMore", "TestStaying", "TestThreads", "TestAlone"]
+    faults = ["TestAll", "TestHeardLate", "TestFewer", "TestMore", "TestStaying", "TestThreads", "TestAlone"]
     return {
         "faults": Launch(["--standalone", "--nproc-per-node", "3"], faults),
         "node 0": Launch([*node, "--node-rank", "0"], WELL, **show),
@@ -117,6 +117,7 @@ class TestOneMachine(TestCase):
                 "TestAll.test_hangs": ["ERROR"],
                 "TestAll.test_passes": ["ok"],
                 "TestAll.test_skips": ["skipped 'not today'"],
+                "TestHeardLate.test_dies": ["ERROR"],
                 "TestFewer.test_ends_together": ["ok"],
                 "TestFewer.test_passes": ["ok"],
                 "TestFewer.test_passes_again": ["ok"],
@@ -136,6 +137,7 @@ class TestOneMachine(TestCase):
         [
             ("TestAll.test_fails", ["rank 2 of 3 raised", "stage=7", "only here", "in test_fails"]),
             ("TestAll.test_dies", ["rank 1 of 3 left with exit code 3 before reporting"]),
+            ("TestHeardLate.test_dies", ["rank 1 of 3 left with exit code 3 before reporting"]),
             ("TestAll.test_hangs", ["rank 1 of 3 was still running after", "the limit is 3 s", "in test_hangs"]),
             ("TestStaying.test_3_fails", ["rank 1 of 3 raised", "KeyError: 'lost'"]),
         ],
@@ -153,7 +155,7 @@ class TestOneMachine(TestCase):
     def test_every_process_leaves_with_the_status_that_rank_0_earned(self):
         launch = launched("faults")
         self.assertEqual(launch.code, 1)
-        self.assertIn("FAILED (failures=1, errors=3, skipped=3, expected failures=1)", launch.text)
+        self.assertIn("FAILED (failures=1, errors=4, skipped=3, expected failures=1)", launch.text)
         codes = re.findall(r"rank +: (\d) .*\n +exitcode +: (-?\d+)", launch.text)
         self.assertIn(("0", "1"), codes)  # it was not cut short by the launcher
         self.assertEqual(launch.left, [])

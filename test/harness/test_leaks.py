@@ -186,6 +186,13 @@ class TestEndOfTheTestProcess(TestCase):
         self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
         self.assertEqual(left, [])
 
+    @parametrize("moment", ["Making", "Removing"])
+    def test_sigterm_at_any_moment(self, moment):
+        """It may come just when the folder of a test's ranks has been made, or is about to be removed."""
+        run = Run(INPUTS / "ended.py", moment).end()
+        self.assertEqual(run.code, -signal.SIGTERM)
+        self.assertEqual(run.left, [])
+
     def test_sigint(self):
         code, text, left = self.hang(signal.SIGINT)
         self.assertEqual(code, -signal.SIGINT)
@@ -199,6 +206,7 @@ class TestEndOfTheTestProcess(TestCase):
 
 
 instantiate_parametrized_tests(TestLeaks)
+instantiate_parametrized_tests(TestEndOfTheTestProcess)
 
 if __name__ == "__main__":
     run_tests()

@@ -29,7 +29,7 @@ UPSTREAM = "torch.testing._internal"
 STAGES = ("start", "rendezvous", "body", "tear-down")
 RUN_LIMIT = 1800  # seconds for one run of a file
 
-_SOURCE = '''
+_SOURCE = """
 import os, time
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -74,7 +74,7 @@ for _number in range({tests}):
 
 if __name__ == "__main__":
     run_tests()
-'''
+"""
 
 
 class Run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import selectors
 import shutil
 import socket
@@ -100,17 +101,12 @@ class RankGroup:
         self, cls: type, test: str | None, world_size: int, *, threads: bool = False, part: Part | None = None
     ) -> None:
         self.world_size = world_size
-        self.directory = Path(tempfile.mkdtemp(prefix="torch_fsdp_tests-"))
-        self.file_name = str(self.directory / "rendezvous")
-        Path(self.file_name).touch()
-        if part is not None and part.file_name is not None:
-            self.file_name = part.file_name
         self._part = part
         self._cut: float | None = None  # the moment at which ranks elsewhere want this test to be over
         self._leaks: list[str] = []
         self._leaks_of_ranks: dict[str, list[int]] = {}
         self._stays = test is None
-        self._over = False
+        self._over = True  # nothing of its ranks is left, or has been started yet
         self._spent = False  # a rank that stayed takes no further test
         self._shared: set[str] = set()  # names of files in shared memory that the ranks have made
         self._judged = False  # what became of ranks that stayed is in the reports on a test
@@ -121,12 +117,17 @@ class RankGroup:
         self._too_late = False  # the limit has passed; what a rank says from now on does not count
         self._selector = selectors.DefaultSelector()
         self.processes: list[_Process] = []
+        self.directory = Path(tempfile.gettempdir(), f"torch_fsdp_tests-{secrets.token_urlsafe(6)}")
+        rendezvous = self.directory / "rendezvous"
+        self.file_name = str(rendezvous) if part is None or part.file_name is None else part.file_name
+        active.append(self)  # before there is anything to remove: a signal may end this process at any moment
         try:
+            self.directory.mkdir(mode=0o700)
+            rendezvous.touch()
             self._start(cls, test, 1 if threads else world_size)
         except BaseException:
             self._release()
             raise
-        active.append(self)
 
     def _start(self, cls: type, test: str | None, processes: int) -> None:
         self._server = server_side.living_server()
@@ -163,6 +164,7 @@ class RankGroup:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+        self._over = False
         self._selector.register(self._server, selectors.EVENT_READ, self._hear_server)
         for process in self.processes:
             self._selector.register(process.channel, selectors.EVENT_READ, process)
@@ -358,7 +360,7 @@ class RankGroup:
             if message.get("refused") == self._id:
                 raise HarnessError(message["why"])
             if message.get("started") == self._id:
-                self._started = time.monotonic()
+                self._started = message["at"]
                 for process, pid in zip(self.processes, message["pids"]):
                     process.pid = pid
             elif message.get("over") == self._id:

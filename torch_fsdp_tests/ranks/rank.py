@@ -221,5 +221,3 @@ def prepare_interpreter(preparation: Mapping) -> None:
     spawn.prepare(dict(preparation))
     for module in preparation.get("modules", ()):
         importlib.import_module(module)
-
-

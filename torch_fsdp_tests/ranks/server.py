@@ -49,7 +49,7 @@ class Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = Channel(control)
         self._starts: dict[int, dict[int, bool]] = {}  # start id -> {process id: still there}
-        self._directories: dict[int, str] = {}
+        self._directories: list[str] = []  # of all starts so far
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         os.set_blocking(self._wakeup, False)
@@ -80,18 +80,18 @@ class Server:
                 getattr(self, f"_{message['op']}")(message, descriptors)
             if os.getppid() != self._test_process:
                 break
-        # The test process is gone, so what it would have ended and removed falls to the server.
-        directories = list(self._directories.values())
+        # The test process is gone, maybe amid what it would have ended and removed, which falls to the server.
         for start in list(self._starts):
             self._end({"id": start}, [])
-        for directory in directories:
+        for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _start(self, request: dict, descriptors: list[int]) -> None:
         ends = [(descriptors[i], descriptors[i + 1]) for i in range(0, len(descriptors), 2)]
         pids: dict[int, bool] = {}
         self._starts[request["id"]] = pids
-        self._directories[request["id"]] = request["directory"]
+        self._directories.append(request["directory"])
+        began = time.monotonic()  # before the first rank is there, so that none can speak or die earlier
         try:
             if request["start"] == "fork" and accelerator.initialised():
                 raise RuntimeError(
@@ -109,11 +109,9 @@ class Server:
             for pair in ends:
                 for descriptor in pair:
                     os.close(descriptor)
-        self._tell({"started": request["id"], "pids": list(pids)})
+        self._tell({"started": request["id"], "pids": list(pids), "at": began})
 
-    def _fork(
-        self, request: dict, index: int, channel: int, last_words: int, ends: list[tuple[int, int]]
-    ) -> int:
+    def _fork(self, request: dict, index: int, channel: int, last_words: int, ends: list[tuple[int, int]]) -> int:
         server = os.getpid()
         pid = os.fork()
         if pid:
@@ -128,9 +126,7 @@ class Server:
         rank.main(request, index, Channel(socket.socket(fileno=channel)), last_words, server)
         os._exit(1)  # main does not return
 
-    def _spawn(
-        self, request: dict, index: int, channel: int, last_words: int, ends: list[tuple[int, int]]
-    ) -> int:
+    def _spawn(self, request: dict, index: int, channel: int, last_words: int, ends: list[tuple[int, int]]) -> int:
         entry = f"from {rank.__name__} import fresh; fresh()"
         process = subprocess.Popen(
             [*_interpreter(), "-c", entry, request["directory"], str(index), str(channel), str(last_words)],
@@ -170,8 +166,7 @@ class Server:
                 break
             if lost.keys() == tidying:
                 select.select([self._wakeup], [], [], (patience if tidying else give_up) - now)
-        del self._starts[request["id"]]
-        del self._directories[request["id"]]
+        self._starts.pop(request["id"], None)  # it may be asked for again by a signal's handler
         self._tell({"over": request["id"], "leaks": leaks})
 
     def _reap(self) -> None:

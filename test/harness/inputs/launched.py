@@ -4,16 +4,17 @@ import os
 import signal
 import time
 import unittest
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from meeting import ends_together
 from torch.distributed import FileStore
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase, requires
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.ranks import RankGroup
 
 LAUNCHED = os.getpid()  # forked ranks keep the id of the process that the launcher made
 FOREVER = 1000  # seconds
@@ -25,22 +26,6 @@ def total(rank):
     tensor = torch.ones(1, device=accelerator.current().device(rank))
     dist.all_reduce(tensor)
     return int(tensor.item())
-
-
-def ends_together(case, store):
-    """The harness ends no group of rank 0, which is done at once, before the others are done too."""
-    if case.rank > 0:
-        with case.assertRaises(RuntimeError):
-            store.wait(["ended"], timedelta(seconds=1))
-        return
-    end = dist.destroy_process_group
-
-    def tell_and_end(*arguments):
-        dist.destroy_process_group = end
-        store.set("ended", "yes")
-        end(*arguments)
-
-    dist.destroy_process_group = tell_and_end
 
 
 class TestAll(FSDPTest):
@@ -81,6 +66,23 @@ class TestAll(FSDPTest):
     @requires(lambda: "known before any rank starts")
     def test_asks_first(self):
         pass
+
+
+class TestHeardLate(FSDPTest):
+    """The process of rank 1 hears of its rank's death long after rank 0 has met the consequences."""
+
+    test_dies = TestAll.test_dies
+
+
+if os.environ.get("RANK") == "1":
+    start = RankGroup._start
+
+    def start_and_pause(group, cls, *arguments):
+        start(group, cls, *arguments)
+        if cls is TestHeardLate:
+            time.sleep(2)
+
+    RankGroup._start = start_and_pause
 
 
 class TestFewer(MultiProcessTestCase):
