@@ -109,6 +109,15 @@ def command_of(pid: int) -> str:
     return f"{pid} ({line[:120]})" if line else str(pid)
 
 
+def holds_file_below(pid: int, directory: Path) -> bool:
+    """Whether a process has a file in this directory open; False where that cannot be seen."""
+    for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith(f"{directory}/"):
+                return True
+    return False
+
+
 def is_servant(command: str) -> bool:
     """Whether a command line is that of a helper which Python or torch starts by itself: no test's doing."""
     return is_tracker(command) or any(name in command for name in _SERVANTS)

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import events
+from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch.forkserver import ForkServer, interpreter
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.result import (
     FILE_ITSELF,
@@ -56,6 +57,7 @@ class TestProcess:
         began: float,
         limit: float,
         measure: tuple[str, ...] = (),
+        forkserver: ForkServer | None = None,
     ) -> None:
         self.job, self.orders, self.lent, self.began, self.limit = job, orders, lent, began, limit
         self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=directory))
@@ -79,7 +81,7 @@ class TestProcess:
         self._stop: Ending | None = None
         self._kill_at: float | None = None
         self._killed_by_us = False
-        self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, measure)
+        self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, measure, forkserver)
 
     def _start(
         self,
@@ -88,6 +90,7 @@ class TestProcess:
         environment: Mapping[str, str],
         cwd: Path,
         measure: tuple[str, ...],
+        forkserver: ForkServer | None,
     ) -> tuple[int, int]:
         scratch = self.directory / "tmp"
         scratch.mkdir()
@@ -95,29 +98,32 @@ class TestProcess:
         orders_path.write_text(self.orders.to_json())
         read, write = os.pipe()
         os.set_blocking(read, False)
-        command = [
-            sys.executable, *subprocess._args_from_interpreter_flags(), *measure,  # type: ignore[attr-defined]
-            "-m", "torch_fsdp_tests.dispatch.child", str(path), str(orders_path), "--", *arguments,
-        ]  # fmt: skip
+        command = [str(path), str(orders_path), "--", *arguments]
+        environment = {**environment, "TMPDIR": str(scratch)}
         try:
             with open(self.output_path, "wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=cwd,
-                    env={**environment, events.DESCRIPTOR_VARIABLE: str(write), "TMPDIR": str(scratch)},
-                    pass_fds=(write,),
-                    start_new_session=True,
-                )
+                pid = None
+                if forkserver is not None and forkserver.ready:
+                    pid = forkserver.fork(command, environment, output.fileno(), write)
+                if pid is None:
+                    process = subprocess.Popen(
+                        [*interpreter(), *measure, "-m", child.__name__, *command],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        cwd=cwd,
+                        env={**environment, events.DESCRIPTOR_VARIABLE: str(write)},
+                        pass_fds=(write,),
+                        start_new_session=True,
+                    )
+                    process.returncode = 0  # the runner collects every child itself, in one place
+                    pid = process.pid
         except BaseException:
             os.close(read)
             raise
         finally:
             os.close(write)
-        process.returncode = 0  # the runner collects every child itself, in one place
-        return process.pid, read
+        return pid, read
 
     def listen(self) -> bool:
         """Take in what the process has said; False once it will say no more."""

@@ -21,6 +21,7 @@ from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.keeper import Keeper
 from torch_fsdp_tests.dispatch.lists import Entry
 from torch_fsdp_tests.dispatch.plan import Job
@@ -82,6 +83,7 @@ class Runner:
         self._stopping = False
         self._signals: list[int] = []
         self._measure: tuple[str, ...] = ()
+        self._forkserver: ForkServer | None = None
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by how many it was lent
         self._selector = selectors.DefaultSelector()
         self._epoch = time.monotonic()
@@ -105,8 +107,9 @@ class Runner:
         """
         self._console.begin()
         self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
+        self._inherited = host.children()  # of the program that became this one
         self._keeper = Keeper(self._directory)
-        host.adopt_orphans()
+        self._adopts = host.adopt_orphans()
         if self._run.coverage:
             self._measure = coverage.begin(self._directory, self._run.test_directory)
         try:
@@ -120,6 +123,8 @@ class Runner:
                 self.results.remarks.append(coverage.end(self._directory, self._run.reports))
         finally:
             self._selector.close()
+            if self._forkserver is not None:
+                self._forkserver.close()
             self._keeper.close()
             for waiting in self._queue:  # the end of the run came between two attempts
                 if waiting.attempts:
@@ -192,7 +197,7 @@ class Runner:
         try:
             started = TestProcess(
                 job, self._paths[part.name], orders, run.arguments, environment, self._directory, run.test_directory,
-                lent, now, limit, self._measure,
+                lent, now, limit, self._measure, self._forkserver,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             self._pool.give_back(lent)
@@ -287,19 +292,31 @@ class Runner:
         self._console.learn(running.job.part.name, running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
+        if "torch" in running.facts and len(self._queue) > self._pool.size and self._may_fork():
+            self._forkserver = ForkServer(self._environment, self._run.test_directory, self._directory)
+
+    def _may_fork(self) -> bool:
+        """Whether the files' processes may be forked off one that has imported torch, and none is there for it yet."""
+        same_environment = self._devices.lendable is None and not self._measure
+        return self._forkserver is None and same_environment and self._adopts and host.can_fork()
 
     def _end_descendants(self, running: TestProcess) -> list[str]:
         """Kill what a job left running, also outside of its group, and name it."""
         marker = f"TMPDIR={running.directory}".encode()
         leaks = []
         for pid in host.children():
-            if pid in self._running or pid == self._keeper.pid:
+            if pid in self._running or pid in self._helpers():
                 continue
             with contextlib.suppress(OSError):
-                if marker in Path(f"/proc/{pid}/environ").read_bytes():
+                if marker in Path(f"/proc/{pid}/environ").read_bytes() or host.holds_file_below(pid, running.directory):
                     leaks.append(f"the process {host.command_of(pid)} was left running and was ended")
                     os.kill(pid, signal.SIGKILL)
         return leaks
+
+    def _helpers(self) -> set[int]:
+        """Children of this process that are no jobs."""
+        helpers = {self._keeper.pid, *self._inherited}
+        return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
 
     def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:
         attempts = (*waiting.attempts, attempt)
@@ -324,6 +341,9 @@ class Runner:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
             self._running.pop(pid)
+        for pid in set(host.children()) - self._helpers():  # let go by every file and named at none
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _to_repeat(attempt: Attempt) -> tuple[str, ...] | None:

@@ -1,0 +1,138 @@
+"""Files whose processes are forked off one that has imported torch: they see, do and leave what others would."""
+
+import json
+import re
+import signal
+import textwrap
+import time
+import unittest
+from pathlib import Path
+
+from trees import CHECKOUT, PASS, TreeCase, alive, body
+
+# The first file makes the dispatcher start the server, and waits for its sign, a file in the run's own directory.
+FIRST = f"""
+import tempfile
+sys.path.insert(0, {str(CHECKOUT)!r})
+class TestFirst(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        from torch_fsdp_tests import events
+        events.record(torch="any")
+    def test_first(self):
+        while not os.path.exists(os.path.join(tempfile.gettempdir(), "..", "..", "forkserver")): time.sleep(0.02)
+"""
+FORKED = "assert 'torch' in sys.modules\n"
+
+# What a process can see of how it came to life.
+SEES = """
+import __main__, gc, tempfile, threading
+FILE = {file!r}
+seen = dict(
+    main=(__main__.__file__, __main__.__name__, str(__main__.__spec__)),
+    arguments=sys.argv,
+    path=sys.path,
+    flags=str(sys.flags),
+    folder=os.getcwd(),
+    environment={{name: value for name, value in os.environ.items() if name != "TMPDIR"}},
+    temporary=tempfile.gettempdir() == os.environ["TMPDIR"],
+    leads=(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()),
+    threads=threading.active_count(),
+    streams=[(s.fileno(), s.encoding, s.errors, s.line_buffering) for s in (sys.stdin, sys.stdout, sys.stderr)],
+    files=[os.path.basename(os.readlink(f"/proc/self/fd/{{n}}")) for n in range(3)],
+    descriptors=len(os.listdir("/proc/self/fd")),
+    signals=[(n, str(signal.getsignal(n))[:20]) for n in sorted(signal.valid_signals())],
+    blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    collector=(gc.isenabled(), gc.get_threshold()),
+)
+with open(FILE, "w") as file: json.dump([seen, os.getppid(), "torch" in sys.modules], file)
+"""
+
+
+@unittest.skipUnless(Path("/proc/self/task").exists(), "needs Linux, where a process may fork once torch is imported")
+class TestForkServer(TreeCase):
+    def check_forked(self, files, passed, **expected):
+        """As ``check``, for files that are forked, one after the other."""
+        named = {f"test_{number}_{name}": text for number, (name, text) in enumerate(files.items(), 1)}
+        return self.check({"test_0": FIRST, **named}, ["-j1", "--keep-going"], passed + 1, **expected)
+
+    def test_nothing_shows(self):
+        """A forked process looks into itself, and sees what one with an interpreter of its own does."""
+        sight = self.root / "sight"
+        look = SEES.format(file=str(sight)) + PASS
+        process_ids, sights = [], []
+        for torch in (False, True):
+            if torch:
+                self.check_forked({"look": look, "other": PASS, "third": PASS}, passed=3)
+            else:
+                self.check({"test_1_look": look}, passed=1)
+            seen, parent, there = json.loads(sight.read_text())
+            self.assertIs(there, torch)
+            process_ids.append(parent)
+            sights.append(seen)
+        self.maxDiff = None
+        self.assertEqual(*sights)
+        self.assertNotEqual(*process_ids)  # both are children of their dispatcher
+
+    def test_bad_ends(self):
+        ends = {
+            "fails": body("print('words'), self.fail('on purpose')"),
+            "leaves": body("os._exit(3)"),
+            "dies": body("os.kill(os.getpid(), signal.SIGSEGV)"),
+            "breaks": "import no_such_module\n",
+            "passes": PASS,
+        }
+        says = ["words(.|\n)*on purpose", "exit status 3", "SIGSEGV", "no_such_module"]
+        forked = {name: FORKED + text for name, text in ends.items()}
+        self.check_forked(forked, passed=1, failed=4, says=says)
+
+    def test_what_they_leave_running_is_named_and_ended(self):
+        """Also outside of the file's process group, whether it is a program or a fork."""
+        program = "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)"
+        fork = "pid = os.fork(); pid or (os.setsid(), time.sleep(1000)); print('pid', pid)"
+        out = self.check_forked(
+            {"leaves": FORKED + body(program, fork), "other": PASS, "third": PASS},
+            passed=4,
+            env={"VERBOSE_TEST_LOGS": "1"},
+        )
+        left = set(map(int, re.findall(r"pid (\d+)", out)))
+        self.assertEqual(len(left), 2, out)
+        self.assertEqual(set(map(int, re.findall(r"note: the process (\d+) .*was left running", out))), left, out)
+        self.assertFalse(any(map(alive, left)))
+
+    def test_its_death_is_no_files_concern(self):
+        kill = """
+        def test_kill(self):
+            for task in os.listdir(f"/proc/{os.getppid()}/task"):
+                for pid in open(f"/proc/{os.getppid()}/task/{task}/children").read().split():
+                    if b"forkserver" in open(f"/proc/{pid}/cmdline", "rb").read():
+                        os.kill(int(pid), signal.SIGKILL)
+                        return
+            self.fail("there is none")
+        """
+        killer = FORKED + "class TestKill(unittest.TestCase):\n" + textwrap.indent(textwrap.dedent(kill), "    ")
+        alone = "assert 'torch' not in sys.modules\n" + PASS
+        self.check_forked({"kills": killer, "alone": alone, "third": alone}, passed=3)
+
+    def test_it_goes_with_the_dispatcher(self):
+        for number in (signal.SIGINT, signal.SIGKILL):
+            file = self.root / f"{number}"
+            tell = f"open({str(file)!r}, 'w').write(f'{{os.getpid()}} {{os.getsid(0)}}.'); time.sleep(1000)"
+            self.write({"test_0": FIRST, "test_1": FORKED + body(tell), "test_2": PASS, "test_3": PASS})
+            process = self.start("-j1")
+            while not file.exists() or not file.read_text().endswith("."):
+                self.assertIsNone(process.poll())
+                time.sleep(0.02)
+            tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+            children = [int(pid) for task in tasks for pid in task.read_text().split()]
+            self.assertEqual(len(children), 3)  # the keeper, the server and the file
+            process.send_signal(number)
+            process.communicate()
+            give_up = time.monotonic() + 10
+            while any(map(alive, children)) and time.monotonic() < give_up:
+                time.sleep(0.02)
+            self.assertFalse(any(map(alive, children)))
+
+
+if __name__ == "__main__":
+    unittest.main()
