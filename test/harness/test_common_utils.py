@@ -28,6 +28,7 @@ from torch_fsdp_tests.common_utils import (
     find_free_port,
     freeze_rng_state,
     get_cycles_per_ms,
+    manual_seed,
     retry_on_connect_failures,
     run_tests,
     saved_state,
@@ -206,6 +207,15 @@ class StateTest(TestCase):
                 del os.environ["TORCH_FSDP_TESTS_SCRATCH"]
             self.assertEqual(os.environ["TORCH_FSDP_TESTS_SCRATCH"], "kept")
         self.assertEqual(leaks, ["removed the environment variable TORCH_FSDP_TESTS_SCRATCH"])
+
+    def test_manual_seed(self):
+        """It seeds as torch's own does, whose cost it saves where there is no accelerator."""
+        draws = []
+        for seed in (torch.manual_seed, manual_seed):
+            seed(11)
+            draws.append(torch.rand(3))
+            manual_seed(12)
+        self.assertEqual(*draws)
 
     def test_seed(self):
         def draws():

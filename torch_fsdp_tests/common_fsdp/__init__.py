@@ -37,6 +37,7 @@ from .patches import (
     patch_unshard,
     reduce_scatter_with_assert,
 )
+from .shard_optimizers import OnShards, ShardAdam, ShardAdamW, local_of
 from .sharded_states import (
     FourLayers,
     ShardedStatesMixin,
@@ -88,6 +89,9 @@ __all__ = [
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "NonUniformReqGradNWM",
+    "OnShards",
+    "ShardAdam",
+    "ShardAdamW",
     "ShardedStatesMixin",
     "SkipModel",
     "SkipModule",
@@ -106,6 +110,7 @@ __all__ = [
     "fully_shard_with_compiled_compute",
     "get_devtype",
     "get_full_params",
+    "local_of",
     "parameters_and_moments",
     "patch_all_gather",
     "patch_all_reduce",

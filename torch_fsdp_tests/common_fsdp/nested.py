@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import always_wrap_policy
 
+from torch_fsdp_tests.common_utils.seed import manual_seed
+
 from .delays import _delayed_reduce_scatter, _delayed_reshard, delay_device
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
@@ -68,7 +70,7 @@ class NestedWrappedModule(FSDPTestModel):
             return FSDP(layer, _group_of_this_rank() if alone else group, **fsdp_kwargs)
 
         if deterministic:
-            torch.manual_seed(0)
+            manual_seed(0)
         self.module = self._build(linear, _maybe_wrap, deterministic)
 
     def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
@@ -81,7 +83,7 @@ class NestedWrappedModule(FSDPTestModel):
         )
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(1 + self.rank)
+        manual_seed(1 + self.rank)
         return (torch.rand(4, 8, device=device),)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,13 +275,13 @@ class MixtureOfExperts(NestedWrappedModule):
     def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
         d_input, d_shared, d_expert = 8, 12, 23
         if deterministic:
-            torch.manual_seed(42 + self.rank)
+            manual_seed(42 + self.rank)
         expert = linear(d_expert, d_shared)
         self.num_expert_params = sum(parameter.numel() for parameter in expert.parameters())
         for parameter in expert.parameters():
             parameter.expert = True
         if deterministic:
-            torch.manual_seed(0)
+            manual_seed(0)
         shared = linear(d_shared, d_expert)
         return nn.Sequential(
             linear(d_input, d_shared),

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
+from torch_fsdp_tests.common_utils.seed import manual_seed
+
 from .states import full_parameters
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class FourLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        manual_seed(0)
         self.net1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
         self.net2 = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
         self.net3 = nn.Sequential(nn.Linear(32, 64), nn.ReLU())

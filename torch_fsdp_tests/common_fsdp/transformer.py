@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_fsdp_tests.common_utils.seed import manual_seed
+
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .states import _move_to_device
@@ -35,7 +37,7 @@ class TransformerWithSharedParams(FSDPTestModel):
         self.rank = group.rank()
         self.world_size = group.size()
         if deterministic:
-            torch.manual_seed(0)
+            manual_seed(0)
         vocabulary, width = 23, 16
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.transformer = nn.Transformer(
@@ -54,7 +56,7 @@ class TransformerWithSharedParams(FSDPTestModel):
             self.eval()
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(1 + self.rank)  # dropout differs by rank, and is the same in every forward of a rank
+        manual_seed(1 + self.rank)  # dropout differs by rank, and is the same in every forward of a rank
         source, target = (torch.arange(length * self.bs, device=device).view(length, self.bs) for length in (6, 4))
         return source, target
 

@@ -66,6 +66,7 @@ from torch_fsdp_tests.common_utils.parametrization import (
 )
 from torch_fsdp_tests.common_utils.seed import (
     freeze_rng_state,
+    manual_seed,
     set_rng_seed,
 )
 from torch_fsdp_tests.common_utils.skips import (
@@ -169,6 +170,7 @@ __all__ = [
     "instantiate_parametrized_tests",
     "isRocmArchAnyOf",
     "lazy_skip_if",
+    "manual_seed",
     "parametrize",
     "reparametrize",
     "retry_on_connect_failures",

@@ -27,11 +27,12 @@ from torch_fsdp_tests.common_fsdp import (
     DoubleLinear,
     FSDPTest,
     FSDPTestMultiThread,
+    ShardAdam,
     check_sharded_parity,
     patch_all_gather,
     patch_reduce_scatter,
 )
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 DIM = 24
@@ -137,13 +138,13 @@ class TestFullyShardAutograd(FSDPTest):
         return copy.deepcopy(model).to(accelerator.current().device(self.rank))
 
     def _adams(self, *modules: nn.Module) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(module.parameters(), lr=1e-2) for module in modules]
+        return [ShardAdam(module.parameters(), lr=1e-2) for module in modules]
 
     def _train_and_compare(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Ten steps on the sum of the output, with gradients compared before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = self._adams(ref_model, model)
-        torch.manual_seed(1)  # for the rows; the same on all ranks
+        manual_seed(1)  # for the rows; the same on all ranks
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
             ref_loss, loss = ref_model(rows).sum(), model(mine).sum()
@@ -163,13 +164,13 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
 
     def _test_unused_forward_output(self, reshard_after_forward: bool | int) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=True)
         ref_model = self._replica(model)
         fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)  # lin2 belongs to the root
         ref_optim, optim = self._adams(ref_model, model)
-        torch.manual_seed(1)
+        manual_seed(1)
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
             losses = []
@@ -198,14 +199,14 @@ class TestFullyShardAutograd(FSDPTest):
     def _test_unused_forward_output_gradients(
         self, reshard_after_forward: bool | int, wrapped: tuple[str, ...], input_requires_grad: bool
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
         for name in wrapped:
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
         optims = self._adams(ref_model, model)
         both, first, second = (lambda x, y: (x * y).sum()), (lambda x, y: x.sum()), (lambda x, y: y.sum())
-        torch.manual_seed(1)
+        manual_seed(1)
         for step, loss_of in enumerate((both, first, second, first, both)):
             rows, mine = self._global_and_local_input(input_requires_grad)
             loss_of(*ref_model(rows)).backward()
@@ -222,7 +223,7 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests({"input_requires_grad": [True, False]}, self._test_loss_of_inner_output)
 
     def _test_loss_of_inner_output(self, input_requires_grad: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
         for module in (model.lin1, model):
@@ -230,7 +231,7 @@ class TestFullyShardAutograd(FSDPTest):
         inner: list[torch.Tensor] = []
         for module in (ref_model.lin1, model.lin1):
             module.register_forward_hook(lambda module, args, output: inner.append(output))
-        torch.manual_seed(1)
+        manual_seed(1)
         for _ in range(2):
             rows, mine = self._global_and_local_input(input_requires_grad)
             ref_model(rows)
@@ -250,7 +251,7 @@ class TestFullyShardAutograd(FSDPTest):
 
         Gathered from all four the parameter would be the same, at twice the traffic.
         """
-        torch.manual_seed(42)
+        manual_seed(42)
         model = DoubleLinear(dim=DIM)
         for linear in (model.lin1, model.lin2):
             fully_shard(linear, reshard_after_forward=2)
@@ -273,7 +274,7 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
 
     def _test_unused_forward_module(self, reshard_after_forward: bool | int) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=False)
         ref_model = self._replica(model)
         for module in (model.lin1, model.lin2, model):
@@ -286,7 +287,7 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
 
     def _test_nontensor_activations(self, container_type: type) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         stages = (Module(DIM) for _ in range(3))
         model = nn.Sequential(ToContainerType(container_type), *stages, FromContainerType(container_type))
         ref_model = self._replica(model)
@@ -305,7 +306,7 @@ class TestFullyShardAutograd(FSDPTest):
             raise unittest.SkipTest("this torch does not look for tensors in dataclasses (2.13 does)")
         pack, unpack = CONTAINERS[container]
         events: list[str] = []
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(*(PairStage(index, pack, unpack) for index in range(3)))
         ref_model = self._replica(model)
         for stage in model:
@@ -313,7 +314,7 @@ class TestFullyShardAutograd(FSDPTest):
             fully_shard(stage)
         fully_shard(model)
         mask = torch.ones(DIM, device=accelerator.current().device(self.rank))
-        torch.manual_seed(1)
+        manual_seed(1)
         for _ in range(2):
             rows, mine = self._global_and_local_input(requires_grad=True)
             x, y, ref_mask = unpack(ref_model(pack(rows, rows + 1, mask)))
@@ -346,13 +347,13 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests(config, self._test_rank_dependent_use)
 
     def _test_rank_dependent_use(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
         fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
         model.set_reduce_scatter_unused_params(True)
-        torch.manual_seed(1)
+        manual_seed(1)
         for abstains in (0, 0, self.world_size - 1):  # the rank whose loss has the first output only
             rows, mine = self._global_and_local_input(input_requires_grad)
             used = torch.arange(2 * self.world_size, device=rows.device).unsqueeze(1) // 2 != abstains
@@ -457,7 +458,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_post_acc_grad_hook_optim_parity(self):
-        torch.manual_seed(42)
+        manual_seed(42)
         device = accelerator.current().device(self.rank)
         args = ModelArgs(dropout_p=0.0)
         base_model = Transformer(args).to(device)
@@ -480,7 +481,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(optim_hook)
-        torch.manual_seed(42 + self.rank)
+        manual_seed(42 + self.rank)
         tokens = torch.randint(0, args.vocab_size, (2, 16), device=device)
         losses = []
         for _ in range(ITERATIONS):
@@ -506,7 +507,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
 
     def _sharded_mlp(self, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
         """A plain model and its copy whose layers are wrapped one by one, with a root that has nothing of its own."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = MLP(8, accelerator.current().device(self.rank))
         model = copy.deepcopy(ref_model)
         for module in (model.in_proj, model.out_proj, model):
@@ -514,7 +515,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         return ref_model, model
 
     def _backward(self, model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(100 * seed + self.rank)
+        manual_seed(100 * seed + self.rank)
         inputs = torch.rand((4, 8), device=accelerator.current().device(self.rank), requires_grad=True)
         model(inputs.to(dtype)).square().sum().backward()
 

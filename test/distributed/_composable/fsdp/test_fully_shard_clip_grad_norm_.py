@@ -19,8 +19,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack, ShardAdam
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
@@ -41,7 +41,7 @@ class _TestClipGradNormBase(FSDPTest):
         return replicate(copy.deepcopy(model).to(self.device), device_ids=device_ids, process_group=group)
 
     def _adams(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+        return [ShardAdam(model.parameters(), lr=1e-2) for model in models]
 
     def _test_clip_grad_norm(
         self,
@@ -56,7 +56,7 @@ class _TestClipGradNormBase(FSDPTest):
     ) -> None:
         """Clip the gradients of both models to a norm that they exceed, and compare norms and gradients."""
         dp_mesh = dp_mesh or init_device_mesh(accelerator.current().type, (self.world_size,))
-        torch.manual_seed(42 + dp_mesh.get_local_rank() + 1)
+        manual_seed(42 + dp_mesh.get_local_rank() + 1)
         for _ in range(ITERATIONS):
             for module, module_optim in ((ref_model, ref_optim), (model, optim)):
                 module_optim.zero_grad()
@@ -120,7 +120,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
             self._test_clip_grad_norm_1d(norm_type, seed_of_tokens=42 + self.rank)
 
     def _test_clip_grad_norm_1d(self, norm_type: float, seed_of_tokens: int) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         args = ModelArgs(dropout_p=0.0)
         model = Transformer(args)
         ref_model = self._replicated(model)
@@ -128,7 +128,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
             fully_shard(layer)
         fully_shard(model)
         ref_optim, optim = self._adams(ref_model, model)
-        torch.manual_seed(seed_of_tokens)
+        manual_seed(seed_of_tokens)
         tokens = torch.randint(0, args.vocab_size, (3, 16), device=self.device)
         self._test_clip_grad_norm(1, norm_type, ref_model, ref_optim, model, optim, tokens)
 
@@ -147,14 +147,14 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         """With tensor parallelism a gradient is split over two dimensions of the mesh."""
         mesh = init_device_mesh(accelerator.current().type, (2, self.world_size // 2), mesh_dim_names=("dp", "tp"))
         dp_mesh, tp_mesh = mesh["dp"], mesh["tp"]
-        torch.manual_seed(42)
+        manual_seed(42)
         model = MLPStack(16, with_seq_parallel=True)
         ref_model = self._replicated(model, dp_mesh.get_group())
         model.to(self.device).parallelize(
             tp_mesh, dp_mesh, use_activation_checkpointing=False, reshard_after_forward=True
         )
         ref_optim, optim = self._adams(ref_model, model)
-        torch.manual_seed(7 + dp_mesh.get_local_rank())
+        manual_seed(7 + dp_mesh.get_local_rank())
         inp = torch.randn(2, 16, device=self.device)
         self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)
 
@@ -163,7 +163,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
         The last takes no part in the loss. With it the plain copy, and the gradients that the others must have.
         """
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 6), nn.Linear(6, 1)).to(self.device)
         model = copy.deepcopy(ref_model)
         for layer in model:
@@ -240,7 +240,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
     def _raises(self, rank: int, value: float, norm_type: float) -> bool:
         """Whether clipping raises here when one number of one rank's shard is not finite. Nothing may be clipped."""
-        torch.manual_seed(42)
+        manual_seed(42)
         layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
         layer(torch.ones(2, 4, device=self.device) + self.rank).sum().backward()
         local = layer.weight.grad.to_local()

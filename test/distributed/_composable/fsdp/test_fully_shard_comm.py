@@ -43,6 +43,8 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     FSDPTestContinuous,
     FSDPTestMultiThread,
+    ShardAdam,
+    ShardAdamW,
     check_sharded_parity,
     patch_all_gather,
     patch_all_reduce,
@@ -51,7 +53,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reshard,
     patch_unshard,
 )
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
@@ -89,7 +91,7 @@ def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
 
 def transformer(device: torch.device, **kwargs: Any) -> Transformer:
     """The same weights on every rank, and no dropout unless it is asked for."""
-    torch.manual_seed(42)
+    manual_seed(42)
     return Transformer(ModelArgs(**{"dropout_p": 0.0, "weight_tying": False} | kwargs)).to(device)
 
 
@@ -124,11 +126,11 @@ def average(model: nn.Module) -> None:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+    return ShardAdam(model.parameters(), lr=1e-2)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    return ShardAdamW(model.parameters(), lr=1e-2)
 
 
 def take_step(optims: Iterable[torch.optim.Optimizer]) -> None:
@@ -207,7 +209,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
 
     def _init_params(self, sizes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
         """The same on every rank, though threads share one random generator."""
-        torch.manual_seed(42)
+        manual_seed(42)
         params = [nn.Parameter(torch.randn(size, device=self.device)) for size in sizes]
         for param in params:
             dist.broadcast(param.detach(), src=0)
@@ -545,7 +547,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
         """Compute in bfloat16, reduce in float32. The setter is called by its old name, which still works."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(*(MLP(16) for _ in range(3))).to(self.device)
         computing = copy.deepcopy(ref_model).to(torch.bfloat16)
         model: Any = copy.deepcopy(ref_model)
@@ -726,7 +728,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
 
     def _test_set_custom_comms(self, policy: MixedPrecisionPolicy, shape: tuple[int, ...]) -> None:
         """Layers of which one is cut unevenly; the even steps accumulate a microbatch without a reduction before."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
         computing = copy.deepcopy(ref_model).to(policy.param_dtype or torch.float32)
         model: Any = copy.deepcopy(ref_model)
@@ -972,7 +974,7 @@ class TestFullyShardPrefetch(FSDPTest):
 
     def _test_backward_prefetch_unused_in_backward(self, reshard_after_forward: Reshard) -> None:
         """A backward of the second output alone gathers for the first one in vain, which must not cost the next."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(8, 8), DoubleLinear(8)).to(self.device)
         model: Any = copy.deepcopy(ref_model)
         for module in (model[0], model[1].lin1, model[1].lin2, model):
@@ -1101,7 +1103,7 @@ class TestFullyShardPrefetch(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_unused_module(self):
         """A group of which one module takes no part in the forward is still gathered, reduced and let go of."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(HalfUsed(16), HalfUsed(16), nn.Linear(16, 16)).to(self.device)
         model = copy.deepcopy(ref_model)
         for module in model[:2]:
@@ -1120,7 +1122,7 @@ class TestFullyShardPrefetch(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_backward_misprefetch(self):
         """A prefetch of a module whose backward is over must not hang, nor spoil the next step."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = MLP(16, self.device)
         model: Any = copy.deepcopy(ref_model)
         for module in (model.in_proj, model.out_proj, model):
@@ -1206,7 +1208,7 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
         """Gathers that the model itself begins are waited for where they are needed, beside DDP's modules."""
         device = accelerator.current().device(self.rank)
         device_ids = None if device.index is None else [device.index]
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = BranchedModel(8).to(device)
         model = copy.deepcopy(ref_model)
         replicate(ref_model, device_ids=device_ids)
@@ -1251,7 +1253,7 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     def test_unshard_without_lazy_init(self):
         """An unshard before the first forward registers the whole parameters."""
-        torch.manual_seed(42)
+        manual_seed(42)
         model: Any = MLP(4, self.device)
         for param in model.parameters():
             dist.broadcast(param.detach(), src=0)
@@ -1448,7 +1450,7 @@ class TestFullyShardReduceOpWorldSize1(FSDPTestContinuous):
     @skip_if_lt_x_gpu(1)
     def test_size1_reduceop(self):
         """Upstream's layer of 1024 by 1025 is for NCCL's average over one rank; an odd size of any order will do."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
         model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(), reshard_after_forward=False)
         optims = [adam(ref_model), adam(model)]

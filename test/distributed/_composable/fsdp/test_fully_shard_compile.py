@@ -36,7 +36,7 @@ from torch_fsdp_tests.common_distributed import (
     skip_if_lt_x_gpu,
 )
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_all_gather, patch_reduce_scatter
-from torch_fsdp_tests.common_utils import flags, run_tests
+from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
@@ -187,7 +187,7 @@ class TestFullyShardCompileCompute(CompileTest):
             return check(obj, *args, **kwargs)
 
         counting = CountingBackend(backend)
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = MLP(4, self.device)
         model = fully_shard(copy.deepcopy(ref_model))
         inp = torch.randn((4, 4), device=self.device)
@@ -273,7 +273,7 @@ class TestFullyShardCompile(CompileTest):
         """There is no full graph of a backward any more; gradients are those of eager, from a warm start."""
 
         def model_init_fn() -> nn.Module:
-            torch.manual_seed(42)
+            manual_seed(42)
             return Layers(nn.Linear(DIM, DIM, device=self.device))
 
         self._test_traceable_fsdp(
@@ -301,7 +301,7 @@ class TestFullyShardCompile(CompileTest):
 
         def fwd_bwd(model: Callable, iteration: int, rank: int, divide_by: int = 1) -> torch.Tensor:
             inp = input_creation_fn(iteration, rank)
-            torch.manual_seed(100 * iteration + rank)  # for dropout
+            manual_seed(100 * iteration + rank)  # for dropout
             loss = model(inp).square().mean()
             (loss / divide_by).backward()
             return loss.detach()
@@ -376,7 +376,7 @@ class TestFullyShardCompile(CompileTest):
 
     def _create_simple_mlp_factory_fns(self) -> tuple[Any, Any]:
         def model_init_fn() -> nn.Module:
-            torch.manual_seed(42)
+            manual_seed(42)
             layers: list[nn.Module] = []
             for _ in range(3):
                 layers += [nn.Linear(DIM, DIM, device=self.device), nn.ReLU()]
@@ -412,7 +412,7 @@ class TestFullyShardCompile(CompileTest):
 
     def _create_nested_fully_shard_factory_fns(self, fwd_fullgraph: bool) -> tuple[Any, Any]:
         def model_init_fn() -> nn.Module:
-            torch.manual_seed(42)
+            manual_seed(42)
             return Repeating(breaks_graph=not fwd_fullgraph).to(self.device)
 
         def shard(model: Repeating) -> None:
@@ -456,7 +456,7 @@ class TestFullyShardCompile(CompileTest):
         args = ModelArgs(n_layers=3, vocab_size=8, max_seq_len=16)
 
         def model_init_fn() -> nn.Module:
-            torch.manual_seed(42)
+            manual_seed(42)
             model = Transformer(args).to(self.device)
             if activation_checkpoint:
                 # Inside of what FSDP wraps: dynamo compiles nothing in a checkpoint that it has not traced itself,
@@ -531,7 +531,7 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     def test_dynamo_recompiles_on_fsdp_layers(self):
         """FSDP1 around layers that were compiled one by one, which keep their names and weights."""
-        torch.manual_seed(42)
+        manual_seed(42)
         model = Mod()
         ref_model = copy.deepcopy(model)
         counting = CountingBackend("eager")
@@ -583,7 +583,7 @@ class TestFullyShardCompile(CompileTest):
         return FSDP(model, use_orig_params=kind == "FSDP1") if kind.startswith("FSDP1") else model
 
     def _mlps(self) -> nn.Sequential:
-        torch.manual_seed(42)
+        manual_seed(42)
         return nn.Sequential(*(MLP(DIM, self.device) for _ in range(2)))
 
     def _mean_backward(self, ref_model: nn.Module, iteration: int) -> None:

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, ShardAdam
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
 needs_dp_mesh_dims = unittest.skipUnless(
@@ -114,7 +114,7 @@ class TestFullyShardDTensor(FSDPTest):
         return DataParallelMeshDims(shard=names(shard), replicate=names(replicate))
 
     def _mlp(self, dim: int = 16) -> nn.Module:
-        torch.manual_seed(42)
+        manual_seed(42)
         return MLP(dim, self.device)
 
     def _distributed(self, model: nn.Module, mesh: DeviceMesh, tp: bool = False) -> nn.Module:
@@ -151,11 +151,12 @@ class TestFullyShardDTensor(FSDPTest):
         mesh: DeviceMesh,
         num_iters: int = 5,
         mlp_dim: int = 16,
+        optim_cls: Any = torch.optim.Adam,
     ) -> None:
         """Train both, the reference as a plain module whose gradients are averaged over ``dp_pg``."""
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2, foreach=False) for each in (ref_model, model)]
+        optims = [optim_cls(each.parameters(), lr=1e-2, foreach=False) for each in (ref_model, model)]
         ref_params = dict(ref_model.named_parameters())
-        torch.manual_seed(42 + dist.get_rank(dp_pg) + 1)
+        manual_seed(42 + dist.get_rank(dp_pg) + 1)
         for step in range(num_iters):
             rows = torch.rand((2, mlp_dim), device=self.device)
             # The distance to one: a mere sum is soon at its minimum, where no ReLU is open.
@@ -192,10 +193,10 @@ class TestFullyShardDTensor(FSDPTest):
         ]
         self.run_subtests({"case": cases}, self._test_dtensor_train_parity)
 
-    def _test_dtensor_train_parity(self, case: Case, mlp_dim: int = 16, num_iters: int = 5) -> None:
-        mesh, ref_model = self._mesh(*case.shape), self._mlp(mlp_dim)
+    def _test_dtensor_train_parity(self, case: Case, **kwargs: Any) -> None:
+        mesh, ref_model = self._mesh(*case.shape), self._mlp(kwargs.get("mlp_dim", 16))
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case)
-        self._run_train_parity(model, ref_model, self._dp_group(mesh, case), mesh, num_iters, mlp_dim)
+        self._run_train_parity(model, ref_model, self._dp_group(mesh, case), mesh, **kwargs)
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_train_parity_more(self):
@@ -209,7 +210,8 @@ class TestFullyShardDTensor(FSDPTest):
             Case((2, 2), replicate=(0,), tp=True),
             Case((2, 2), shard=(0,), tp=True, tp_dims_differ=False),
         ]
-        self.run_subtests({"case": cases, "mlp_dim": [15], "num_iters": [3]}, self._test_dtensor_train_parity)
+        kwargs = {"mlp_dim": 15, "num_iters": 3, "optim_cls": ShardAdam}
+        self.run_subtests({"case": cases}, self._test_dtensor_train_parity, **kwargs)
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_param_correctness_1d(self):
@@ -258,7 +260,7 @@ class TestFullyShardDTensor(FSDPTest):
 
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("dp", "ep"))
         param_mesh, placements = (mesh, [Replicate(), Shard(0)]) if on_whole_mesh else (mesh["ep"], [Shard(0)])
-        torch.manual_seed(42)
+        manual_seed(42)
         model, ref_model = Experts(), Experts()
         for name in ("used", "unused"):
             whole = torch.rand(8, 4, device=self.device)
@@ -381,7 +383,7 @@ class TestFullyShardDTensor(FSDPTest):
             expected["allreduce_", mesh.get_group(dim).group_name] = groups
 
         dp_pg = self._dp_group(mesh, case)
-        torch.manual_seed(43)
+        manual_seed(43)
         all_rows = torch.rand((dp_pg.size(), 2, 16), device=self.device)
         (ref_model(all_rows).square().sum() / dp_pg.size()).backward()
         rows = self._replicated(all_rows[dist.get_rank(dp_pg)], mesh)
@@ -410,7 +412,7 @@ class TestFullyShardDTensor(FSDPTest):
     def _test_strided_shard(self, rows: int, tp_is_last: bool) -> None:
         mesh = self.named_mesh if tp_is_last else self._mesh(2, 2)
         fsdp, tp = (0, 1) if tp_is_last else (1, 0)
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Linear(4, rows, bias=False, device=self.device)
         whole = model.weight.detach().clone()
         placements = [Replicate(), Replicate()]
@@ -446,7 +448,7 @@ class TestFullyShardDTensor(FSDPTest):
         model.in_proj.register_forward_pre_hook(look)
         model.out_proj.register_forward_pre_hook(look)
         dp_pg = self._dp_group(mesh, case)
-        torch.manual_seed(42 + dist.get_rank(dp_pg) + 1)
+        manual_seed(42 + dist.get_rank(dp_pg) + 1)
         rows = torch.rand((2, 16), device=self.device)
         model(self._replicated(rows, mesh)).square().sum().backward()
         self.assertEqual(seen, [(torch.bfloat16, torch.bfloat16, True)] * 4)

@@ -26,12 +26,14 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
+    ShardAdam,
+    ShardAdamW,
     check_sharded_parity,
     patch_reduce_scatter,
     patch_register_post_backward_hook_backward,
     reduce_scatter_with_assert,
 )
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -73,7 +75,7 @@ class TestFullyShardFrozen(FSDPTest):
         return replicate(copy.deepcopy(model).to(self.device), device_ids=device_ids, **kwargs)
 
     def _adams(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+        return [ShardAdam(model.parameters(), lr=1e-2) for model in models]
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:
@@ -104,7 +106,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     def _inputs(self, seed: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
         """Other numbers for each rank and seed, drawn apart from the parameters."""
-        torch.manual_seed(100 * seed + self.rank + 1)
+        manual_seed(100 * seed + self.rank + 1)
         return torch.randn(shape, device=self.device, requires_grad=requires_grad)
 
     @skip_if_lt_x_gpu(4)
@@ -121,7 +123,7 @@ class TestFullyShardFrozen(FSDPTest):
     ) -> None:
         """Biases train beside frozen weights; only they are reduced."""
         dim = 32
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(*(MLP(dim) for _ in range(3)))
         if not freeze_after_init:
             train_only(model, is_bias)
@@ -164,7 +166,7 @@ class TestFullyShardFrozen(FSDPTest):
         self, reshard_after_forward: bool | int, unfreeze_params: bool
     ) -> None:
         """Whole groups are frozen, in turn with trainable ones, until the last iteration perhaps."""
-        torch.manual_seed(42)
+        manual_seed(42)
         modules: list[nn.Module] = []
         for _ in range(6):
             modules += [nn.Linear(32, 32, device=self.device), nn.ReLU()]
@@ -208,7 +210,7 @@ class TestFullyShardFrozen(FSDPTest):
         self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_multi_forward_mixed_requires_grad)
 
     def _test_multi_forward_mixed_requires_grad(self, reshard_after_forward: bool | int) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = MultiForward(self.device)
         ref_model = self._replicated(model)
         for module in (*model.children(), model):
@@ -227,7 +229,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     def _mixed_model(self, **kwargs: Any) -> tuple[nn.Sequential, nn.Sequential]:
         """A plain and a sharded MLP with trainable biases, one all trainable, one all frozen, in this order."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(*(MLP(6, self.device, dim_multiplier=2) for _ in range(3)))
         for mlp in ref_model:
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1.0)  # so that not many ReLUs are closed
@@ -244,7 +246,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     def _test_frozen_parameters_stay(self, reshard_after_forward: bool | int) -> None:
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        optim = ShardAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         start = {name: param.to_local().clone() for name, param in model.named_parameters()}
         trainable = {name for name, param in ref_model.named_parameters() if param.requires_grad}
         self.assertEqual(len(trainable), 6)
@@ -310,7 +312,7 @@ class TestFullyShardFrozen(FSDPTest):
         self.run_subtests(config, self._test_toggle_every_iteration)
 
     def _test_toggle_every_iteration(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
         optims = self._adams(ref_model, model)
@@ -341,7 +343,7 @@ class TestFullyShardFrozen(FSDPTest):
     def _reduces_in_float32_after(self, first_is_frozen: bool) -> None:
         """Train a layer in bfloat16 after a forward in which it was frozen or not."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        torch.manual_seed(42)
+        manual_seed(42)
         layer = nn.Linear(4, 4, bias=False, device=self.device)
         fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
         layer.requires_grad_(not first_is_frozen)

@@ -36,7 +36,7 @@ from torch.func import functional_call
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, ShardAdam, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.two_tensor import TwoTensor
@@ -739,7 +739,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
                     param.zero_()
 
         ref_model.load_state_dict({**full_tensors(model), **dict(model.named_buffers())})
-        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, ref_model))
+        optim, ref_optim = (ShardAdam(each.parameters(), lr=1e-2) for each in (model, ref_model))
         inp = self._input(4, dim, seed=dp_mesh.get_local_rank())
         out, ref_out = model(inp), inp
         for mlp in ref_model:
@@ -830,7 +830,7 @@ class TestFullyShardProcessGroupInit(InitTest):
         for model, its_mesh in zip(models, (ref_mesh, mesh)):
             for module in (model.in_proj, model.out_proj, model):
                 fully_shard(module, mesh=its_mesh)
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, *models)]
+        optims = [ShardAdam(each.parameters(), lr=1e-2) for each in (plain, *models)]
         group = None if mesh.ndim == 2 else ref_mesh.get_group()
         for step in range(2):
             losses = [each(self._input(4, 8, seed=10 * step + seed)).sum() for each in (plain, *models)]

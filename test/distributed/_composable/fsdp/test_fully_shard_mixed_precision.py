@@ -34,11 +34,12 @@ from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
     FSDPTestMultiThread,
+    ShardAdam,
     check_sharded_parity,
     patch_reduce_scatter,
     reduce_scatter_with_assert,
 )
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 
 DIM = 16
 ITERATIONS = 4  # the state of Adam counts from the second on
@@ -161,7 +162,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         reduce_dtype: torch.dtype | None,
         use_shard_placement_fn: bool,
     ) -> tuple[Replica, nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(*(MLP(DIM) for _ in range(3)))
         for mlp in model:
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
@@ -181,7 +182,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
             fsdp(mlp)
         fsdp(model)
         self.assertEqual(model[0].out_proj.weight.placements, (Shard(1 if use_shard_placement_fn else 0),))
-        return replica, model, torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        return replica, model, ShardAdam(model.parameters(), lr=1e-2)
 
     def _get_use_shard_placement_fn_vals_for_bf16_reduce(self) -> list[bool]:
         return [False, True] if self.world_size == 2 else [False]
@@ -202,7 +203,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
     ) -> list[torch.dtype]:
         """Some steps with inputs of this rank's own. Returns the dtypes of all reduce-scatters."""
         dtypes: list[torch.dtype] = []
-        torch.manual_seed(42 + self.rank + 1)
+        manual_seed(42 + self.rank + 1)
         with self._recorded(dtypes):
             for _ in range(ITERATIONS):
                 inp = torch.randn((4, DIM), device=accelerator.current().device(self.rank), dtype=inp_dtype)
@@ -273,7 +274,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         replica, model, optim = self._init_models_and_optims(
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn=False
         )
-        torch.manual_seed(42 + self.rank + 1)
+        manual_seed(42 + self.rank + 1)
         device = accelerator.current().device(self.rank)
         microbatches = list(torch.randn((4, 8, DIM), device=device, dtype=torch.bfloat16))
         for _ in range(ITERATIONS):
@@ -310,7 +311,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         if "dataclass" in container and not torch_facts.FINDS_TENSORS_IN_DATACLASSES:
             raise unittest.SkipTest("this torch does not look for tensors in dataclasses (2.13 does)")
         param_dtype, reduce_dtype = dtypes
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(
             ToContainer(container), ContainerLinear(container), ContainerLinear(container), FromContainer(container)
         ).to(accelerator.current().device(self.rank))
@@ -318,8 +319,8 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         for module in (*model, model):
             fully_shard(module, mp_policy=policy)
-        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-        torch.manual_seed(1)
+        optim = ShardAdam(model.parameters(), lr=1e-2)
+        manual_seed(1)
         for _ in range(ITERATIONS):
             rows = torch.randn((2 * self.world_size, DIM), device=accelerator.current().device(self.rank))
             mine = rows[2 * self.rank : 2 * self.rank + 2]

@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 HOST = torch.device("cpu")  # the CPU is the subject
@@ -84,7 +84,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
 
     def _mlps(self, dim: int) -> nn.Sequential:
-        torch.manual_seed(42)
+        manual_seed(42)
         return nn.Sequential(*(MLP(dim, self.device) for _ in range(3)))
 
     def _with_tp(self, model: nn.Sequential, tp_mesh: DeviceMesh) -> nn.Sequential:
@@ -99,7 +99,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     def _two_linears(self, dim: int, seed: int = 42) -> nn.Sequential:
         """Two layers of ``dim`` rows; with fewer rows than ranks some ranks have nothing of them."""
-        torch.manual_seed(seed)
+        manual_seed(seed)
         layers = (nn.Linear(5, dim, device=self.device), nn.Tanh(), nn.Linear(dim, dim, device=self.device))
         return nn.Sequential(*layers)
 
@@ -139,7 +139,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self, mesh: DeviceMesh, mlp_dim: int, shard_placement_fn: Callable | None = None
     ) -> None:
         def base_model() -> nn.Sequential:
-            torch.manual_seed(42)
+            manual_seed(42)
             inner = nn.Sequential(MLP(mlp_dim, self.device), nn.Linear(mlp_dim, mlp_dim, device=self.device))
             return nn.Sequential(MLP(mlp_dim, self.device), inner, MLP(mlp_dim, self.device))
 
@@ -205,7 +205,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         padded = mlp_dim % self.world_size != 0
         if padded and not mutate_after_state_dict and not torch_facts.FSDP2_KEEPS_PADDED_STORAGE:
             raise unittest.SkipTest("this torch pads again at the first forward, into other storage (2.11 does not)")
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Linear(mlp_dim, mlp_dim, bias=False, device=self.device)
         ref_model = copy.deepcopy(model)
         fully_shard(model, reshard_after_forward=True)
@@ -251,7 +251,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
         self._sharded(model, offload_policy=offload_policy)
-        torch.manual_seed(42)
+        manual_seed(42)
         whole = {name: torch.randn(4, 4, device=self.device) for name, _ in model.named_parameters()}
         for name, param in list(model.named_parameters()):
             self.assertTrue(param.is_meta)

@@ -48,6 +48,8 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     FSDPTestMultiThread,
     MLPStack,
+    ShardAdam,
+    ShardAdamW,
     check_sharded_parity,
     compiled_fsdp_test,
     patch_all_gather,
@@ -59,6 +61,7 @@ from torch_fsdp_tests.common_utils import (
     TEST_WITH_SLOW,
     device_sleep,
     get_cycles_per_ms,
+    manual_seed,
     run_tests,
     wrapSwapTensorsTest,
 )
@@ -181,10 +184,6 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
     """What of ``whole`` lies on this rank, if the last dimension of the mesh was the first to cut it."""
     for dim in reversed(range(param.device_mesh.ndim)):
@@ -202,39 +201,6 @@ def shard_largest_dim(param: nn.Parameter) -> Shard:
 
 def tiny_transformer(**changes: Any) -> Transformer:
     return Transformer(ModelArgs(**{"n_layers": 3, "dropout_p": 0.0, **changes}))
-
-
-class OnShards(torch.optim.Optimizer):
-    """Mixed into an optimizer it works on the shards themselves.
-
-    DTensor takes milliseconds for each operation that it has not seen yet, on three dimensions of a mesh a tenth of a
-    second. Some tests of each kind of layout have their optimizer work on DTensors all the same.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], **kwargs: Any) -> None:
-        self.wholes = list(params)
-        super().__init__([local_of(param.detach()) for param in self.wholes], **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param in self.wholes:
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                local_of(param.grad).zero_()
-
-    def step(self) -> None:  # type: ignore[override]
-        for param, shard in zip(self.wholes, self.param_groups[0]["params"], strict=True):
-            shard.data = local_of(param.detach())  # which torch 2.9 puts elsewhere in the first forward
-            shard.grad = None if param.grad is None else local_of(param.grad)
-        super().step()
-
-
-class ShardAdam(OnShards, torch.optim.Adam):
-    pass
-
-
-class ShardAdamW(OnShards, torch.optim.AdamW):
-    pass
 
 
 class TrainingTest:
@@ -259,7 +225,7 @@ class TrainingTest:
 
     def _seed(self, offset: int = 0) -> None:
         """From here on the ranks draw different numbers."""
-        torch.manual_seed(42 + self.rank + 1 + offset)
+        manual_seed(42 + self.rank + 1 + offset)
 
     def _inputs(self, *shape: int, **kwargs: Any) -> torch.Tensor:
         return torch.randn(shape, device=self.device, **kwargs)
@@ -340,7 +306,7 @@ class TrainingTest:
         optim_cls: type = ShardAdam,
     ) -> None:
         """``check`` is around each step of the sharded model."""
-        torch.manual_seed(42)
+        manual_seed(42)
         first, second = (nn.Linear(*shape) for shape in lin_shapes)
         model = nn.Sequential(first, nn.ReLU(), second)
         ref_model = self._ddp(model)
@@ -367,12 +333,12 @@ class TrainingTest:
         use_activation_checkpointing: bool,
         mlp_dim: int,
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = MLPStack(mlp_dim)
         ref_model = self._ddp(model, flat_dp_mesh.get_group())
         model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing, reshard_after_forward=reshard_after_forward)
         self._check_full(ref_model, model)
-        torch.manual_seed(42 + flat_dp_mesh.get_local_rank() + 1)
+        manual_seed(42 + flat_dp_mesh.get_local_rank() + 1)
         inp = self._inputs(8, mlp_dim)
         kwargs: dict[str, Any] = {"iterations": FEW, "foreach": False}
         if mlp_dim == 16 and not use_activation_checkpointing:
@@ -516,7 +482,7 @@ class TestFullyShardRegisteredParams(TrainingTest, FSDPTestMultiThread):
         self.run_subtests(config, self._test_param_registration_after_forward)
 
     def _test_param_registration_after_forward(self, reshard_after_forward: bool | int | None) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = self._broadcast(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
         fully_shard(model, reshard_after_forward=reshard_after_forward)
@@ -708,7 +674,7 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
         offload_policy: OffloadPolicy | None = None,
         unshard_async_op: bool = False,
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer(vocab_size=16)
         ref_model = self._ddp(model)
         shard = functools.partial(
@@ -756,7 +722,7 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
         """A child that has learned of its root may run alone: it gathers, and reduces what belongs to it."""
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(*(MLP(32) for _ in range(3)))
         ref_model = self._replica(model)
         for mlp in model:
@@ -789,7 +755,7 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.outer(self.inner(x) + self.inner(torch.relu(x)))
 
-        torch.manual_seed(42)
+        manual_seed(42)
         model = MultiForwardModule()
         ref_model = self._ddp(model)
         for module in (model.inner, model):
@@ -801,7 +767,7 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_explicit_prefetching(self):
         """Each layer has the gathers of the next two under way when it runs, forward and backward."""
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer(n_layers=8)
         ref_model = self._ddp(model)
         layers = list(model.layers)
@@ -832,7 +798,7 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
         """The next forward's gathers wait for the event that the optimizer's hook leaves, in their own streams."""
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
         for layer in model.layers:
@@ -956,7 +922,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
         compiled = isinstance(fully_shard, functools.partial)  # compiled_fsdp_test's, for the length of its second run
         if compiled and checkpoint_impl == "composable":
             return  # its hooks would be traced into the module
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer(vocab_size=16, weight_tying=module_grouping != "mem_eff")
         ref_model = self._ddp(model)
         model.checkpoint_activations = checkpoint_impl == "utils"
@@ -1017,7 +983,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
     def _test_partial_group_forward_then_standalone(
         self, reshard_after_forward: bool | int, tie: bool, bf16_output: str, checkpoint_body: bool = False
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie).to(self.device)
         # Inputs are cast to float32, so that only what a module returns tells whether its output was cast.
         bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
@@ -1106,7 +1072,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.b(self.a(x).float())
 
-        torch.manual_seed(42)
+        manual_seed(42)
         model = CastsBetween().to(self.device)
         weights = [linear.weight.detach().to(torch.bfloat16) for linear in (model.a, model.b)]
         fully_shard([model.a, model.b], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -1137,7 +1103,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
                 hidden = self.norm(x).float()
                 return hidden if skip_head else self.head(hidden).float()
 
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_model = NormAndHead().to(self.device)
         model = self._replica(ref_model)
         # Inputs are cast to float32: only what comes out tells of the policy, which the root does not have.
@@ -1168,7 +1134,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
         self.run_subtests(config, self._test_partial_group_forward_grad_accum_chunked)
 
     def _test_partial_group_forward_grad_accum_chunked(self, reshard_after_forward: bool, grouped: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie=False).to(self.device)
         model = self._replica(plain).shard(grouped, reshard_after_forward=reshard_after_forward)
 
@@ -1196,7 +1162,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
         self.run_subtests(config, self._test_partial_group_reshard_toggle)
 
     def _test_partial_group_reshard_toggle(self, tie: bool, reshard_after_forward: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie).to(self.device)
         model = self._replica(plain).shard(reshard_after_forward=reshard_after_forward)
         group = group_of(model.head)
@@ -1234,7 +1200,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_after_exception(self):
         """After a forward that broke off inside, and a reset, the next step is a whole one."""
-        torch.manual_seed(42)
+        manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie=False)
         plain.body = RaisesOnDemand(plain.body)
         ref_model = self._replica(plain)
@@ -1266,7 +1232,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
     def _test_double_forward_with_nested_fsdp_and_checkpoint(
         self, reshard_after_forward: bool, checkpoint_impl: str
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer(n_layers=2, max_seq_len=32, checkpoint_activations=checkpoint_impl == "utils")
         ref_model = self._replica(model)
         for layer in model.layers:
@@ -1296,7 +1262,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_double_partial_forward_then_backward(self):
         """Two forwards leave the head out, and one backward goes through both: the head gets no gradient."""
-        torch.manual_seed(42)
+        manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie=False).to(self.device)
         model = self._replica(plain).shard()
 
@@ -1315,7 +1281,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
 
     def _mlps(self, seed: int = 42, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
         """A plain model and its sharded copy: a linear layer of the root's own and three wrapped MLPs."""
-        torch.manual_seed(seed)
+        manual_seed(seed)
         plain = nn.Sequential(nn.Linear(8, 8), *(MLP(8) for _ in range(3))).to(self.device)
         model = copy.deepcopy(plain)
         for mlp in model[1:]:
@@ -1449,7 +1415,7 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingTest, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_shard_placement_fn_shard_largest_dim(self):
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
         for layer in model.layers:
@@ -1522,7 +1488,7 @@ class TestFullyShardSharedParams(TrainingTest, FSDPTest):
         self.run_subtests(config, self._test_train_shared_params)
 
     def _test_train_shared_params(self, reshard_after_forward: bool, use_activation_checkpointing: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer(weight_tying=True)
         ref_model = self._ddp(model)
         for layer in model.layers:
@@ -1540,7 +1506,7 @@ class TestFullyShardSharedParams(TrainingTest, FSDPTest):
         self.run_subtests({"reshard_after_forward": [True, False]}, self._test_train_shared_params_uneven_shard)
 
     def _test_train_shared_params_uneven_shard(self, reshard_after_forward: bool) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         vocab_size = 4 * self.world_size + 1
         model = TiedModel(vocab_size, 16)
         ref_model = self._replica(model)
@@ -1574,7 +1540,7 @@ class TestFullyShardSharedParams(TrainingTest, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_layer_by_layer_shard_no_false_positive(self):
         """Parameters that were freed, and whose addresses others took, are not taken for shared ones."""
-        torch.manual_seed(42)
+        manual_seed(42)
         ref_blocks, blocks = nn.ModuleList(), nn.ModuleList()
         for _ in range(8):
             block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)).to(self.device)
@@ -1623,7 +1589,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
         offload: bool,
         reduce_scatter_only: bool,
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         num_mlps, num_microbatches, num_marked, dim = 3, 3, 2, 8
         model = nn.Sequential(nn.Linear(dim, dim), *(MLP(dim) for _ in range(num_mlps)))
         ref_model = self._replica(model)
@@ -1678,7 +1644,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
         self._run_pairs(config, self._test_1f1b_microbatching)
 
     def _test_1f1b_microbatching(self, use_explicit_unshard: bool, reshard_after_backward: bool, schedule: str) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
         for layer in model.layers:
@@ -1777,7 +1743,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
     def _hsdp_mlps(
         self, reshard_after_forward: bool, dtype: torch.dtype = torch.float32
     ) -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(nn.Linear(8, 8), MLP(8), MLP(8)).to(dtype)
         ref_model = self._replica(model)
         mesh = self._mesh(2, 2, names=("replicate", "shard"))
@@ -1807,7 +1773,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
             def forward(self, x: torch.Tensor, outer: str, *inner: str) -> torch.Tensor:
                 return getattr(self, outer)(self.trunk(x, *inner))
 
-        torch.manual_seed(42)
+        manual_seed(42)
         model = Branches(Branches(nn.Linear(8, 8)))
         ref_model = self._replica(model)
         mesh = self._mesh(*mesh_shape, names=("replicate", "shard")[-len(mesh_shape) :])
@@ -1945,7 +1911,7 @@ class TestFullyShardGradientAccumulation(TrainingTest, FSDPTest):
         self.assertEqual(after, ref_after)
 
     def _two_mlps(self, reshard_after_forward: bool | int | None) -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(MLP(8), MLP(8), nn.Linear(8, 8))
         ref_model = self._replica(model)
         for module in (model[0], model[1], model):
@@ -2015,7 +1981,7 @@ class TestFullyShardNDTraining(TrainingTest, FSDPTest):
         tp: DeviceMesh,
         reshard_non_layer_modules: bool | int,
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         args = {"n_layers": 2, "vocab_size": 32, "num_experts": 8, "weight_tying": False}
         model = tiny_transformer(**args).to(self.device)
         ref_model = copy.deepcopy(model)
@@ -2047,7 +2013,7 @@ class TestFullyShardNDTraining(TrainingTest, FSDPTest):
                 for param in layer.expert_layer.parameters():
                     param.grad.mul_(ep.size())  # expert parallelism adds up; only efsdp and replicas average
 
-        torch.manual_seed(42 + data_parallel.get_local_rank() + 1)
+        manual_seed(42 + data_parallel.get_local_rank() + 1)
         next_batch = functools.partial(self._tokens, 2, 8, vocab_size=32)
         kwargs = {"average": average, "iterations": FEW}
         self._train_and_compare(ref_model, model, next_batch, **kwargs)
@@ -2098,7 +2064,7 @@ class TestFullyShardHSDPTraining(TrainingTest, FSDPTest):
         sync_gradients_at_last_batch: bool,
         offload_policy: OffloadPolicy,
     ) -> None:
-        torch.manual_seed(42)
+        manual_seed(42)
         mlps = (MLP(mlp_dim, dim_multiplier=times) for times in (3, 4, 3))
         model = nn.Sequential(nn.LayerNorm(mlp_dim, bias=False), *mlps)
         ref_model = self._replica(model)
@@ -2144,7 +2110,7 @@ class TestFullyShardCustomForwardMethod(TrainingTest, FSDPTest):
             def forward(self, imgs: torch.Tensor) -> torch.Tensor:
                 return self.projector(self.vit.forward_features(imgs))
 
-        torch.manual_seed(42)
+        manual_seed(42)
         model = Model()
         ref_model = self._replica(model)
         for module in (model.vit, model.projector, model):
@@ -2172,7 +2138,7 @@ class TestFullyShardShareCommContext(TrainingTest, FSDPTest):
         """Three roots, as a pipeline has them, communicate in one set of streams, each of the others not used."""
         from torch.distributed.fsdp import share_comm_ctx
 
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(*(MLP(16) for _ in range(3)))
         ref_model = self._replica(model)
         for mlp in model:
@@ -2232,7 +2198,7 @@ class TestFullyShardCudaGraph(TrainingTest, FSDPTest):
     def test_two_layer_fully_shard_cudagraph(self):
         """A step that was recorded is played back with other inputs, and does what the eager one does, to the bit."""
         device_module = torch.get_device_module(self.device.type)
-        torch.manual_seed(42)
+        manual_seed(42)
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))).to(self.device)
         for linear in model:
             fully_shard(linear)

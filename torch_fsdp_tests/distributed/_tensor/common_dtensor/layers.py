@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torch_fsdp_tests.common_utils.seed import manual_seed
+
 
 class RMSNormPython(nn.Module):
     """Scales (..., dim) to a root mean square of one along the last dimension, times a learned weight of ones."""
@@ -27,7 +29,7 @@ class MLPModule(nn.Module):
 
     def __init__(self, device: torch.device | str | None, bias: bool = True) -> None:
         super().__init__()
-        torch.manual_seed(5)
+        manual_seed(5)
         self.net1 = nn.Linear(10, 16, bias=bias, device=device)
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(16, 10, bias=bias, device=device)
