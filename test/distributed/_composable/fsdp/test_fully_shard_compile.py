@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch._inductor.pattern_matcher  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
+import torch._inductor.compile_fx  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
@@ -35,7 +35,14 @@ from torch_fsdp_tests.common_distributed import (
     requires_world_size,
     skip_if_lt_x_gpu,
 )
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_all_gather, patch_reduce_scatter
+from torch_fsdp_tests.common_fsdp import (
+    MLP,
+    FSDPTest,
+    ShardAdam,
+    check_sharded_parity,
+    patch_all_gather,
+    patch_reduce_scatter,
+)
 from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -616,19 +623,18 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     def test_compile_per_layer(self):
         """Beyond upstream: layers compiled after they are sharded, or before; both train as a plain model does."""
-        config = {"compile_first": [True, False], "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_compile_per_layer)
+        self.run_subtests({"compile_first": [True, False]}, self._test_compile_per_layer)
 
-    def _test_compile_per_layer(self, compile_first: bool, reshard_after_forward: bool) -> None:
+    def _test_compile_per_layer(self, compile_first: bool) -> None:
         ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
         for mlp in model:
             if compile_first:
                 mlp.compile(backend=counting)
-            fully_shard(mlp, reshard_after_forward=reshard_after_forward)
+            fully_shard(mlp, reshard_after_forward=compile_first)  # one of each: test_no_recompiles has all of them
             if not compile_first:
                 mlp.compile(backend=counting)
         fully_shard(model)
-        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
+        optims = [ShardAdam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
         for iteration in range(5):
             self._mean_backward(ref_model, iteration)
             model(self._rows(iteration, self.rank)).square().sum().backward()
