@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import unittest
 import unittest.mock
 from datetime import timedelta
 
@@ -16,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, spawn_threads_and_init_comms
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed.multi_threaded_pg import (
     CollectiveTimeout,
     Mismatch,
@@ -29,7 +30,7 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-from torch_fsdp_tests.ranks import Kind, Outcome
+from torch_fsdp_tests.ranks import Kind, Outcome, RanksErred, RanksFailed
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -804,6 +805,59 @@ class TestFakeModes(ThreadsTestCase):
 
         for _ in range(3):
             self.assertEqual([outcome.kind for outcome in run_threads(2, body)], [Kind.PASSED, Kind.PASSED])
+
+
+class TestSpawnThreads(TestCase):
+    """The decorator for a method of an ordinary test case, whose ranks are threads of this very process."""
+
+    def total(self):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return int(tensor.item())
+
+    @spawn_threads_and_init_comms(world_size=3)
+    def test_passes(self):
+        self.assertEqual((self.total(), dist.get_world_size()), (3, 3))
+
+    def test_a_number_of_ranks_by_default(self):
+        totals = []
+        spawn_threads_and_init_comms(lambda case: totals.append(case.total()))(self)
+        self.assertEqual(totals, [4] * 4)
+
+    def test_one_fails(self):
+        def fails_on_rank_1(case):
+            if dist.get_rank() == 1:
+                case.fail("on purpose")
+            case.total()
+
+        with self.assertRaises(RanksFailed) as caught:
+            spawn_threads_and_init_comms(fails_on_rank_1)(self)
+        self.assertRegex(
+            str(caught.exception), "^rank 1 of 4 raised:(.|\n)*on purpose(.|\n)*ranks 0 and 2-3 of 4 raised"
+        )
+
+    def test_skips(self):
+        """Only where every rank does."""
+        with self.assertRaisesRegex(unittest.SkipTest, "^not today$"):
+            spawn_threads_and_init_comms(lambda case: case.skipTest("not today"))(self)
+        with self.assertRaisesRegex(RanksErred, "a skip counts only when every rank skips; rank 2 of 4 did"):
+            spawn_threads_and_init_comms(lambda case: dist.get_rank() == 2 and case.skipTest("not today"))(self)
+
+    def test_one_hangs(self):
+        """Outside of any collective: the test is over in time, and says where that thread is."""
+        over = threading.Event()
+        self.addCleanup(over.set)
+
+        def here_it_hangs(case):
+            if dist.get_rank() == 3:
+                over.wait()
+
+        began = time.monotonic()
+        with self.assertRaisesRegex(
+            RanksErred, "^rank 3 of 4 raised:\nTimeoutError: .* after 1 s(.|\n)*in here_it_hangs"
+        ):
+            spawn_threads_and_init_comms(here_it_hangs, timeout=1)(self)
+        self.assertLess(time.monotonic() - began, 5)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch_fsdp_tests.ranks import (
     RankGroup,
     RanksErred,
     RanksFailed,
+    Verdict,
     capture,
     judge,
     register,
@@ -107,6 +108,14 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
             assignment.name_leak(leak)
 
 
+def raise_verdict(verdict: Verdict) -> None:
+    """Raise what a verdict says; return when the test passed."""
+    if verdict.kind is Kind.SKIPPED:
+        raise unittest.SkipTest(verdict.text)
+    if verdict.kind is not Kind.PASSED:
+        raise (RanksFailed if verdict.kind is Kind.FAILED else RanksErred)(verdict.text) from None
+
+
 class RankTestCase(TestCase):
     """Base of the test cases whose tests run in ranks. See the module's docstring for what runs where.
 
@@ -168,15 +177,11 @@ class RankTestCase(TestCase):
                     print(f"--- output of rank {report.rank} ---\n{report.output}")
         verdict = judge(reports, limit, SKIP_CODES, expected_code)
         self._record(reports)
-        if verdict.kind is Kind.PASSED:
-            return
-        if verdict.kind is Kind.SKIPPED:
-            raise unittest.SkipTest(verdict.text)
         running = getattr(self, "_outcome", None)
-        if running is not None and not verdict.from_body:
+        if running is not None and verdict.kind in (Kind.FAILED, Kind.ERROR) and not verdict.from_body:
             # An expected failure is an exception of the test body; unittest itself would take a crash for one too.
             running.expecting_failure = False
-        raise (RanksFailed if verdict.kind is Kind.FAILED else RanksErred)(verdict.text) from None
+        raise_verdict(verdict)
 
     def _record(self, reports: Sequence[RankReport]) -> None:
         """Tell the dispatcher how wide the test was and how many of its subtests ran, and which skipped and why."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,6 +26,7 @@ from torch_fsdp_tests.common_distributed.case import (
     RankTestCase,
     get_timeout,
     named_leaks,
+    raise_verdict,
     run_in_rank,
 )
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
@@ -33,8 +37,8 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 from torch_fsdp_tests.distributed.multi_threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, Kind, Outcome, RankGroup
-from torch_fsdp_tests.ranks.outcome import format_error
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, Kind, Outcome, RankGroup, judge
+from torch_fsdp_tests.ranks.outcome import Ending, RankReport, format_error
 
 __unittest = True
 
@@ -71,20 +75,23 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
         yield
 
 
-def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | None = None) -> list[Outcome]:
+def run_threads(
+    world_size: int, body: Callable[[int], Outcome], limit: float | None = None, *, give_up: bool = False
+) -> list[Outcome]:
     """Run ``body(rank)`` in as many threads as there are ranks, over a threaded process group.
 
     Returns what came of the ranks, in their order, and raises nothing of theirs. A rank that ends badly wakes the
-    others out of their collectives. The threads are waited for without a limit of its own: every wait inside a
-    collective has one, by ``limit``, the seconds that the whole test may take (by default what any test may), and the
-    process they run in has another.
+    others out of their collectives. Every wait inside a collective has a limit, by ``limit``, the seconds that the
+    whole test may take (by default what any test may). A thread that hangs elsewhere is waited for, since the process
+    it runs in has a limit too; with ``give_up``, for a process that has none, it is left to itself after ``limit``.
     """
     outcomes: dict[int, Outcome] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     store = dist.HashStore()
 
-    timeout = timedelta(seconds=(get_timeout("") if limit is None else limit) * COLLECTIVE_SHARE)
+    limit = get_timeout("") if limit is None else limit
+    timeout = timedelta(seconds=limit * COLLECTIVE_SHARE)
 
     def connected(rank: int) -> Outcome:
         dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
@@ -103,17 +110,29 @@ def run_threads(world_size: int, body: Callable[[int], Outcome], limit: float | 
             dist.destroy_process_group()
 
     try:
-        threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
+        threads = [
+            threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=give_up)
+            for rank in range(world_size)
+        ]
         with _one_fake_mode_at_a_time(), _device_guard_that_outlives_threads():
             for thread in threads:
                 thread.start()
+            end = time.monotonic() + limit
             for thread in threads:
-                thread.join()
+                thread.join(max(0.0, end - time.monotonic()) if give_up else None)
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    return [outcomes[rank] for rank in sorted(outcomes)]
+    return [outcomes.get(rank) or _hanging(rank, threads[rank], limit) for rank in range(world_size)]
+
+
+def _hanging(rank: int, thread: threading.Thread, limit: float) -> Outcome:
+    """What is known of a rank whose thread goes on: where it stands."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
+    text = f"TimeoutError: it still runs after {limit:g} s, and a thread cannot be ended; it stands here:\n{stack}"
+    return Outcome(rank, Kind.ERROR, text.rstrip(), limit)
 
 
 def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
@@ -234,18 +253,25 @@ def spawn_threads_and_init_comms(
 ) -> Callable:
     """Decorate a test method of an ordinary test case to run in ``world_size`` threads with a threaded group.
 
-    Its collectives give up before ``timeout``, in seconds. The method raises ``RuntimeError`` with the text of every
-    rank that did not pass. As upstream's, the threads are those of the test process itself; differs from it in that a
-    skip of all ranks is such an error too, and that a thread which hangs outside of collectives is waited for.
+    The method skips when every rank does, and raises the verdict on all of them otherwise: ``RanksFailed``, an
+    ``AssertionError``, or ``RanksErred``, a ``RuntimeError``, with the text of each rank that did not pass. After
+    ``timeout`` seconds, shortly before which collectives give up, a rank that hangs is an error too, and its stack is
+    shown. As upstream's, the threads are those of the test process itself, so one that hangs lives on in it.
     """
     if func is None:
         return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)
 
     @functools.wraps(func)
     def in_threads(self: Any, *args: Any, **kwargs: Any) -> None:
-        outcomes = run_threads(world_size, lambda rank: _in_thread(rank, lambda: func(self, *args, **kwargs)), timeout)
-        bad = [outcome for outcome in outcomes if outcome.kind is not Kind.PASSED]
-        if bad:
-            raise RuntimeError("\n".join(f"rank {outcome.rank} of {world_size}:\n{outcome.text}" for outcome in bad))
+        began, ended = time.monotonic(), {}
+
+        def live(rank: int) -> Outcome:
+            outcome = _in_thread(rank, lambda: func(self, *args, **kwargs))
+            ended[rank] = time.monotonic() - began
+            return outcome
+
+        outcomes = run_threads(world_size, live, timeout, give_up=True)
+        reports = [RankReport(each.rank, each, Ending(code=0), at=ended.get(each.rank, timeout)) for each in outcomes]
+        raise_verdict(judge(reports, timeout, SKIP_CODES))
 
     return in_threads
