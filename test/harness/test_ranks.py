@@ -33,7 +33,7 @@ HANGS = (
     "Server",
     "ZServer",
 )  # classes of a run of their own: the last kills the server
-FSDP = ("Deaths", "Words", "Skips")  # classes that there are for the FSDP test cases too
+FSDP = ("Deaths", "Words", "Skips", "Hangs", "Fixtures", "Flood")  # classes that there are for the FSDP test cases too
 
 
 def only(kinds, words):
@@ -92,7 +92,6 @@ CASES = [
     ("Hangs", "hang_ignoring_sigterm", "ERROR", "ranks 0-1 of 2 were still running after LIMIT"),
     ("Hangs", "hang_stopped", "ERROR", "DEAD was stopped (SIGSTOP or the like) after LIMIT"),
     ("Hangs", "hang_in_a_collective_of_some", "ERROR", "in test_hang_in_a_collective_of_some"),
-    ("FsdpHangs", "hang_in_a_collective_of_some", "ERROR", "in test_hang_in_a_collective_of_some"),
     ("Fixtures", "set_up", "ERROR", "ValueError: in setUp"),
     ("Fixtures", "tear_down", "ERROR", "ValueError: in tearDown"),
     ("Fixtures", "clean_up", "ERROR", "ValueError: in clean-up"),
@@ -226,7 +225,8 @@ class TestVerdict(TestCase):
         """Whatever failed is in the table above or named here."""
         run = faults(kind, hanging)
         table = {f"{cls}.{test}" for cls, test, *_ in cases_of(kind)}
-        classes = {f"{kind}Fixtures.tearDownClass", f"{kind}ClassFixture.setUpClass"}
+        classes = {f"{kind}{cls}" for cls in ("Fixtures.tearDownClass", "FsdpFixtures.tearDownClass")}
+        classes.add(f"{kind}ClassFixture.setUpClass")
         late = {f"Staying{each}.tearDownClass" for each in ("Late", "Later", "Server")} if kind == "Staying" else set()
         self.assertEqual(set(run.words) - table - classes - late, set())
 

@@ -269,20 +269,14 @@ class Hangs:
     def test_hang_in_a_collective_of_some(self):
         self.connect()
         if self.rank == 0:
-            dist.barrier()
-        elif not isinstance(self, Staying):
+            dist.all_reduce(torch.ones(1))
+        elif not isinstance(self, (Staying, FsdpStaying)):
             time.sleep(FOREVER)  # a rank that leaves would be heard of
 
     def test_hang_ignoring_sigterm(self):
         ctypes.CDLL(None).signal(signal.SIGTERM, 1)  # SIG_IGN; Python lets no thread but the first call its own
         print("hanging", flush=True)
         time.sleep(FOREVER)
-
-
-class FsdpHangs:
-    def test_hang_in_a_collective_of_some(self):
-        if self.rank == 0:
-            dist.all_reduce(torch.ones(1))
 
 
 class Fixtures:
@@ -511,6 +505,14 @@ class ProcessFixtures(Fixtures, Processes):
     pass
 
 
+class ProcessFsdpFixtures(Fixtures, FsdpProcesses):
+    pass
+
+
+class ProcessFsdpFlood(Flood, FsdpProcesses):
+    pass
+
+
 class ProcessClassFixture(ClassFixture, Processes):
     pass
 
@@ -541,7 +543,7 @@ class ProcessFsdp(Essentials, FsdpProcesses):
     pass
 
 
-class ProcessFsdpHangs(FsdpHangs, FsdpProcesses):
+class ProcessFsdpHangs(Hangs, FsdpProcesses):
     pass
 
 
@@ -612,13 +614,15 @@ class ThreadHangs(Hangs, Threads):
     pass
 
 
-class ThreadFixtures(Fixtures, Threads):
+class ThreadedFixtures(Fixtures):
     def perThreadSetUp(self):
+        super().perThreadSetUp()
         if "set_up_of_a_thread" in self._testMethodName and self.rank == 1:
             self.addCleanup(self.broken, "the clean-up of a set-up")
             self.broken("perThreadSetUp")
 
     def perThreadTearDown(self):
+        super().perThreadTearDown()
         if self._testMethodName == "test_tear_down_of_a_thread" and self.rank == 1:
             self.broken("perThreadTearDown")
 
@@ -633,6 +637,18 @@ class ThreadFixtures(Fixtures, Threads):
         pass
 
 
+class ThreadFixtures(ThreadedFixtures, Threads):
+    pass
+
+
+class ThreadFsdpFixtures(ThreadedFixtures, FsdpThreads):
+    pass
+
+
+class ThreadFsdpFlood(Flood, FsdpThreads):
+    pass
+
+
 class ThreadClassFixture(ClassFixture, Threads):
     pass
 
@@ -645,7 +661,7 @@ class ThreadFsdp(Essentials, FsdpThreads):
     pass
 
 
-class ThreadFsdpHangs(FsdpHangs, FsdpThreads):
+class ThreadFsdpHangs(Hangs, FsdpThreads):
     pass
 
 
@@ -717,6 +733,14 @@ class StayingFixtures(Fixtures, Staying):
     pass
 
 
+class StayingFsdpFixtures(Fixtures, FsdpStaying):
+    pass
+
+
+class StayingFsdpFlood(Flood, FsdpStaying):
+    pass
+
+
 class StayingClassFixture(ClassFixture, Staying):
     pass
 
@@ -749,7 +773,7 @@ class StayingFsdp(Essentials, FsdpStaying):
     pass
 
 
-class StayingFsdpHangs(FsdpHangs, FsdpStaying):
+class StayingFsdpHangs(Hangs, FsdpStaying):
     pass
 
 
@@ -827,7 +851,7 @@ class EveryKind(Processes):
         Hangs.test_hang_ignoring_sigterm(self)
 
 
-HANGING = [name for cls in (Hangs, FsdpHangs, ProcessCodesHangs) for name in vars(cls) if name.startswith("test_hang")]
+HANGING = [name for cls in (Hangs, ProcessCodesHangs) for name in vars(cls) if name.startswith("test_hang")]
 TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
 
 # The bases of all these hold no tests of their own.
