@@ -31,7 +31,7 @@ FILE = {file!r}
 seen = dict(
     main=(__main__.__file__, __main__.__name__, str(__main__.__spec__)),
     arguments=sys.argv,
-    path=sys.path,
+    path=[path for path in sys.path if not os.path.basename(path).startswith("tmp")],  # torch 2.9 adds a folder
     flags=str(sys.flags),
     folder=os.getcwd(),
     environment={{name: value for name, value in os.environ.items() if name != "TMPDIR"}},

@@ -44,10 +44,11 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(ANSWER_LIMIT)
         command = [*interpreter(), "-m", __name__, str(os.getpid()), str(theirs.fileno()), str(self._ready)]
+        own = {**environment, "TMPDIR": str(directory)}
         nowhere = subprocess.DEVNULL
         with theirs:
             process = subprocess.Popen(
-                command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=cwd, env=dict(environment),
+                command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=cwd, env=own,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         process.returncode = 0  # whoever collects the dispatcher's children collects this one
