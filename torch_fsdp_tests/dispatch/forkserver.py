@@ -27,7 +27,6 @@ from torch_fsdp_tests import events, host
 from torch_fsdp_tests.dispatch import child
 
 ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
-_MOST_BYTES = 1 << 22  # of a request, most of which is the environment
 _GO = b"g"
 
 
