@@ -347,7 +347,8 @@ class RankGroup:
 
     def _go(self) -> None:
         for process in self.processes:
-            if process.waits and process.ending is None:
+            # Once it is too late nothing that they would say counts, and that they have come so far shall.
+            if process.waits and process.ending is None and not self._too_late:
                 process.waits = False
                 self._tell(process, {"go": True})
 
