@@ -400,7 +400,7 @@ class RankGroup:
                 self._shared.add(message["shared"])
                 continue
             if "met" in message:
-                process.waits = True
+                process.waits |= not self._too_late
                 continue
             self._spent |= message["leaving"]
             if self._too_late:
