@@ -86,9 +86,9 @@ def started():
     node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{find_free_port()}"]
     show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
     patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end a test that nobody ended
-    faults = ["TestAll", "TestHeardLate", "TestFewer", "TestMore", "TestStaying", "TestThreads", "TestAlone"]
+    faults = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMore", "TestStaying", "TestThreads"]
     return {
-        "faults": Launch(["--standalone", "--nproc-per-node", "3"], faults),
+        "faults": Launch(["--standalone", "--nproc-per-node", "3"], [*faults, "TestAlone"]),
         "node 0": Launch([*node, "--node-rank", "0"], WELL, **show),
         "node 1": Launch([*node, "--node-rank", "1"], WELL, **show),
         "loss": Launch(["--standalone", "--nproc-per-node", "2"], ["TestLoss"], **patient),
@@ -118,6 +118,7 @@ class TestOneMachine(TestCase):
                 "TestAll.test_passes": ["ok"],
                 "TestAll.test_skips": ["skipped 'not today'"],
                 "TestHeardLate.test_dies": ["ERROR"],
+                "TestHeardAtTheLimit.test_hangs": ["ERROR"],
                 "TestFewer.test_ends_together": ["ok"],
                 "TestFewer.test_passes": ["ok"],
                 "TestFewer.test_passes_again": ["ok"],
@@ -148,6 +149,11 @@ class TestOneMachine(TestCase):
             self.assertIn(each, told)
         self.assertEqual(re.findall(r"^(?:\S+: )?ranks? (\d)", told, re.MULTILINE)[0], words[0].split()[1])
 
+    @parametrize("cls", ["TestAll", "TestHeardAtTheLimit"])
+    def test_ranks_that_wait_for_one_that_hangs_are_not_said_to_run(self, cls):
+        told = launched("faults").words[f"{cls}.test_hangs"]
+        self.assertEqual(re.findall(r"(\d+) of 3 \w+ still running", told), ["1"])
+
     def test_fixtures_and_single_process_tests_run_once(self):
         self.assertEqual(launched("faults").text.count("class fixture of TestAll"), 1)
         self.assertEqual(launched("faults").text.count("one process"), 1)
@@ -155,7 +161,7 @@ class TestOneMachine(TestCase):
     def test_every_process_leaves_with_the_status_that_rank_0_earned(self):
         launch = launched("faults")
         self.assertEqual(launch.code, 1)
-        self.assertIn("FAILED (failures=1, errors=4, skipped=3, expected failures=1)", launch.text)
+        self.assertIn("FAILED (failures=1, errors=5, skipped=3, expected failures=1)", launch.text)
         codes = re.findall(r"rank +: (\d) .*\n +exitcode +: (-?\d+)", launch.text)
         self.assertIn(("0", "1"), codes)  # it was not cut short by the launcher
         self.assertEqual(launch.left, [])

@@ -16,7 +16,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestM
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.ranks import RankGroup
 
-LAUNCHED = os.getpid()  # forked ranks keep the id of the process that the launcher made
+LAUNCHED, RANK = os.getpid(), os.environ.get("RANK")  # forked ranks keep the id of the process that the launcher made
 FOREVER = 1000  # seconds
 TIMEOUT_OVERRIDE["test_hangs"] = 3
 
@@ -74,15 +74,31 @@ class TestHeardLate(FSDPTest):
     test_dies = TestAll.test_dies
 
 
-if os.environ.get("RANK") == "1":
-    start = RankGroup._start
+class TestHeardAtTheLimit(FSDPTest):
+    """Rank 0's process hears that rank 1 hangs while it asks its own rank, which waits for the others, for stacks."""
 
-    def start_and_pause(group, cls, *arguments):
-        start(group, cls, *arguments)
-        if cls is TestHeardLate:
-            time.sleep(2)
+    test_hangs = TestAll.test_hangs
 
-    RankGroup._start = start_and_pause
+
+start = RankGroup._start
+
+
+def start_and_be_late(group, cls, *arguments):
+    start(group, cls, *arguments)
+    if cls is TestHeardLate and RANK == "1":
+        time.sleep(2)
+    if cls is TestHeardAtTheLimit and RANK == "0":
+        ask_for_stacks = group._ask_for_stacks
+
+        def ask_and_hear_the_others():
+            ask_for_stacks()
+            while len(group._answers) < group.world_size - 1:
+                group._hear(FOREVER)
+
+        group._ask_for_stacks = ask_and_hear_the_others
+
+
+RankGroup._start = start_and_be_late
 
 
 class TestFewer(MultiProcessTestCase):
