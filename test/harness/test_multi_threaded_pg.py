@@ -533,6 +533,17 @@ class TestGroups(ThreadsTestCase):
         self.assertEqual(results_of(3, body), [(rank, [rank], "threaded") for rank in range(3)])
         self.assertIs(dist.distributed_c10d._world, before)
         self.assertFalse(dist.is_initialized())
+
+    def test_tables_that_a_later_torch_adds_are_there(self):
+        def body(rank):
+            world = dist.distributed_c10d._world
+            world.hooks_of_ranks[rank] = "mine"
+            with self.assertRaisesRegex(AttributeError, "unheard_of"):
+                world.unheard_of  # noqa: B018
+            return world.hooks_of_ranks
+
+        with unittest.mock.patch.object(dist.distributed_c10d._world, "hooks_of_ranks", {5: "c10d's"}, create=True):
+            self.assertEqual(results_of(2, body), [{0: "mine"}, {1: "mine"}])
         self.assertTrue(torch._C._is_multithreading_enabled())
 
 
@@ -792,6 +803,16 @@ class TestFailures(ThreadsTestCase):
             for seconds, wanted in ((3, 3.0), (900, 7.0)):
                 limited = functools.partial(body, timeout=timedelta(seconds=seconds))
                 self.assertEqual(in_threads(1, limited, init=False), [wanted])
+
+    def test_a_rank_whose_group_cannot_be_ended_does_not_pass(self):
+        def body(rank):
+            if rank == 1:
+                dist.distributed_c10d._world.pg_map = None
+            return Outcome(rank, Kind.PASSED)
+
+        well, unwell = run_threads(2, body)
+        self.assertEqual((well.kind, unwell.kind), (Kind.PASSED, Kind.ERROR))
+        self.assertIn("destroy_process_group", unwell.text)
 
 
 class TestFakeModes(ThreadsTestCase):

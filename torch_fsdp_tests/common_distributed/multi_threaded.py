@@ -106,8 +106,12 @@ def run_threads(
         if outcome.kind is not Kind.PASSED:
             cause = RuntimeError((outcome.text or outcome.kind.value).rsplit("\n", 1)[-1])
             ProcessLocalGroup.exception_handle(cause, rank)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Exception as error:
+            if outcome.kind is Kind.PASSED:
+                outcomes[rank] = Outcome(rank, Kind.ERROR, format_error(error))
 
     try:
         threads = [

@@ -454,6 +454,13 @@ class ThreadLocalWorld(threading.local):
     # Derived from the tables above, so c10d's own description serves.
     pg_config_info = c10d._World.pg_config_info
 
+    def __getattr__(self, name: str) -> Any:
+        """A table that the installed torch has beside these (2.15 has hooks of its flight recorder), empty at first."""
+        if _replaced is None or name.startswith("_"):
+            raise AttributeError(f"c10d's world has no {name!r}")
+        setattr(self, name, type(getattr(_replaced[0], name))())
+        return self.__dict__[name]
+
 
 _replaced: tuple[Any, bool] | None = None  # c10d's world and autograd's threading, as they were before installation
 
