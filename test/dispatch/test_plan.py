@@ -203,6 +203,18 @@ class TestDevices(unittest.TestCase):
         found = find("npu", ("0", "1"), {})
         self.assertEqual(found.environment((1,)), {"ASCEND_RT_VISIBLE_DEVICES": "1"})
 
+    def test_an_extension_that_torch_imports_may_bring_a_device(self):
+        """Which backend tests will use only a file can tell then, unless the device is named or the import is off."""
+        with (
+            unittest.mock.patch("importlib.metadata.entry_points", lambda group: [group]),
+            self.built_for("cpu"),
+        ):
+            self.assertIsNone(find(None, None, {}).backend)
+            self.assertEqual(find("cpu", None, {}).backend, "gloo")  # the CPU is the subject
+            self.assertEqual(find(None, None, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).backend, "gloo")
+        with unittest.mock.patch("importlib.metadata.entry_points", lambda group: []), self.built_for("cpu"):
+            self.assertEqual(find(None, None, {}).backend, "gloo")
+
     def test_host_lends_nothing(self):
         self.assertIsNone(find("cpu", ("0",), {}).lendable)  # the CPU is the subject
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, spawn_threads_and_init_comms
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
@@ -803,6 +804,13 @@ class TestFailures(ThreadsTestCase):
             for seconds, wanted in ((3, 3.0), (900, 7.0)):
                 limited = functools.partial(body, timeout=timedelta(seconds=seconds))
                 self.assertEqual(in_threads(1, limited, init=False), [wanted])
+
+    def test_all_threads_are_bound_to_one_device(self):
+        """Else a DeviceMesh would choose one by the rank, for those that come before the device's runtime has begun."""
+        bound = []
+        with unittest.mock.patch.object(accelerator.Accelerator, "bind", lambda device, rank: bound.append(rank)):
+            run_threads(3, lambda rank: Outcome(rank, Kind.PASSED))
+        self.assertEqual(bound, [0, 0, 0])
 
     def test_a_rank_whose_group_cannot_be_ended_does_not_pass(self):
         def body(rank):

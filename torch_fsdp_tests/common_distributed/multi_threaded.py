@@ -94,6 +94,7 @@ def run_threads(
     timeout = timedelta(seconds=limit * COLLECTIVE_SHARE)
 
     def connected(rank: int) -> Outcome:
+        accelerator.current().bind(0)  # or a DeviceMesh would choose one by the rank, in the threads that come first
         dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
         return body(rank)
 
@@ -169,6 +170,11 @@ class MultiThreadedTestCase(RankTestCase):
     def world_size(self) -> int:
         """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
         return accelerator.current().ranks
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device under test, which all ranks share and which is the current one of each thread."""
+        return accelerator.current().device()
 
     @property
     def _current_test_name(self) -> str:

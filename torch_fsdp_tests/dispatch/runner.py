@@ -20,7 +20,7 @@ from torch_fsdp_tests import events, host
 from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
-from torch_fsdp_tests.dispatch.devices import DeviceSet
+from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.keeper import Keeper
 from torch_fsdp_tests.dispatch.lists import Entry
@@ -292,7 +292,7 @@ class Runner:
         self._console.learn(running.job.part.name, running.facts)
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
-        if "torch" in running.facts and len(self._queue) > self._pool.size and self._may_fork():
+        if running.facts.get("device") == HOST and len(self._queue) > self._pool.size and self._may_fork():
             self._forkserver = ForkServer(self._environment, self._run.test_directory, self._directory)
 
     def _may_fork(self) -> bool:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
@@ -328,7 +327,7 @@ class TestClipGradNorm(FSDPTest):
     def _clip_half_frozen(self, model, scale, norm_type):
         """Returns the norm after a backward whose gradient is ``4 * scale`` in each of the 16 trainable elements."""
         model.zero_grad()
-        model(torch.full((4,), float(scale), device=accelerator.current().device(self.rank))).sum().backward()
+        model(torch.full((4,), float(scale), device=self.device)).sum().backward()
         self.assertEqual(any(param.grad is not None for param in model.parameters()), self.rank == 0)
         return model.clip_grad_norm_(max_norm=1, norm_type=norm_type).item()
 

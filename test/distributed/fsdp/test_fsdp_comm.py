@@ -302,7 +302,7 @@ class TestExplicitUnshard(FSDPTest):
     def test_unshard_async(self, use_orig_params):
         """MLPs that were gathered ahead of their forward train as those of DDP, and are gathered once."""
         dim, batch = 8, 2
-        device = accelerator.current().device(self.rank)
+        device = self.device
         torch.manual_seed(42)
         reference = DDP(ReduceModel(dim, self.process_group).to(device))
         torch.manual_seed(42)

@@ -210,7 +210,7 @@ class TestParityWithDDP(_TwoRanks):
         self._check_experts_parity(**config, turn=1, init_kwargs={"delay_before_free_ms": DELAY_MS})
 
     def _check_experts_parity(self, **kwargs):
-        device_id = accelerator.current().device(self.rank)
+        device_id = self.device
         self._check_parity(MixtureOfExperts, ref_init_fn=self._dummy_ddp_fn, device_id=device_id, **kwargs)
 
     @skip_if_lt_x_gpu(2)

@@ -9,7 +9,6 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._trace_utils import _ExecOrderTracer, _ExecutionInfo, _ParamUsageInfo
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
@@ -140,7 +139,7 @@ class TestRuntimeOrder(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_order_at_runtime(self):
         """Beyond upstream: FSDP, when it runs the model, sees its units in the order that tracing has told."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         for run_all_layers in (False, True):
             torch.manual_seed(0)
             model = Model().to(device)

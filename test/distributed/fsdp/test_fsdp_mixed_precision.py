@@ -869,10 +869,10 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_with_ignored_module(self):
         """An ignored module stays in full precision, and so refuses what comes from a low one."""
-        model = ModelWithIgnoredModule().to(accelerator.current().device(self.rank))
+        model = ModelWithIgnoredModule().to(self.device)
         float16 = MixedPrecision(param_dtype=torch.float16)
         model = FSDP(model, ignored_modules=[model.ignored], mixed_precision=float16)
-        x = torch.ones(2, 100, device=accelerator.current().device(self.rank))
+        x = torch.ones(2, 100, device=self.device)
         with self.assertRaisesRegex(RuntimeError, "must have the same dtype"):
             model(x)
         self.assertEqual(model.ignored.l.weight.dtype, torch.float32)
@@ -1042,7 +1042,7 @@ class TestFSDPTrainEval(FSDPTest):
         )
 
     def _test_train_ema_eval_flow(self, sharding_strategy):
-        device = accelerator.current().device(self.rank)
+        device = self.device
         torch.manual_seed(0)
         model = FSDP(
             TransformerWithEMA().to(device),

@@ -41,7 +41,7 @@ class TestMultiForward(FSDPTest):
         return accelerator.current().few_ranks
 
     def _ddp(self):
-        device = accelerator.current().device(self.rank)
+        device = self.device
         return DDP(Model(wrap_fsdp=False), device_ids=None if device.index is None else [device])
 
     def _dist_train(self, model):

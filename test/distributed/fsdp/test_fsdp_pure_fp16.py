@@ -75,7 +75,7 @@ class TestPureFP16(FSDPTest):
         model = self._nested(device_init_mode=DEVICEInitMode.DEVICE_NEVER)
         if to_half_before_fsdp_init:
             model = model.to(dtype)
-        device = accelerator.current().device(self.rank)
+        device = self.device
         model = FSDP(model, device_id=device, use_orig_params=use_orig_params, mixed_precision=mixed_precision)
         if not to_half_before_fsdp_init:
             model = model.to(dtype)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.scatter_gather import _is_namedtuple
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
@@ -106,7 +106,7 @@ class TestFullyShardAutograd(FSDPTest):
 
     def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Two rows for each rank, drawn alike on all of them, and the two of this rank."""
-        rows = torch.rand((2 * self.world_size, DIM), device=accelerator.current().device(self.rank))
+        rows = torch.rand((2 * self.world_size, DIM), device=self.device)
         mine = self._of_this_rank(rows).clone()
         return rows.requires_grad_(requires_grad), mine.requires_grad_(requires_grad)
 
@@ -135,7 +135,7 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(total, ref_loss.detach())
 
     def _replica(self, model: nn.Module) -> nn.Module:
-        return copy.deepcopy(model).to(accelerator.current().device(self.rank))
+        return copy.deepcopy(model).to(self.device)
 
     def _adams(self, *modules: nn.Module) -> list[torch.optim.Optimizer]:
         return [ShardAdam(module.parameters(), lr=1e-2) for module in modules]
@@ -313,7 +313,7 @@ class TestFullyShardAutograd(FSDPTest):
             stage.events = events
             fully_shard(stage)
         fully_shard(model)
-        mask = torch.ones(DIM, device=accelerator.current().device(self.rank))
+        mask = torch.ones(DIM, device=self.device)
         manual_seed(1)
         for _ in range(2):
             rows, mine = self._global_and_local_input(requires_grad=True)
@@ -434,7 +434,7 @@ class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_post_acc_grad_hook_runs(self):
-        device = accelerator.current().device(self.rank)
+        device = self.device
         model = MLP(8, device)
         for module in (model.in_proj, model.out_proj, model):
             fully_shard(module)
@@ -459,7 +459,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_post_acc_grad_hook_optim_parity(self):
         manual_seed(42)
-        device = accelerator.current().device(self.rank)
+        device = self.device
         args = ModelArgs(dropout_p=0.0)
         base_model = Transformer(args).to(device)
         ref_model, model = copy.deepcopy(base_model), copy.deepcopy(base_model)
@@ -508,7 +508,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
     def _sharded_mlp(self, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
         """A plain model and its copy whose layers are wrapped one by one, with a root that has nothing of its own."""
         manual_seed(42)
-        ref_model = MLP(8, accelerator.current().device(self.rank))
+        ref_model = MLP(8, self.device)
         model = copy.deepcopy(ref_model)
         for module in (model.in_proj, model.out_proj, model):
             fully_shard(module, **kwargs)
@@ -516,7 +516,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
 
     def _backward(self, model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> None:
         manual_seed(100 * seed + self.rank)
-        inputs = torch.rand((4, 8), device=accelerator.current().device(self.rank), requires_grad=True)
+        inputs = torch.rand((4, 8), device=self.device, requires_grad=True)
         model(inputs.to(dtype)).square().sum().backward()
 
     def _ref_backward(self, ref_model: nn.Module, seed: int, dtype: torch.dtype) -> None:

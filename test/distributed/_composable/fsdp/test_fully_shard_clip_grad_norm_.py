@@ -292,7 +292,7 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
         return 4
 
     def _largest_magnitude(self, features: int) -> None:
-        device = accelerator.current().device(self.rank)
+        device = self.device
         mesh = init_device_mesh(accelerator.current().type, (self.world_size,))
         layer = fully_shard(nn.Linear(2, features, bias=False, device=device), mesh=mesh)
         rows = torch.arange(1.0, features + 1, device=device)  # the gradients of all ranks differ in magnitude

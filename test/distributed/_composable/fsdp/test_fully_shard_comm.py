@@ -200,10 +200,6 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
     def world_size(self) -> int:
         return 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
 
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device()
-
     def _get_param_sizes(self) -> list[tuple[int, ...]]:
         return [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
 
@@ -1206,7 +1202,7 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_unshard_async(self):
         """Gathers that the model itself begins are waited for where they are needed, beside DDP's modules."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         device_ids = None if device.index is None else [device.index]
         manual_seed(42)
         ref_model = BranchedModel(8).to(device)
@@ -1298,7 +1294,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
 
         That the buffers are registered can be seen in NCCL's log alone, and only with symmetric memory.
         """
-        device = accelerator.current().device(self.rank)
+        device = self.device
         twin, model = (shard_blocks(transformer(device)) for _ in range(2))
         default = {(collectives.DefaultAllGather, collectives.DefaultReduceScatter)}
         from_group = {(collectives.ProcessGroupAllocAllGather, collectives.ProcessGroupAllocReduceScatter)}
@@ -1335,7 +1331,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_exception_when_used_together_with_comm_hooks(self):
         """The process group's allocator does not displace a collective of the user's."""
-        model: Any = fully_shard(nn.Linear(16, 16, device=accelerator.current().device(self.rank)))
+        model: Any = fully_shard(nn.Linear(16, 16, device=self.device))
         model.set_allocate_memory_from_process_group_for_comm(True)
         custom = mock.MagicMock(spec=fsdp_api.AllGather)
         model.set_custom_all_gather(custom)
@@ -1370,7 +1366,7 @@ class TestFullyShardSymmMem(FSDPTestContinuous):
 
     def _test_fully_shard_symm_mem(self, sum_reduction: bool) -> None:
         """One step; only sums are reduced in shared memory."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         model = shard_blocks(transformer(device, dim=4096, max_seq_len=64))
         for module in fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(sum_reduction)
@@ -1410,12 +1406,12 @@ class TestFullyShardForceSumReduction(FSDPTest):
             patch_reduce_scatter(recording(scatter, scatters)),
             patch_all_reduce(recording(dist.all_reduce, reductions)),
         ):
-            model(tokens(self.rank, step, accelerator.current().device(self.rank))).sum().backward()
+            model(tokens(self.rank, step, self.device)).sum().backward()
         return scatters, reductions
 
     def _test_force_sum(self, mesh_shape: tuple[int, ...]) -> None:
         """Averages first, then sums alone, then averages again; the gradients are those of a replica throughout."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
         ref_model = transformer(device)
         model = shard_blocks(copy.deepcopy(ref_model), mesh=mesh)

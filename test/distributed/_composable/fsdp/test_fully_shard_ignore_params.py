@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
@@ -142,7 +142,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
             self.compare_params(name, ref_param.detach(), params[name].detach())
 
     def _ddp(self, model: nn.Module) -> DDP:
-        device = accelerator.current().device(self.rank)
+        device = self.device
         return DDP(model, device_ids=None if device.index is None else [device.index], broadcast_buffers=False)
 
     def _ddp_fsdp_ddp(self, model: A) -> DDP:
@@ -165,7 +165,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_ddp_A_fsdp_B_ddp_C(self):
         """DDP around FSDP around DDP trains as DDP alone."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         model, inp = _generate_model_and_input()
         model, inp = model.to(device), inp.to(device)
         ref_model = self._ddp(copy.deepcopy(model))
@@ -201,7 +201,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
     def test_who_averages(self):
         """Beyond upstream: with other inputs on each rank every gradient is averaged once; of what FSDP ignores by
         DDP, in whole."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         model, inp = _generate_model_and_input()
         ref_model = copy.deepcopy(model).to(device)
         inp = (inp * (self.rank + 1) + self.rank).to(device)

@@ -92,12 +92,6 @@ def largest_dim(param: nn.Parameter) -> Shard:
 
 
 class InitTest(FSDPTestMultiThread):
-    """Threads share one device, so ``device`` is the same for every rank."""
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device()
-
     def _input(self, *shape: int, seed: int | None = None) -> torch.Tensor:
         """Positive numbers, others for each rank, or for each seed where one is given."""
         generator = torch.Generator().manual_seed(1 + (self.rank if seed is None else seed))

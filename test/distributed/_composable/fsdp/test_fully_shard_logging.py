@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
@@ -99,7 +99,7 @@ class TestProfilerLabels(FSDPTest):
 
     def _labels_of_a_step(self) -> collections.Counter[str]:
         """FSDP's labels in the trace of a step, counted: two layers, a group of two, and a fifth left to the root."""
-        device = accelerator.current().device(self.rank)
+        device = self.device
         model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(5)))
         for part in (model[0], model[1], [model[2], model[3]], model):
             fully_shard(part)

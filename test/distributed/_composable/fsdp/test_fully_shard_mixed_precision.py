@@ -167,7 +167,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         for mlp in model:
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
         computed_in = param_dtype or torch.float32
-        replica = Replica(model.to(accelerator.current().device(self.rank)), computed_in, reduce_dtype or computed_in)
+        replica = Replica(model.to(self.device), computed_in, reduce_dtype or computed_in)
 
         def largest_dim(param: nn.Parameter) -> Shard:
             return Shard(param.shape.index(max(param.shape)))
@@ -206,7 +206,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         manual_seed(42 + self.rank + 1)
         with self._recorded(dtypes):
             for _ in range(ITERATIONS):
-                inp = torch.randn((4, DIM), device=accelerator.current().device(self.rank), dtype=inp_dtype)
+                inp = torch.randn((4, DIM), device=self.device, dtype=inp_dtype)
                 ref_loss = replica.backward(inp)
                 replica.reduce()
                 loss = model(inp).sum()
@@ -275,7 +275,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn=False
         )
         manual_seed(42 + self.rank + 1)
-        device = accelerator.current().device(self.rank)
+        device = self.device
         microbatches = list(torch.randn((4, 8, DIM), device=device, dtype=torch.bfloat16))
         for _ in range(ITERATIONS):
             dtypes: list[torch.dtype] = []
@@ -314,7 +314,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         manual_seed(42)
         model = nn.Sequential(
             ToContainer(container), ContainerLinear(container), ContainerLinear(container), FromContainer(container)
-        ).to(accelerator.current().device(self.rank))
+        ).to(self.device)
         replica = Replica(model, param_dtype or torch.float32, reduce_dtype or torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         for module in (*model, model):
@@ -322,7 +322,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         optim = ShardAdam(model.parameters(), lr=1e-2)
         manual_seed(1)
         for _ in range(ITERATIONS):
-            rows = torch.randn((2 * self.world_size, DIM), device=accelerator.current().device(self.rank))
+            rows = torch.randn((2 * self.world_size, DIM), device=self.device)
             mine = rows[2 * self.rank : 2 * self.rank + 2]
             loss = model(mine).sum()
             loss.backward()
@@ -357,7 +357,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         """The first forward of a module may be inside ``jvp``, which must not see how parameters are gathered."""
         generator = torch.Generator().manual_seed(42)
         encoder, decoder = self._materialized(128, 256, generator), self._materialized(256, 320, generator)
-        inp = torch.randn(128, generator=generator).bfloat16().to(accelerator.current().device(self.rank))
+        inp = torch.randn(128, generator=generator).bfloat16().to(self.device)
         encoded = encoder(inp)
         primal = torch.randn(4, generator=generator).to(inp.device).requires_grad_()
         output, tangent = torch.func.jvp(lambda ignored: decoder(encoded), (primal,), (torch.ones_like(primal),))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
@@ -77,10 +77,6 @@ class TestFullyShardState(FSDPTestMultiThread):
     @property
     def world_size(self) -> int:
         return 1
-
-    @property
-    def device(self) -> torch.device:
-        return accelerator.current().device()
 
     def _input(self, dim: int) -> torch.Tensor:
         return torch.arange(1.0, 2 * dim + 1, device=self.device).view(2, dim) / dim
