@@ -86,6 +86,9 @@ CHECKS_SHARED_PARAMETERS = hasattr(fsdp2_state.FSDPState, "_validate_no_duplicat
 # Since 2.11 the assertions of FSDP and of checkpoints say what they ask; those of 2.9 are bare.
 ASSERTIONS_HAVE_TEXT = VERSION > (2, 9)
 
+# Before 2.15 FSDP2 without a ``reduce_dtype`` reduces in ``param_dtype``, since then in the dtype of the parameters.
+REDUCES_IN_COMPUTE_DTYPE = VERSION < (2, 15)
+
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
 PRELOAD = (

@@ -167,7 +167,8 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         for mlp in model:
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
         computed_in = param_dtype or torch.float32
-        replica = Replica(model.to(self.device), computed_in, reduce_dtype or computed_in)
+        by_default = computed_in if torch_facts.REDUCES_IN_COMPUTE_DTYPE else torch.float32
+        replica = Replica(model.to(self.device), computed_in, reduce_dtype or by_default)
 
         def largest_dim(param: nn.Parameter) -> Shard:
             return Shard(param.shape.index(max(param.shape)))
@@ -232,10 +233,11 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
     def _test_compute_dtype(
         self, param_dtype: torch.dtype, reshard_after_forward: bool | int, use_shard_placement_fn: bool
     ) -> None:
-        """Without a reduce dtype gradients are reduced as they were computed."""
+        """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
         dtypes = self._train_and_compare(*made, inp_dtype=param_dtype)
-        self.assertEqual(dtypes, [param_dtype] * 3 * ITERATIONS)
+        reduced_in = param_dtype if torch_facts.REDUCES_IN_COMPUTE_DTYPE else torch.float32
+        self.assertEqual(dtypes, [reduced_in] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
     def test_reduce_dtype(self):
@@ -806,7 +808,7 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
         layer = fully_shard(
             nn.Linear(2, 8, bias=False, device=self.device),
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype),
+            mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype),
         )
         recording = RecordingReduceScatter()
         layer.set_custom_reduce_scatter(recording)
