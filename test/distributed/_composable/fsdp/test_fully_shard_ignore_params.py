@@ -373,7 +373,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
         self.assertEqual({buffer.device for buffer in model.buffers()}, {self.device})
         self.assertEqual({param.device for param in ignored}, {host})
         self.assertEqual({param for param in model.parameters() if not isinstance(param, DTensor)}, ignored)
-        model.to(self.device)(torch.ones(2, 4, device=self.device) * torch.tensor([[1.0], [2.0]])).sum().backward()
+        model.to(self.device)(torch.tensor([[1.0], [2.0]], device=self.device).expand(2, 4)).sum().backward()
         for param in model.parameters():
             self.assertIsNotNone(param.grad)
 

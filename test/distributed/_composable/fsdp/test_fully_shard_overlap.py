@@ -46,10 +46,21 @@ class VirtualStream:
     """A stream that keeps the time, in ms, at which its work so far would be done."""
 
     all: weakref.WeakSet[VirtualStream] = weakref.WeakSet()
+    current: VirtualStream
 
     def __init__(self, priority: int = 0) -> None:
         self.time = 0.0
         VirtualStream.all.add(self)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def made_current(stream: VirtualStream | None) -> Iterator[None]:
+        """What ``torch.cuda.stream`` is to others; None leaves the current one."""
+        before, VirtualStream.current = VirtualStream.current, stream or VirtualStream.current
+        try:
+            yield
+        finally:
+            VirtualStream.current = before
 
     def wait_stream(self, stream: VirtualStream) -> None:
         self.time = max(self.time, stream.time)
@@ -85,11 +96,12 @@ def streams() -> Iterator[None]:
     """For the length of a test: virtual streams where there are no others."""
     with contextlib.ExitStack() as stack:
         if is_virtual():
-            module = device_module()
-            replaced = {"Stream": VirtualStream, "Event": VirtualEvent, "_current_stream": VirtualStream()}
-            stack.enter_context(mock.patch.multiple(module, **replaced))
+            VirtualStream.current = VirtualStream()
+            current = {"current_stream": lambda *_: VirtualStream.current}
+            replaced = {"Stream": VirtualStream, "Event": VirtualEvent, "stream": VirtualStream.made_current} | current
+            stack.enter_context(mock.patch.multiple(device_module(), **replaced))
             # FSDP asks here when a gather was begun in vain.
-            stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", module.current_stream))
+            stack.enter_context(mock.patch.multiple(torch.accelerator, **current))
         yield
 
 
