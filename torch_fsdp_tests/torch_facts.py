@@ -86,6 +86,18 @@ CHECKS_SHARED_PARAMETERS = hasattr(fsdp2_state.FSDPState, "_validate_no_duplicat
 # Since 2.11 the assertions of FSDP and of checkpoints say what they ask; those of 2.9 are bare.
 ASSERTIONS_HAVE_TEXT = VERSION > (2, 9)
 
+# Before 2.14 a first forward with nothing to train leaves FSDP2 without dtypes for the gradients to come.
+ASKS_FOR_DTYPES_AGAIN = VERSION >= (2, 14)
+
+# Since 2.14 DDP and FSDP1 hand on a container of inputs as it is when all in it is where it should be.
+KEEPS_INPUTS_IN_PLACE = VERSION >= (2, 14)
+
+# Since 2.14 FSDP1 does not offload to the host what is there already, so that what was gathered is not freed.
+OFFLOADS_FROM_HOST_TO_HOST = VERSION < (2, 14)
+
+# Before 2.15 gradients that were accumulated without a reduction survive ``reset_iter_state``.
+RESET_DROPS_ACCUMULATED_GRADIENTS = VERSION >= (2, 15)
+
 # Before 2.15 FSDP2 without a ``reduce_dtype`` reduces in ``param_dtype``, since then in the dtype of the parameters.
 REDUCES_IN_COMPUTE_DTYPE = VERSION < (2, 15)
 

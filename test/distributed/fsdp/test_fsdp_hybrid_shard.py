@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import unittest
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -33,7 +32,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
-from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests, xfailIf
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
@@ -56,11 +55,6 @@ class MyModel(nn.Module):
 class ShardingStrategyMode(Enum):
     ALL_HYBRID_SHARD = auto()
     MIXED_HYBRID_FULL_SHARD = auto()
-
-
-def fails_before(repaired: bool) -> Callable[[Any], Any]:
-    """Expect the failure where the installed torch has the defect still."""
-    return (lambda test: test) if repaired else unittest.expectedFailure
 
 
 def handled(model: nn.Module) -> list[FSDP]:
@@ -169,7 +163,7 @@ class TestFSDPHybridShard(FSDPTest):
             host = torch.device("cpu")  # the CPU is the subject: another device_id would move the model first
             self._wrapped(model, self._groups(), sync_module_states=True, device_id=host)
 
-    @fails_before(torch_facts.HYBRID_SHARD_SYNCS_BUFFERS)
+    @xfailIf(not torch_facts.HYBRID_SHARD_SYNCS_BUFFERS)
     @skip_if_lt_x_gpu(4)
     def test_sync_of_uneven_shapes_and_buffers(self):
         """Beyond upstream: all comes from rank 0, buffers too, whatever way it takes through the two groups.

@@ -53,7 +53,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reshard,
     patch_unshard,
 )
-from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
@@ -70,7 +70,7 @@ def needs_method(name: str) -> Callable[[Any], Any]:
 
 
 # The defect of ``test_singleton_force_sum`` and the three like it, which came with the copy.
-divides_twice = unittest.expectedFailure if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else lambda test: test
+divides_twice = xfailIf(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:

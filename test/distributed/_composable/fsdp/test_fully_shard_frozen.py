@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_register_post_backward_hook_backward,
     reduce_scatter_with_assert,
 )
-from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -362,14 +361,14 @@ class TestFullyShardFrozen(FSDPTest):
         """Beyond upstream: a layer that was trainable at its first forward reduces in the dtype that was asked for."""
         self._reduces_in_float32_after(first_is_frozen=False)
 
-    @unittest.expectedFailure
+    @xfailIf(not torch_facts.ASKS_FOR_DTYPES_AGAIN)
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_frozen_forward(self):
         """Beyond upstream: so does one that was frozen then and is trained later.
 
-        It does not, a defect seen with torch 2.13.0: ``FSDPParamGroup._init_mp_dtypes`` takes the dtypes of gradients
-        from the parameters that are trainable at the first forward, once, and without any leaves them unset. The
-        gradient is reduced in bfloat16, and cannot be assigned to the float32 parameter. On each rank::
+        It does not before 2.14, a defect seen with torch 2.13.0: ``FSDPParamGroup._init_mp_dtypes`` takes the dtypes of
+        gradients from the parameters that are trainable at the first forward, once, and without any leaves them unset.
+        The gradient is reduced in bfloat16, and cannot be assigned to the float32 parameter. On each rank::
 
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=True)

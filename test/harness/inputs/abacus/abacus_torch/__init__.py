@@ -1,0 +1,149 @@
+"""A device type of its own: another allocator, other devices and streams, another backend; the memory is the host's."""
+
+import contextlib
+import os
+import types
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+
+_C.begin(int(os.environ.get("ABACUS_DEVICES", "4")))
+torch.utils.rename_privateuse1_backend("abacus")
+
+
+def _index(device):
+    if device is None:
+        return _C.current_device()
+    device = torch.device("abacus", device) if isinstance(device, int) else torch.device(device)
+    return _C.current_device() if device.index is None else device.index
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority=0, **given):
+        if given:
+            return super().__new__(cls, priority=priority, **given)
+        return super().__new__(cls, device=torch.device("abacus", _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
+        return super().__new__(cls, device="abacus", enable_timing=enable_timing, blocking=blocking)
+
+
+@contextlib.contextmanager
+def device(which):
+    before = _C.current_device()
+    index = _index(which)
+    if index >= 0:
+        _C.set_device(index)
+    try:
+        yield
+    finally:
+        _C.set_device(before)
+
+
+@contextlib.contextmanager
+def stream(which):
+    if which is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(which.device)
+    torch.accelerator.set_stream(which)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def current_stream(device=None):
+    return torch.accelerator.current_stream(torch.device("abacus", _index(device)))
+
+
+def default_stream(device=None):
+    index = _index(device)
+    return torch.Stream(stream_id=0, device_index=index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+
+
+def memory_stats(device=None):
+    index = _index(device)
+    return {
+        "allocated_bytes.all.current": _C.memory_allocated(index),
+        "allocated_bytes.all.peak": _C.max_memory_allocated(index),
+        "active_bytes.all.current": _C.memory_allocated(index),
+        "active_bytes.all.peak": _C.max_memory_allocated(index),
+        "reserved_bytes.all.current": _C.memory_allocated(index),
+        "reserved_bytes.all.peak": _C.max_memory_allocated(index),
+        "num_alloc_retries": 0,
+        "allocation.all.allocated": _C.allocations(index),
+    }
+
+
+default_generators = tuple(_C.generator(index) for index in range(_C.device_count()))
+
+
+def get_rng_state(device="abacus"):
+    return default_generators[_index(device)].get_state()
+
+
+def set_rng_state(state, device="abacus"):
+    default_generators[_index(device)].set_state(state)
+
+
+def manual_seed_all(seed):
+    for generator in default_generators:
+        generator.manual_seed(seed)
+
+
+_module = types.ModuleType("torch.abacus", __doc__)
+_module.__dict__.update(
+    Stream=Stream,
+    Event=Event,
+    device=device,
+    stream=stream,
+    current_stream=current_stream,
+    default_stream=default_stream,
+    set_stream=torch.accelerator.set_stream,
+    is_available=lambda: _C.device_count() > 0,
+    is_initialized=_C.is_initialized,
+    init=lambda: None,
+    _is_in_bad_fork=lambda: False,
+    device_count=_C.device_count,
+    current_device=_C.current_device,
+    set_device=lambda which: _C.set_device(_index(which)),
+    synchronize=lambda device=None: None,
+    empty_cache=lambda: None,
+    memory_stats=memory_stats,
+    memory_allocated=lambda device=None: _C.memory_allocated(_index(device)),
+    max_memory_allocated=lambda device=None: _C.max_memory_allocated(_index(device)),
+    memory_reserved=lambda device=None: _C.memory_allocated(_index(device)),
+    max_memory_reserved=lambda device=None: _C.max_memory_allocated(_index(device)),
+    reset_peak_memory_stats=lambda device=None: _C.reset_peak(_index(device)),
+    mem_get_info=lambda device=None: ((1 << 34) - _C.memory_allocated(_index(device)), 1 << 34),
+    get_rng_state=get_rng_state,
+    set_rng_state=set_rng_state,
+    get_rng_state_all=lambda: [generator.get_state() for generator in default_generators],
+    set_rng_state_all=lambda states: [g.set_state(s) for g, s in zip(default_generators, states)],
+    manual_seed=lambda seed: default_generators[_C.current_device()].manual_seed(seed),
+    manual_seed_all=manual_seed_all,
+    initial_seed=lambda: default_generators[_C.current_device()].initial_seed(),
+    default_generators=default_generators,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    get_device_name=lambda device=None: "abacus",
+    get_device_properties=lambda device=None: types.SimpleNamespace(name="abacus", total_memory=1 << 34),
+)
+torch._register_device_module("abacus", _module)
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _ledger(store, rank, size, timeout):
+    return _C.ledger(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+
+if dist.is_available():
+    dist.Backend.register_backend("ledger", _ledger, devices=["abacus"])
+
+
+def autoload():
+    """For torch's entry point: the import has done it."""

@@ -1,0 +1,94 @@
+"""A device that is not the host in anything that torch can tell, for a machine that has none.
+
+``inputs/abacus`` holds its library, in C++, which torch loads by itself: a device type with an allocator, indices,
+streams, generators and a backend of its own, whose memory is the host's. No test file knows of it, and nothing of the
+harness. To build it takes a compiler and a minute.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torch_fsdp_tests.common_distributed import requires
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
+from torch_fsdp_tests.inductor_utils import why_no_host_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).parent / "inputs" / "abacus"
+FILES = [
+    "distributed/_composable/fsdp/test_fully_shard_state",
+    "distributed/_composable/fsdp/test_fully_shard_overlap",
+    "distributed/fsdp/test_fsdp_uneven",
+]
+LIMIT = 600  # seconds for the compiler, and for the files
+DIFFERS = """
+import torch
+one, other = torch.ones(1000, device="abacus:1"), torch.ones(1000, device="abacus:2")
+for wrong in (torch.ones(1000), other):
+    try:
+        one + wrong
+    except RuntimeError as error:
+        assert "same device" in str(error), error
+    else:
+        raise AssertionError(f"adds what is on {wrong.device}")
+assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 4096, 4096]
+del one
+assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 0, 4096]
+drawn = [torch.manual_seed(seed) and torch.rand(2, device="abacus").tolist() for seed in (3, 3, 4)]
+assert drawn[0] == drawn[1] != drawn[2]
+assert torch.accelerator.current_accelerator() == torch.device("abacus")
+"""
+
+
+def why_not() -> str | None:
+    if not TEST_WITH_SLOW:
+        return "a C++ compiler takes a minute for the device; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+    return why_no_host_compiler()
+
+
+@functools.cache
+def folder():
+    """Where the device is installed, built on first use; goes with this process."""
+    made = tempfile.TemporaryDirectory()
+    subprocess.run([sys.executable, SOURCE / "build.py", made.name], check=True, timeout=LIMIT)
+    return made
+
+
+def run(*command, **variables):
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), folder().name])}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=clean | path | variables,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+
+
+@requires(why_not)
+class TestAbacus(TestCase):
+    def test_it_is_told_apart_from_the_host(self):
+        done = run("-c", DIFFERS)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_whole_files_run_on_it(self):
+        done = run(ROOT / "run_test.py", "-i", *FILES)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("device abacus, backend ledger, ranks 4, devices not shared", done.stdout.splitlines()[0])
+        (passed,) = re.findall(r"^(\d+) passed, 0 failed, \d+ skipped$", done.stdout, re.MULTILINE)
+        written = sum((ROOT / "test" / f"{file}.py").read_text().count("    def test_") for file in FILES)
+        self.assertGreaterEqual(int(passed), written)
+
+    def test_ranks_share_it_where_there_is_one(self):
+        done = run(ROOT / "run_test.py", "-i", FILES[-1], ABACUS_DEVICES="1")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("device abacus, backend ledger, ranks 2, devices shared", done.stdout.splitlines()[0])
+
+
+if __name__ == "__main__":
+    run_tests()
