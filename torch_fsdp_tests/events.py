@@ -196,6 +196,8 @@ class Reporting(unittest.TestResult):
         self._take("failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
     def addSkip(self, test: Any, reason: str) -> None:
+        if _running is None and isinstance(test, unittest.TestCase) and not hasattr(test, "_subDescription"):
+            self.startTest(test)  # Python 3.12.1 and 3.13.0a3 only end a test that is skipped by its decorator
         super().addSkip(test, reason)
         if _running is None:
             self._skip_fixture(test, reason)

@@ -63,8 +63,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     device = device or environment.get(DEVICE_VARIABLE)
     kind = device or _device_of_installed_torch(environment, vendors)
     if kind == HOST:
-        guessed = device is None and _loads_extensions(environment)
-        return DeviceSet(HOST, (), backend=None if guessed else "gloo")
+        return DeviceSet(HOST, (), backend="gloo")
     vendor_key = "hip" if kind == "cuda" and _torch_versions().get("hip") else kind
     vendor = vendors.get(vendor_key, {"variables": [], "nodes": ""})
     # Nothing but a device type is hidden in the vendor's key: ROCm builds of torch call their devices by CUDA's name.
@@ -77,7 +76,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     return DeviceSet(shown, names, variable or next(iter(vendor["variables"]), None), vendor.get("backend"))
 
 
-def _loads_extensions(environment: Mapping[str, str]) -> bool:
+def loads_extensions(environment: Mapping[str, str]) -> bool:
     """Whether ``import torch`` will import a vendor's extension, which may bring a device of its own."""
     import importlib.metadata
 

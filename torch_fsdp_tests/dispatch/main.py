@@ -149,10 +149,11 @@ def _under_test(run: RunTests, device_set: DeviceSet) -> dict[str, Any]:
     """What the files are expected to test on. One that has ranks says what it really is, and the console compares."""
     lendable = device_set.lendable or 0
     ranks = run.ranks or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
+    guessed = run.device is None and not lendable and devices.loads_extensions(os.environ)
     return {
         "torch": devices.torch_version(),
         "device": device_set.type,
-        "backend": run.backend or device_set.backend,
+        "backend": None if guessed else run.backend or device_set.backend,
         "ranks": ranks,
         "shared": 0 < lendable < ranks,
     }
