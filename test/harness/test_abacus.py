@@ -28,13 +28,13 @@ LIMIT = 600  # seconds for the compiler, and for the files
 DIFFERS = """
 import torch
 one, other = torch.ones(1000, device="abacus:1"), torch.ones(1000, device="abacus:2")
-for wrong in (torch.ones(1000), other):
+for act, wrong in [(torch.add, torch.ones(1000)), (torch.add, other), (lambda *both: torch.cat(both), other)]:
     try:
-        one + wrong
+        act(one, wrong)
     except RuntimeError as error:
         assert "same device" in str(error), error
     else:
-        raise AssertionError(f"adds what is on {wrong.device}")
+        raise AssertionError(f"{act} takes what is on {wrong.device}")
 assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 4096, 4096]
 del one
 assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 0, 4096]

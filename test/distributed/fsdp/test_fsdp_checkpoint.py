@@ -110,8 +110,9 @@ class TestFSDPCheckpoint(_CheckpointTest):
         for name, module in model.named_modules():
             if isinstance(module, FSDP) and module._handle is not None:
                 flat_param = module._handle.flat_param
-                shards = [torch.empty_like(flat_param.grad) for _ in range(self.world_size)]
-                dist.all_gather(shards, flat_param.grad)
+                grad = flat_param.grad.to(self.device)  # which may be offloaded
+                shards = [torch.empty_like(grad) for _ in range(self.world_size)]
+                dist.all_gather(shards, grad)
                 numels = [shape.numel() for shape in flat_param._shapes]
                 pieces = torch.cat(shards)[: sum(numels)].split(numels)
                 for fqn, shape, piece in zip(flat_param._fqns, flat_param._shapes, pieces):

@@ -25,7 +25,15 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 BYTES = 4  # of a float32
 ITERATIONS = 4
 POINTS = "start", "after fwd", "after loss", "after bwd", "after step", "done"
-SMALL, LARGE = (32, 16), (128, 224)  # channels within the model, and width and height of its input
+SMALL = (32, 16)  # channels within the model, and width and height of its input
+
+
+def large():
+    """The same for what the allocator is asked about: where that has been measured, with upstream's input.
+
+    Elsewhere each activation is to be several times what rounding hides.
+    """
+    return 128, 224 if common_cuda.TEST_CUDA else 96
 
 
 def get_cur_mem(device):
@@ -130,7 +138,7 @@ class TestFSDPMemory(FSDPTest):
     # What the allocator says.
 
     def _test_allocator(self, with_checkpoint):
-        hidden_dim, size = LARGE
+        hidden_dim, size = large()
         look = functools.partial(get_cur_mem, self.device)
         before = look()
         model = create_model(False, False, hidden_dim).to(self.device)
@@ -274,8 +282,9 @@ class TestFSDPMemory(FSDPTest):
         # After forward there are activations more than at the start, or nothing was looked at.
         self.assertGreater(seen[2]["after fwd"], seen[2]["start"])
         if accelerator.current().has("memory_stats"):
-            model = self._sharded(LARGE[0], ckpt == "ckpt")
-            optim, x = self._optimizer(model), self._input(LARGE[1])
+            hidden_dim, size = large()
+            model = self._sharded(hidden_dim, ckpt == "ckpt")
+            optim, x = self._optimizer(model), self._input(size)
             module = torch.get_device_module(self.device)
             peaks = []
             for _ in range(ITERATIONS):

@@ -80,7 +80,8 @@ class TestMultiForward(FSDPTest):
         reference = Model(wrap_fsdp=False)
         model = FSDP(Model(wrap_fsdp=True, **fsdp_kwargs), **fsdp_kwargs)
         models = [reference, model]
-        optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+        # With a larger rate training diverges, and enlarges the rounding in the sum of more than two ranks.
+        optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in models]
         torch.manual_seed(10 + self.rank)
         for _ in range(3):
             x = torch.rand(6, 4, device=get_devtype())

@@ -400,7 +400,7 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
     def test_rank_without_gradients(self):
         """Beyond upstream: a rank that holds nothing to train has a record all the same, and backs off with the rest.
 
-        Both parameters that train lie in the last rank's shard.
+        Both parameters that train lie in the second half of a flat parameter, of which the first rank has nothing.
         """
         self.run_subtests({"spoilt": [False, True]}, self._test_rank_without_gradients)
 
@@ -418,8 +418,8 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
         inputs = model.module.get_input(self.device)
         scaler.scale(model(*inputs).sum()).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        counts = self._everywhere(len(grads))
-        self.assertEqual((counts[0], sum(counts)), (0.0, 2.0))
+        numels = self._everywhere(sum(grad.numel() for grad in grads))
+        self.assertEqual((numels[0], sum(numels)), (0.0, 4 * 8 + 8))
         if spoilt and grads:
             grads[0].fill_(math.inf)
         scaler.unscale_(optim)

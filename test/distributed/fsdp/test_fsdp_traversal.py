@@ -47,7 +47,7 @@ class TestTraversal(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_shared_instance(self):
         """Beyond upstream: an instance with two names is listed once, where it is met first."""
-        layer, other = FSDP(nn.Linear(2, 2)), FSDP(nn.Linear(2, 2))
+        layer, other = (FSDP(nn.Linear(2, 2, device=self.device)) for _ in range(2))
         model = nn.ModuleDict({"one": layer, "two": nn.Sequential(other, layer), "three": layer})
         self._assert_are(FSDP.fsdp_modules(model), [layer, other])
         self._assert_are(FSDP.fsdp_modules(model, root_only=True), [layer, other])

@@ -183,7 +183,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         found = parameters_and_moments(*hybrid)
         self.assertEqual(set(found), set(wanted))
         for name, value in found.items():
-            local = value.to_local()
+            local = value.to_local().cpu()  # for all ranks
             of_replicas = [None, None]
             dist.all_gather_object(of_replicas, local, group=mesh.get_group(0))
             self.assertEqual(of_replicas[0], of_replicas[1], msg=name, rtol=0, atol=0)

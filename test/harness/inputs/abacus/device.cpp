@@ -494,9 +494,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
 
 void record_stream(at::Tensor&, c10::Stream) {}
 
+// A device adds up, copies and joins only what is on it.
+void check_one_device(const torch::jit::Stack& stack, size_t arguments) {
+  std::optional<c10::Device> found;
+  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
+    if (!stack[i].isTensorList()) {
+      continue;
+    }
+    for (const at::Tensor& tensor : stack[i].toTensorVector()) {
+      if (tensor.defined() && tensor.device().type() == kType) {
+        TORCH_CHECK(
+            !found || *found == tensor.device(), "Expected all tensors to be on the same device, but found at least two "
+            "devices, ", found.value_or(tensor.device()), " and ", tensor.device());
+        found = tensor.device();
+      }
+    }
+  }
+}
+
 // The host computes. Random numbers are drawn by its rules from the device's generator.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
+  check_one_device(*stack, arguments.size());
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& type = arguments[i].type();
     const bool optional = type->kind() == c10::TypeKind::OptionalType;
@@ -627,8 +646,8 @@ class Ledger final : public c10d::Backend {
     return gloo_->allgather(out, in, opts);
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
-    auto out = on_host(output);
-    auto in = on_host(input);
+    auto out = on_host(output).view(-1); // gloo would cut it along its first dimension
+    auto in = on_host(input).view(-1);
     return gloo_->_allgather_base(out, in, opts);
   }
   Work allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
