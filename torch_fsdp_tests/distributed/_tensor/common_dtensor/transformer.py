@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests import accelerator
-
 from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP, TensorParallelForExpert
 
 Plan = dict[str, ParallelStyle]
@@ -51,10 +49,10 @@ class ModelArgs:
 def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Scaled dot product attention over (batch, heads, sequence, head_dim).
 
-    DTensor has no sharding rule for the CPU's fused kernel. There each rank attends with its local tensors, which is
-    the same, since tensor parallelism shards heads and a head knows nothing of another.
+    DTensor has sharding rules for the fused kernels of some devices alone. Each rank attends with its local tensors,
+    which is the same, since tensor parallelism shards heads and a head knows nothing of another.
     """
-    if not isinstance(queries, DTensor) or not accelerator.current().is_host:
+    if not isinstance(queries, DTensor):
         return F.scaled_dot_product_attention(queries, keys, values, **kwargs)
     local = (each.to_local() for each in (queries, keys, values))
     attended = F.scaled_dot_product_attention(*local, **kwargs)
