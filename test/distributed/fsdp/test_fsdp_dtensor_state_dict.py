@@ -24,8 +24,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Shard
 
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FourLayers,
     ShardedStatesMixin,
@@ -41,6 +42,7 @@ from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 
+FOUR_RANKS = requires(lambda: None if accelerator.current().ranks >= 4 else "needs 4 ranks, fewer are asked for")
 EVEN = parametrize("is_even_sharded_model", [True, False])
 OFFLOAD = parametrize("offload_to_cpu", [True, False])
 
@@ -145,6 +147,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
 
     @with_comms
     @skip_if_lt_x_gpu(4)
+    @FOUR_RANKS
     def test_local_shapes_of_uneven_shards(self):
         """Beyond upstream: of 5 rows four ranks have 2, 2, 1 and none, of 10 they have 3, 3, 3 and 1."""
         self.assertEqual(self.world_size, 4)
@@ -196,6 +199,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
+    @FOUR_RANKS
     def test_checkpoint_on_disk(self):
         """Beyond upstream: saved by some ranks, loaded by as many, more or fewer, trained on as if uninterrupted."""
         sizes, orig = [(4, 4), (2, 4), (4, 2), (4, 1)], "use_orig_params"
