@@ -451,6 +451,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def world_size(self) -> int:
         return 8
 
+    @property
+    def device(self) -> torch.device:
+        return accelerator.current().device(0)  # the threads share one device
+
     def _meta_two_tensor_mlp(self, **kwargs: Any) -> nn.Module:
         """Sharded on the meta device, then materialised; its two parts differ, and so does each shard."""
         with torch.device("meta"):
