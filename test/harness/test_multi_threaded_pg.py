@@ -534,6 +534,7 @@ class TestGroups(ThreadsTestCase):
         self.assertEqual(results_of(3, body), [(rank, [rank], "threaded") for rank in range(3)])
         self.assertIs(dist.distributed_c10d._world, before)
         self.assertFalse(dist.is_initialized())
+        self.assertTrue(torch._C._is_multithreading_enabled())
 
     def test_tables_that_a_later_torch_adds_are_there(self):
         def body(rank):
@@ -545,7 +546,6 @@ class TestGroups(ThreadsTestCase):
 
         with unittest.mock.patch.object(dist.distributed_c10d._world, "hooks_of_ranks", {5: "c10d's"}, create=True):
             self.assertEqual(results_of(2, body), [{0: "mine"}, {1: "mine"}])
-        self.assertTrue(torch._C._is_multithreading_enabled())
 
 
 class TestWork(ThreadsTestCase):
