@@ -25,8 +25,6 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Trans
 
 ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
-# A norm adds up thousands of numbers in float32, in an order of the device's own and in another one for shards.
-ROUNDING = {"rtol": 1e-5, "atol": 0}
 
 
 def norm_by_hand(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -76,7 +74,7 @@ class _TestClipGradNormBase(FSDPTest):
             ref_norm = torch.nn.utils.clip_grad_norm_(ref_model.parameters(), max_norm, norm_type)
             with CommDebugMode() as communication:
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-            self.assertEqual(ref_norm, norm_by_hand(ref_grads, norm_type), **ROUNDING)
+            self.assertEqual(ref_norm, norm_by_hand(ref_grads, norm_type))
             self._check_alike(norm, ref_norm)
             counts = dict(communication.get_comm_counts())
             self.assertEqual(counts, {ALL_REDUCE: len(norm.placements)})
@@ -88,12 +86,12 @@ class _TestClipGradNormBase(FSDPTest):
                 self.assertEqual(param.grad.full_tensor(), ref_param.grad)
             clipped = [param.grad.full_tensor() for param in model.parameters()]
             # An epsilon of 1e-6 beside the norm keeps the result below the limit.
-            self.assertEqual(norm_by_hand(clipped, norm_type).item(), max_norm, **ROUNDING)
+            self.assertEqual(norm_by_hand(clipped, norm_type).item(), max_norm, rtol=1e-5, atol=0)
 
     def _check_alike(self, norm: torch.Tensor, expected: torch.Tensor) -> None:
         """The norm must be the expected one, and bit for bit that of all other ranks."""
         self.assertIsInstance(norm, DTensor)
-        self.assertEqual(found := norm.full_tensor(), expected, **ROUNDING)
+        self.assertEqual(found := norm.full_tensor(), expected)
         everywhere = [torch.empty_like(found) for _ in range(self.world_size)]
         dist.all_gather(everywhere, found)
         self.assertEqual(len({value.item() for value in everywhere}), 1, f"{everywhere}")
