@@ -122,7 +122,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
     def _test_clip_grad_norm_1d(self, norm_type: float, seed_of_tokens: int) -> None:
         manual_seed(42)
         args = ModelArgs(dropout_p=0.0)
-        model = Transformer(args)
+        model = Transformer(args).double()  # in float32 a sum of thousands depends on the device's order of adding
         ref_model = self._replicated(model)
         for layer in model.layers:
             fully_shard(layer)
