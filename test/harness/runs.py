@@ -33,6 +33,18 @@ def leftovers(folder):
     return [name for name in os.listdir(folder) if not name.startswith("torchinductor")]
 
 
+def run_beside(package, *command, **variables):
+    """Run an interpreter to its end, with this folder on its path, as installed, and no device asked for."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=clean | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package)])} | variables,
+        text=True,
+        capture_output=True,
+        timeout=2 * COMMAND_LIMIT,
+    )
+
+
 _running = []  # processes that nobody has waited for; they end with this one
 
 

@@ -6,7 +6,6 @@ harness. To build it takes a compiler and a minute.
 """
 
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -17,14 +16,15 @@ from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.inductor_utils import why_no_host_compiler
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = Path(__file__).parent / "inputs" / "abacus"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import COMMAND_LIMIT, INPUTS, ROOT, run_beside
+
 FILES = [
     "distributed/_composable/fsdp/test_fully_shard_state",
     "distributed/_composable/fsdp/test_fully_shard_overlap",
     "distributed/fsdp/test_fsdp_uneven",
 ]
-LIMIT = 600  # seconds for the compiler, and for the files
 DIFFERS = """
 import torch
 one, other = torch.ones(1000, device="abacus:1"), torch.ones(1000, device="abacus:2")
@@ -38,8 +38,12 @@ for act, wrong in [(torch.add, torch.ones(1000)), (torch.add, other), (lambda *b
 assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 4096, 4096]
 del one
 assert [torch.abacus.memory_allocated(index) for index in range(3)] == [0, 0, 4096]
-drawn = [torch.manual_seed(seed) and torch.rand(2, device="abacus").tolist() for seed in (3, 3, 4)]
-assert drawn[0] == drawn[1] != drawn[2]
+
+def draw(seed):
+    torch.manual_seed(seed)
+    return torch.rand(2, device="abacus")
+
+assert draw(3).equal(draw(3)) and not draw(3).equal(draw(4))
 assert torch.accelerator.current_accelerator() == torch.device("abacus")
 """
 
@@ -54,20 +58,12 @@ def why_not() -> str | None:
 def folder():
     """Where the device is installed, built on first use; goes with this process."""
     made = tempfile.TemporaryDirectory()
-    subprocess.run([sys.executable, SOURCE / "build.py", made.name], check=True, timeout=LIMIT)
+    subprocess.run([sys.executable, INPUTS / "abacus" / "build.py", made.name], check=True, timeout=COMMAND_LIMIT)
     return made
 
 
 def run(*command, **variables):
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), folder().name])}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=clean | path | variables,
-        text=True,
-        capture_output=True,
-        timeout=LIMIT,
-    )
+    return run_beside(folder().name, *command, **variables)
 
 
 @requires(why_not)

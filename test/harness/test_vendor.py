@@ -7,7 +7,6 @@ its entry point. What its device cannot show, since its tensors are the processo
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
@@ -18,19 +17,14 @@ from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.dispatch import options
 
-ROOT = Path(__file__).resolve().parents[2]
-VENDOR = Path(__file__).parent / "inputs" / "vendor"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import INPUTS, ROOT, run_beside
+
+VENDOR = INPUTS / "vendor"
 NAME = "soroban"
 FILE = "distributed/fsdp/test_fsdp_uneven"
-LIMIT = 300  # seconds for one file
 WISHES = {"device": NAME, "backend": "gloo", "ranks": 3}
-
-
-def run(*command, **variables):
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(VENDOR)])}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
-    arguments = [sys.executable, *map(str, command)]
-    return subprocess.run(arguments, env=clean | path | variables, text=True, capture_output=True, timeout=LIMIT)
 
 
 @contextlib.contextmanager
@@ -51,7 +45,7 @@ def installed(**variables):
 class TestNewDevice(TestCase):
     def test_a_whole_file_runs_on_it(self):
         """By the dispatcher, with options: every test of a file that was written before the device was known."""
-        done = run(ROOT / "run_test.py", "--device", NAME, "--ranks", 3, "-i", FILE, "-v")
+        done = run_beside(VENDOR, ROOT / "run_test.py", "--device", NAME, "--ranks", 3, "-i", FILE, "-v")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn(f"device {NAME}, backend gloo, ranks 3, devices shared", done.stdout)
         (passed,) = re.findall(r"^(\d+) passed, 0 failed, 0 skipped$", done.stdout, re.MULTILINE)
@@ -61,7 +55,7 @@ class TestNewDevice(TestCase):
     def test_its_ranks_find_their_devices_in_its_own_way(self):
         """By hand, with variables: four ranks of a test that wants four, on two devices, each bound by the vendor."""
         variables = {"TORCH_FSDP_TESTS_DEVICE": NAME, "TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
-        done = run(ROOT / "test" / f"{FILE}.py", "-k", "FourRanks", **variables)
+        done = run_beside(VENDOR, ROOT / "test" / f"{FILE}.py", "-k", "FourRanks", **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
         self.assertEqual(bound, {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")})

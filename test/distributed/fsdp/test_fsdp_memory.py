@@ -25,15 +25,9 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 BYTES = 4  # of a float32
 ITERATIONS = 4
 POINTS = "start", "after fwd", "after loss", "after bwd", "after step", "done"
-SMALL = (32, 16)  # channels within the model, and width and height of its input
-
-
-def large():
-    """The same for what the allocator is asked about: where that has been measured, with upstream's input.
-
-    Elsewhere each activation is to be several times what rounding hides.
-    """
-    return 128, 224 if common_cuda.TEST_CUDA else 96
+# Channels within the model, and width and height of its input: where storages are counted, and where the allocator is
+# asked, whose bounds have been measured with upstream's input.
+SMALL, LARGE = (32, 16), (128, 224)
 
 
 def get_cur_mem(device):
@@ -138,7 +132,7 @@ class TestFSDPMemory(FSDPTest):
     # What the allocator says.
 
     def _test_allocator(self, with_checkpoint):
-        hidden_dim, size = large()
+        hidden_dim, size = LARGE
         look = functools.partial(get_cur_mem, self.device)
         before = look()
         model = create_model(False, False, hidden_dim).to(self.device)
@@ -282,7 +276,7 @@ class TestFSDPMemory(FSDPTest):
         # After forward there are activations more than at the start, or nothing was looked at.
         self.assertGreater(seen[2]["after fwd"], seen[2]["start"])
         if accelerator.current().has("memory_stats"):
-            hidden_dim, size = large()
+            hidden_dim, size = LARGE
             model = self._sharded(hidden_dim, ckpt == "ckpt")
             optim, x = self._optimizer(model), self._input(size)
             module = torch.get_device_module(self.device)

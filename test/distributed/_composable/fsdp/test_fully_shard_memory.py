@@ -257,12 +257,15 @@ class TestFullyShardMemory(FSDPTest):
         references = [weakref.ref(thing) for thing in things]
         self.assertEqual(len(groups), 4)
         del model, groups, things
+
+        def alive() -> list[str]:
+            gc.collect()
+            return [type(found).__name__ for reference in references if (found := reference()) is not None]
+
         give_up = time.monotonic() + 5  # a device's thread of autograd lets go of the graph after backward has returned
-        while gc.collect() or any(reference() is not None for reference in references):
-            if time.monotonic() > give_up:
-                break
-        alive = [type(reference()).__name__ for reference in references if reference() is not None]
-        self.assertEqual(alive, [])
+        while alive() and time.monotonic() < give_up:
+            pass
+        self.assertEqual(alive(), [])
 
     @requires(lambda: None if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS else "this torch keeps one reduce-scatter input")
     @skip_if_lt_x_gpu(2)

@@ -5,9 +5,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
-#include <ATen/native/TensorFactories.h>
-#include <ATen/ops/_efficientzerotensor_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -15,7 +12,6 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/resize_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -641,9 +637,7 @@ class Ledger final : public c10d::Backend {
     return averaged(host, summed, [&] { return gloo_->reduce(host, summed); });
   }
   Work allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return gloo_->allgather(out, in, opts);
+    return on_both(&Backend::allgather, outputs, inputs, opts);
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     auto out = on_host(output).view(-1); // gloo would cut it along its first dimension
@@ -651,25 +645,17 @@ class Ledger final : public c10d::Backend {
     return gloo_->_allgather_base(out, in, opts);
   }
   Work allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return gloo_->allgather_coalesced(out, in, opts);
+    return on_both(&Backend::allgather_coalesced, outputs, inputs, opts);
   }
   Work allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return gloo_->allgather_into_tensor_coalesced(out, in, opts);
+    return on_both(&Backend::allgather_into_tensor_coalesced, outputs, inputs, opts);
   }
   Work gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return gloo_->gather(out, in, opts);
+    return on_both(&Backend::gather, outputs, inputs, opts);
   }
   Work scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return gloo_->scatter(out, in, opts);
+    return on_both(&Backend::scatter, outputs, inputs, opts);
   }
   Work reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto out = on_host(outputs);
@@ -718,6 +704,17 @@ class Ledger final : public c10d::Backend {
   }
 
  private:
+  template <typename Outputs, typename Inputs, typename Options>
+  Work on_both(
+      Work (Backend::*collective)(Outputs&, Inputs&, const Options&),
+      Outputs& outputs,
+      Inputs& inputs,
+      const Options& opts) {
+    auto out = on_host(outputs);
+    auto in = on_host(inputs);
+    return (gloo_.get()->*collective)(out, in, opts);
+  }
+
   // gloo knows no average: sum, wait and divide.
   template <typename Options, typename Call>
   Work averaged(Tensors& results, Options& opts, Call call) {
