@@ -89,7 +89,9 @@ def children() -> list[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; it can still be waited for."""
+    """Whether a child of this process has ended; it can still be waited for. False where that cannot be seen."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return False
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -15,6 +15,8 @@ import torch.distributed.fsdp._fully_shard._fsdp_common as fsdp2_common
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2_param
 import torch.distributed.fsdp._fully_shard._fsdp_state as fsdp2_state
 import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2_module
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
@@ -36,6 +38,10 @@ HAS_MESH_PER_PARAMETER = hasattr(fsdp2_common, "ShardPlacementResult")
 
 # Since 2.13 ``fully_shard`` takes ``dp_mesh_dims``, by which it works on dimensions of the mesh of its DTensors.
 FSDP2_HAS_DP_MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+
+# Since 2.11 (2.9 does not) meshes can be put side by side, and a fake process group's collectives can be errors.
+CONCATENATES_MESHES = hasattr(DeviceMesh, "_concatenate")
+FAKES_ERRORS = hasattr(FakeProcessGroup.Options, "error_on_collective")
 
 # 2.9 puts the rows of uneven shards in the wrong order where FSDP2 and tensor parallelism cut the same dimension.
 GATHERS_UNEVEN_STRIDED_SHARDS = VERSION > (2, 9)

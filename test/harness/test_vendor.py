@@ -5,6 +5,7 @@ its entry point. What its device cannot show, since its tensors are the processo
 """
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -116,7 +117,7 @@ class TestWishes(TestCase):
 
     @parametrize("ranks", ["0", "two", "-1"])
     def test_both_refuse_the_same_numbers(self, ranks):
-        with contextlib.redirect_stderr(None), self.assertRaises(SystemExit):
+        with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
             self.of_dispatcher(["--list"], {"TORCH_FSDP_TESTS_RANKS": ranks})
         with installed(TORCH_FSDP_TESTS_RANKS=ranks), self.assertRaises(accelerator.ConfigurationError):
             accelerator.current()

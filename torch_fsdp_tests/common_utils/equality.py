@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import reprlib
 import unittest
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,6 +46,9 @@ _TOLERANCES = {
 _NUMBER_DTYPES = ((complex, torch.complex64), (float, torch.float32))
 
 _HOW_MANY_PLACES = 5  # further places that differ, after the one that is told in full
+
+_SHORT = reprlib.Repr()  # of sequences of unlike lengths
+_SHORT.maxstring = _SHORT.maxother = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +110,8 @@ def differences(x: Any, y: Any, how: Closeness, path: tuple[object, ...] = ()) -
     x, y = _alike(x, y) if path == () else (_untyped(x), _untyped(y))
     if _are(_SEQUENCES, x, y) and not isinstance(x, _TEXT) and not isinstance(y, _TEXT):
         if len(x) != len(y):
-            yield Difference(path, f"The lengths of the sequences do not match: {len(x)} != {len(y)}")
+            lengths = f"The lengths of the sequences do not match: {len(x)} != {len(y)}"
+            yield Difference(path, f"{lengths}\n{_SHORT.repr(x)} is not {_SHORT.repr(y)}")
             return
         for index in range(len(x)):
             yield from differences(x[index], y[index], how, (*path, index))

@@ -75,10 +75,18 @@ def _restore_deterministic(value: tuple[bool, bool, bool]) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
+def default_device() -> torch.device:
+    """``torch.get_default_device()``, which in torch 2.9 raises once the default has been taken back with None."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
 def _restore_default_device(before: torch.device) -> None:
     # None takes the device mode off torch's stack; naming the device that is the default anyway would leave one there.
     torch.set_default_device(None)
-    if torch.get_default_device() != before:
+    if default_device() != before:
         torch.set_default_device(before)
 
 
@@ -96,7 +104,7 @@ def _restore_dispatch_modes(depth: int) -> None:
 # number of function modes is looked at after it.
 WATCHED: tuple[Watched, ...] = (
     Watched("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Watched("the default device", torch.get_default_device, _restore_default_device),
+    Watched("the default device", default_device, _restore_default_device),
     Watched("the number of torch function modes", torch._C._len_torch_function_stack, _restore_function_modes),
     Watched(
         "the number of torch dispatch modes",
