@@ -77,6 +77,11 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def shows_processes() -> bool:
+    """Whether the children of a process, and what they have open, can be seen."""
+    return Path("/proc/self/task").is_dir()
+
+
 def children() -> list[int]:
     """Process ids of the living children of this process, adopted ones included; empty where that cannot be read."""
     found: list[int] = []

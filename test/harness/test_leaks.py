@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from torch_fsdp_tests import host
+from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,6 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 GONE = 2  # seconds after the end of the test process within which its ranks are gone
 KINDS = ("Process", "Thread", "Staying")
 LEAKING = [f"{kind}{fsdp}Leaks" for kind in KINDS for fsdp in ("", "Fsdp")]
+IN_SIGHT = requires(lambda: None if host.shows_processes() else "this system shows no processes: it has no /proc")
 OTHERS = ["ProcessGroupLeak", "ProcessDying", "StayingOrphan"]
 
 
@@ -44,6 +47,7 @@ def ended(name):
     return started()[name].end()
 
 
+@IN_SIGHT
 class TestLeaks(TestCase):
     """What a test leaves is named at it, undone, and changes no verdict."""
 
@@ -118,6 +122,7 @@ class TestLeaks(TestCase):
         self.assertEqual(ended("strict").outcomes, dict.fromkeys(names, "ERROR"), ended("strict").text)
 
 
+@IN_SIGHT
 class TestManyTests(TestCase):
     """500 tests in one file; the first of each kind are left out, since much is imported and cached by them."""
 
