@@ -83,11 +83,22 @@ def shows_processes() -> bool:
 
 
 def children() -> list[int]:
-    """Process ids of the living children of this process, adopted ones included; empty where that cannot be read."""
-    found: list[int] = []
+    """Process ids of the living children of this process, adopted ones included; empty where that cannot be read.
+
+    The kernel lists them by the thread that forked them. One that ends leaves its children to another, whose list may
+    have been read just before: so one look can miss them, and two that agree do not.
+    """
+    found, before = _children_by_thread(), None
+    while found != before:
+        found, before = _children_by_thread(), found
+    return sorted(found)
+
+
+def _children_by_thread() -> set[int]:
+    found: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         try:
-            found += map(int, task.read_text().split())
+            found.update(map(int, task.read_text().split()))
         except OSError:
             continue
     return found
