@@ -220,16 +220,17 @@ class TestModels(TwoRanks):
         self.assertEqual({call.args[0] for call in late.call_args_list}, {7})
 
     def test_delay_uses_the_device(self):
-        able = dataclasses.replace(accelerator.current(), capabilities=frozenset({"streams"}))
-        unable = dataclasses.replace(able, capabilities=frozenset())
+        able = dataclasses.replace(accelerator.current(), capabilities=frozenset({"streams", "sleep_kernel"}))
+        unable = dataclasses.replace(able, capabilities=frozenset({"streams"}))
         for device, calls in ((able, 1), (unable, 0)):
             with (
                 mock.patch.object(accelerator, "current", lambda device=device: device),
+                mock.patch.object(delays, "get_cycles_per_ms", lambda kind: 10),
                 mock.patch.object(delays, "device_sleep") as sleep,
             ):
                 delays.delay_device(2)
                 delays.delay_device(0)
-            self.assertEqual(sleep.call_count, calls)
+            self.assertEqual([call.args for call in sleep.call_args_list], [(device.type, 20)] * calls)
 
     def test_skip_model(self):
         for double_nest, instances in ((False, 1), (True, 2)):

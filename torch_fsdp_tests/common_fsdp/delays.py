@@ -19,11 +19,11 @@ from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms
 def delay_device(milliseconds: float) -> None:
     """Occupy the device's current stream for a time.
 
-    Does nothing without streams: there nothing runs out of order, so a delay would cost time and prove nothing. With
-    streams but without a kernel that sleeps, the calling thread waits instead.
+    Does nothing without a kernel that sleeps: were the calling thread to wait, the device would be done earlier, not
+    later, so that a delay would cost time and prove nothing.
     """
     device = accelerator.current()
-    if milliseconds > 0 and device.has("streams"):
+    if milliseconds > 0 and device.has("sleep_kernel"):
         device_sleep(device.type, int(milliseconds * get_cycles_per_ms(device.type)))
 
 

@@ -175,7 +175,7 @@ class NonUniformReqGradNWM(NestedWrappedModule):
 class ModuleWithDelay(FSDPTestModel):
     """A test model after whose loss, and before each reduce-scatter of whose gradients, the device is kept busy.
 
-    What is measured in milliseconds is the device's time; see :func:`.delays.delay_device` for devices without streams.
+    What is measured in milliseconds is the device's time; see :func:`.delays.delay_device` for those that cannot sleep.
     """
 
     def __init__(self, module: nn.Module, delay_after_loss_ms: int, delay_before_reduction_ms: int) -> None:

@@ -185,14 +185,14 @@ class TestParityWithDDP(_TwoRanks):
     def test_delayed_optim_step(self, **config):
         """The next forward gathers what the optimizer wrote, though the device is late with it.
 
-        Without streams nothing is late: then this is the same model behind a wrapper that is not FSDP.
+        Where nothing sleeps nothing is late: then this is the same model behind a wrapper that is not FSDP.
         """
         self._check_parity(NestedWrappedModuleWithDelay, **config, init_kwargs={"delay_after_loss_ms": DELAY_MS})
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_delayed_reduce_scatter(self, **config):
-        """Backward ends only after the reduction, though the device is late with it. Without streams as above."""
+        """Backward ends only after the reduction, though the device is late with it, if it can be. As above."""
         self._check_parity(
             NestedWrappedModuleWithDelay, **config, turn=1, init_kwargs={"delay_before_reduction_ms": DELAY_MS}
         )
@@ -206,7 +206,7 @@ class TestParityWithDDP(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_mixture_of_experts_with_delay_before_free(self, **config):
-        """What is freed late in forward is gathered anew all the same. Without streams nothing is late."""
+        """What is freed late in forward is gathered anew all the same, if it can be late."""
         self._check_experts_parity(**config, turn=1, init_kwargs={"delay_before_free_ms": DELAY_MS})
 
     def _check_experts_parity(self, **kwargs):
