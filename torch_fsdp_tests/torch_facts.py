@@ -11,6 +11,7 @@ import inspect
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._common_utils as fsdp_utils
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp2_collectives
 import torch.distributed.fsdp._fully_shard._fsdp_common as fsdp2_common
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2_param
 import torch.distributed.fsdp._fully_shard._fsdp_state as fsdp2_state
@@ -106,6 +107,9 @@ RESET_DROPS_ACCUMULATED_GRADIENTS = VERSION >= (2, 15)
 
 # Before 2.15 FSDP2 without a ``reduce_dtype`` reduces in ``param_dtype``, since then in the dtype of the parameters.
 REDUCES_IN_COMPUTE_DTYPE = VERSION < (2, 15)
+
+# Since 2.15 the function that reduces FSDP2's gradients asks each parameter for the dtype of its gradient.
+REDUCE_IS_TOLD_ORIG_DTYPE = "orig_dtype" in inspect.signature(fsdp2_collectives.foreach_reduce).parameters
 
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.

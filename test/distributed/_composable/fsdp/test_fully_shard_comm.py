@@ -357,7 +357,6 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             reduce_scatter_group=group.mesh_info.shard_process_group,
             reduce_scatter_stream=stream,
             reduce_scatter_comm=collectives.DefaultReduceScatter(),
-            orig_dtype=params[0].dtype,
             reduce_dtype=reduce_dtype,
             device=self.device,
             gradient_divide_factor=None,
@@ -366,6 +365,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             all_reduce_grads=True,
             partial_reduce_output=None,
             all_reduce_hook=None,
+            **({"orig_dtype": params[0].dtype} if torch_facts.REDUCE_IS_TOLD_ORIG_DTYPE else {}),
         )
         torch.get_device_module(self.device.type).current_stream().wait_stream(stream)
         self.assertEqual((grads, buffer.dtype), ([], reduce_dtype))
