@@ -125,7 +125,7 @@ class TestForkServer(TreeCase):
                 time.sleep(0.02)
             tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
             children = [int(pid) for task in tasks for pid in task.read_text().split()]
-            self.assertEqual(len(children), 3)  # the keeper, the server and the file
+            self.assertEqual(len(children), 3)  # the reaper, the server and the file
             process.send_signal(number)
             process.communicate()
             give_up = time.monotonic() + 10

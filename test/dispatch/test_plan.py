@@ -11,7 +11,7 @@ from pathlib import Path
 from torch_fsdp_tests.dispatch import devices, plan
 from torch_fsdp_tests.dispatch.devices import DATA, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile, needs_of
-from torch_fsdp_tests.dispatch.lists import Entry, Situation, version_fits
+from torch_fsdp_tests.dispatch.expectations import Entry, Situation, version_fits
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.select import UnknownTest, select

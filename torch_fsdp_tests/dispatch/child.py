@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from torch_fsdp_tests import events, host
-from torch_fsdp_tests.dispatch.lists import Entry, Situation
+from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch.lists import MalformedList, read_json
+from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 
 SLOWER_BY = 1.5  # times the earlier seconds
 SLOWER_AT_LEAST = 1.0  # seconds more; below that machines differ more than tests

@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch.files import write_text
+from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult, Outcome, TestResult
 from torch_fsdp_tests.dispatch.results import Results
 

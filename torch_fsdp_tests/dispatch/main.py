@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests.dispatch import devices, listing, lists, options, plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
@@ -30,7 +30,7 @@ def main(argv: Sequence[str], checkout: Path) -> int:
     """Run the dispatcher and return its exit code. ``checkout`` is put first on the children's path."""
     try:
         return _main(options.parse(argv, os.environ, checkout), checkout)
-    except (UnknownTest, lists.MalformedList) as error:
+    except (UnknownTest, expectations.MalformedList) as error:
         _remark(str(error))
         return 2
     except KeyboardInterrupt:  # while planning; a run takes signals itself
@@ -85,17 +85,17 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
         below = set(matching("distributed", [file.name for file in files]))
         selection = [test for test in selection if test.file in below]
     if run.failed_only:
-        from torch_fsdp_tests.dispatch import memory
+        from torch_fsdp_tests.dispatch import last_failures
 
-        failed = memory.load(run.reports)
-        selection = [memory.narrow(test, failed[test.file]) for test in selection if test.file in failed]
+        failed = last_failures.load(run.reports)
+        selection = [last_failures.narrow(test, failed[test.file]) for test in selection if test.file in failed]
     return selection
 
 
-def _entries(run: RunTests) -> list[lists.Entry]:
-    entries = lists.read_disabled(run.disabled) if run.disabled else []
-    entries += lists.read_slow(run.slow) if run.slow else []
-    return entries + (lists.read_own(run.known_failures) if run.known_failures else [])
+def _entries(run: RunTests) -> list[expectations.Entry]:
+    entries = expectations.read_disabled(run.disabled) if run.disabled else []
+    entries += expectations.read_slow(run.slow) if run.slow else []
+    return entries + (expectations.read_own(run.known_failures) if run.known_failures else [])
 
 
 def _plan(
@@ -122,7 +122,7 @@ def _run(
     paths: Mapping[str, Path],
     device_set: DeviceSet,
     pool: DevicePool,
-    entries: Sequence[lists.Entry],
+    entries: Sequence[expectations.Entry],
     checkout: Path,
 ) -> int:
     from torch_fsdp_tests.dispatch import compare
@@ -175,7 +175,7 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
 
     What cannot be written is said beside what can; it never costs the reader the rest.
     """
-    from torch_fsdp_tests.dispatch import compare, junit, memory, report
+    from torch_fsdp_tests.dispatch import compare, junit, last_failures, report
 
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
@@ -195,7 +195,7 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
         report.write(folder, results)
         return f"report: {os.path.relpath(folder / 'report.html')}"
 
-    memory.save(run.reports, results, remarks)
+    last_failures.save(run.reports, results, remarks)
     attempt(run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be)
     attempt(run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
     attempt(run.save_times, lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ))

@@ -293,7 +293,7 @@ def _refuse_launches(parser: _Parser, environment: Mapping[str, str]) -> None:
 
 def _try_places(parser: _Parser, run: RunTests) -> None:
     """Leave with status 2 when something could not be written at the end of the run."""
-    from torch_fsdp_tests.dispatch.files import try_folder  # not at import: a plan writes nothing
+    from torch_fsdp_tests.dispatch.atomic import try_folder  # not at import: a plan writes nothing
 
     for option, folder in (
         ("--save-xml", run.save_xml),

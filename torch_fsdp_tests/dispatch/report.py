@@ -1,4 +1,4 @@
-"""``report.json``, the data of a run; ``data/report.schema.json`` describes it. The page to look at is in ``page``."""
+"""``report.json``, the data of a run, as ``data/report.schema.json`` describes it; ``html_report`` shows it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import devices, page
-from torch_fsdp_tests.dispatch.files import write_text
+from torch_fsdp_tests.dispatch import devices, html_report
+from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult, Outcome, TestResult
 from torch_fsdp_tests.dispatch.results import Results
 
@@ -106,7 +106,7 @@ def write(folder: Path, results: Results) -> None:
     """Write both reports into the folder. Raises ``OSError``."""
     data = as_json(results)
     write_text(folder / "report.json", json.dumps(data, indent=1, default=str) + "\n")
-    write_text(folder / "report.html", page.render(data))
+    write_text(folder / "report.html", html_report.render(data))
 
 
 def write_logs(results: Results) -> Path:

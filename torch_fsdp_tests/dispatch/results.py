@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.dispatch.lists import Entry
+from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult, Outcome
 from torch_fsdp_tests.dispatch.runtests import RunTests
 

@@ -21,12 +21,12 @@ from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
+from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
-from torch_fsdp_tests.dispatch.keeper import Keeper
-from torch_fsdp_tests.dispatch.lists import Entry
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
+from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, Outcome, Stopped
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_SLOW_AFTER, RunTests
@@ -108,7 +108,7 @@ class Runner:
         self._console.begin()
         self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
         self._inherited = host.children()  # of the program that became this one
-        self._keeper = Keeper(self._directory)
+        self._reaper = Reaper(self._directory)
         self._adopts = host.adopt_orphans()
         if self._run.coverage:
             self._measure = coverage.begin(self._directory, self._run.test_directory)
@@ -125,7 +125,7 @@ class Runner:
             self._selector.close()
             if self._forkserver is not None:
                 self._forkserver.close()
-            self._keeper.close()
+            self._reaper.close()
             for waiting in self._queue:  # the end of the run came between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
@@ -203,7 +203,7 @@ class Runner:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
             return
-        self._keeper.began(started.pid)
+        self._reaper.began(started.pid)
         self._running[started.pid] = (started, waiting)
         self._selector.register(started.events_descriptor, selectors.EVENT_READ, lambda: self._hear(started))
 
@@ -283,7 +283,7 @@ class Runner:
             self._selector.unregister(running.events_descriptor)
         leaks = self._end_descendants(running)
         attempt = running.conclude(status, self._now(), leaks)
-        self._keeper.ended(pid)
+        self._reaper.ended(pid)
         self._pool.give_back(running.lent)
         self._learn(running)
         self._finish(waiting, attempt)
@@ -315,7 +315,7 @@ class Runner:
 
     def _helpers(self) -> set[int]:
         """Children of this process that are no jobs."""
-        helpers = {self._keeper.pid, *self._inherited}
+        helpers = {self._reaper.pid, *self._inherited}
         return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
 
     def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:

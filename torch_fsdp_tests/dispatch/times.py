@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch.devices import DATA
-from torch_fsdp_tests.dispatch.lists import MalformedList, read_json
+from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 
 FILE_TIMES = "test-times.json"
 CLASS_TIMES = "test-class-times.json"
@@ -77,7 +77,7 @@ def save(
     folder: Path, files: Mapping[str, float], classes: Mapping[str, Mapping[str, float]], environment: Mapping[str, str]
 ) -> None:
     """Write both shapes into the folder, over what is there about other files. Raises as :func:`check` does."""
-    from torch_fsdp_tests.dispatch.files import write_text  # not at import: a plan writes nothing
+    from torch_fsdp_tests.dispatch.atomic import write_text  # not at import: a plan writes nothing
 
     keys = [environment.get(variable, "default") for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG")]
     for name, times in ((FILE_TIMES, files), (CLASS_TIMES, classes)):

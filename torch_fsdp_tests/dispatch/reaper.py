@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 
-class Keeper:
+class Reaper:
     """The dispatcher's end of the pipe. Made before the first job, while the dispatcher has one thread."""
 
     def __init__(self, directory: Path) -> None:
@@ -23,7 +23,7 @@ class Keeper:
             status = 1
             try:
                 os.close(self._write)
-                _keep(read, directory)
+                _reap(read, directory)
                 status = 0
             finally:
                 os._exit(status)
@@ -38,7 +38,7 @@ class Keeper:
         self._tell(f"-{group}\n")
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a keeper that was killed is no reason to stop
+        with contextlib.suppress(OSError):  # a reaper that was killed is no reason to stop
             os.write(self._write, line.encode())
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Keeper:
             os.waitpid(self.pid, 0)
 
 
-def _keep(read: int, directory: Path) -> None:
+def _reap(read: int, directory: Path) -> None:
     os.setsid()  # out of reach of the terminal's signals
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

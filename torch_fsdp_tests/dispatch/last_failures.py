@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch.files import write_text
-from torch_fsdp_tests.dispatch.lists import MalformedList, read_json
+from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Outcome
 from torch_fsdp_tests.dispatch.results import Results
