@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed.case import (
     TIMEOUT_DEFAULT,
     RankTestCase,
@@ -50,11 +50,11 @@ def _one_fake_mode_at_a_time() -> Iterator[None]:
     torch has a lock for it since 2.13, which does nothing until a harness with threads puts a real one in its place
     (``torch.distributed.tensor._sharding_prop``); older versions have none.
     """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    if not hasattr(ShardingPropagator, "_fake_mode_lock"):
+    if not torch_facts.LOCKS_FAKE_MODE:
         yield
         return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
     with mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.RLock()):
         yield
 
@@ -67,7 +67,7 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
     whole process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling
     thread: the next caller reads it after that thread's end, and crashes. Two threads, one after the other, will do.
     """
-    if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # 2.9
+    if not torch_facts.INSTALLS_CUDA_DEVICE_GUARD:
         yield
         return
     torch._C._ensureCUDADeviceGuardSet()

@@ -37,13 +37,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
-from torch.distributed.fsdp._flat_param import FlatParamHandle
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.accelerator import Accelerator
 from torch_fsdp_tests.common_fsdp.patches import swapped
 
+_fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
+_flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 _lock = threading.Lock()
 _installed: contextlib.ExitStack | None = None
 
@@ -59,7 +60,10 @@ def install(device: Accelerator) -> None:
             _installed = contextlib.ExitStack()
             for capability, substitute in _SUBSTITUTES:
                 if not device.has(capability):
-                    substitute(device, _installed)
+                    try:
+                        substitute(device, _installed)
+                    except torch_names.NameIsGone as gone:
+                        _refuse_fsdp1(gone, _installed)
 
 
 def uninstall() -> None:
@@ -80,7 +84,7 @@ def states_may_be_synced() -> AbstractContextManager[None]:
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()
     check = "_check_module_states_for_sync_module_states"
-    return swapped(functools.partial(setattr, _init_utils, check), getattr(_init_utils, check), lambda states: None)
+    return swapped(functools.partial(setattr, _fsdp1_init, check), getattr(_fsdp1_init, check), lambda states: None)
 
 
 def to_host_is_a_copy() -> AbstractContextManager[Any]:
@@ -91,8 +95,18 @@ def to_host_is_a_copy() -> AbstractContextManager[Any]:
     """
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()
-    move = functools.partialmethod(FlatParamHandle.flat_param_to, copy=True)
-    return mock.patch.object(FlatParamHandle, "flat_param_to", move)
+    handle = _flat_param.FlatParamHandle
+    move = functools.partialmethod(torch_names.attribute(handle, "flat_param_to"), copy=True)
+    return mock.patch.object(handle, "flat_param_to", move)
+
+
+def _refuse_fsdp1(gone: torch_names.NameIsGone, undo: contextlib.ExitStack) -> None:
+    """Skip whoever makes an FSDP1 model, which needs the substitute that this torch does not let us make."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise gone
+
+    undo.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", refuse))
 
 
 def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:
@@ -111,7 +125,8 @@ def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:
 
 
 def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) -> None:
-    prepare = FlatParamHandle.prepare_gradient_for_backward
+    handle_type = _flat_param.FlatParamHandle
+    prepare = torch_names.attribute(handle_type, "prepare_gradient_for_backward")
 
     @functools.wraps(prepare)
     def drop_and_prepare(handle: Any) -> None:
@@ -122,7 +137,7 @@ def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) ->
                 flat_param._cpu_grad.data = flat_param._cpu_grad.to(flat_param._local_shard.dtype)
         prepare(handle)
 
-    undo.enter_context(mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", drop_and_prepare))
+    undo.enter_context(mock.patch.object(handle_type, "prepare_gradient_for_backward", drop_and_prepare))
 
 
 def _has_offloaded_gradient(handle: Any) -> bool:

@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> None:
     """The server: ``python -m torch_fsdp_tests.dispatch.forkserver DISPATCHER CONTROL READY``."""
     dispatcher, control, ready = argv
     host.die_with_parent(int(dispatcher))
-    for module in importlib.import_module("torch_fsdp_tests.torch_facts").PRELOAD:
+    for module in importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that a child's first collection does not copy every page

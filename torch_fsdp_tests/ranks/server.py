@@ -319,7 +319,7 @@ def _run(control: socket.socket) -> None:
     events.detach()
     host.adopt_orphans()
     server = Server(control)
-    for module in torch_facts.PRELOAD:
+    for module in torch_facts.PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that a rank's first collection does not copy every page

@@ -27,13 +27,13 @@ from torch_fsdp_tests.common_fsdp import (
     DoubleLinear,
     FSDPTest,
     FSDPTestMultiThread,
-    ShardAdam,
     check_sharded_parity,
     patch_all_gather,
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 
 DIM = 24
 ITERATIONS = 10
@@ -257,7 +257,7 @@ class TestFullyShardAutograd(FSDPTest):
             fully_shard(linear, reshard_after_forward=2)
         fully_shard(model)
         groups: list[list[int]] = []
-        gather = getattr(dist, torch_facts.ALL_GATHER_NAME)
+        gather = getattr(dist, torch_facts.all_gather_name())
 
         def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
             groups.append(dist.get_process_group_ranks(group))
@@ -418,7 +418,7 @@ def _loss_of(x: torch.Tensor, y: torch.Tensor, uses: str) -> torch.Tensor:
 
 
 def _recording(events: list[str], event: str) -> Any:
-    reduce_scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+    reduce_scatter = getattr(dist, torch_facts.reduce_scatter_name())
 
     def record(*args: Any, **kwargs: Any) -> Any:
         events.append(event)

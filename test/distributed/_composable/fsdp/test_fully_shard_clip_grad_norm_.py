@@ -19,9 +19,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack, ShardAdam
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 
 ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce

@@ -36,15 +36,19 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, requires_capability, skip_if_lt_x_gpu, sm_is_or_higher_than
+from torch_fsdp_tests.common_distributed import (
+    needs,
+    requires,
+    requires_capability,
+    skip_if_lt_x_gpu,
+    sm_is_or_higher_than,
+)
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     DoubleLinear,
     FSDPTest,
     FSDPTestContinuous,
     FSDPTestMultiThread,
-    ShardAdam,
-    ShardAdamW,
     check_sharded_parity,
     patch_all_gather,
     patch_all_reduce,
@@ -55,6 +59,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
@@ -365,7 +370,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             all_reduce_grads=True,
             partial_reduce_output=None,
             all_reduce_hook=None,
-            **({"orig_dtype": params[0].dtype} if torch_facts.REDUCE_IS_TOLD_ORIG_DTYPE else {}),
+            **({"orig_dtype": params[0].dtype} if not torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE else {}),
         )
         torch.get_device_module(self.device.type).current_stream().wait_stream(stream)
         self.assertEqual((grads, buffer.dtype), ([], reduce_dtype))
@@ -603,7 +608,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             return record
 
         stack = contextlib.ExitStack()
-        gather, reduce = (getattr(dist, n) for n in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME))
+        gather, reduce = (getattr(dist, n) for n in (torch_facts.all_gather_name(), torch_facts.reduce_scatter_name()))
         stack.enter_context(patch_all_gather(recording(gather, gathers)))
         stack.enter_context(patch_reduce_scatter(recording(reduce, reductions)))
         return stack
@@ -758,7 +763,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         check_sharded_parity(self, ref_model, model)
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
-    @unittest.skipUnless(torch_facts.HAS_MESH_PER_PARAMETER, "in this torch a module has one mesh for all parameters")
+    @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
         """Beyond upstream: a module whose parameters have several meshes refuses one collective for all of them."""
@@ -811,7 +816,7 @@ class RecordingAllGather(RecordingComm, fsdp_api.AllGather):
         self.groups.add(group)
         assert self.allocated == [output_tensor.numel()], self.allocated
         self.calls.append((self.allocated.pop(), input_tensor.dtype, None))
-        gather = getattr(dist, torch_facts.ALL_GATHER_NAME)
+        gather = getattr(dist, torch_facts.all_gather_name())
         return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -823,7 +828,7 @@ class RecordingReduceScatter(RecordingComm, fsdp_api.ReduceScatter):
         assert self.allocated == [input_tensor.numel(), output_tensor.numel()], self.allocated
         self.calls.append((tuple(self.allocated), input_tensor.dtype, op))
         self.allocated.clear()
-        reduce = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        reduce = getattr(dist, torch_facts.reduce_scatter_name())
         return reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
@@ -1032,7 +1037,7 @@ class TestFullyShardPrefetch(FSDPTest):
             with self.subTest(depth=depth):
                 self._train(ref_model, model, self._loss, forward, expected, kinds="URP", steps=2)
 
-    @unittest.skipUnless(torch_facts.KEEPS_RECOMPUTED_GROUPS, "this torch gathers twice for what is recomputed")
+    @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_set_modules_to_backward_prefetch_inside_ac(self):
         """Groups inside a checkpoint are gathered for the recomputation, unless told to be prefetched before it."""
@@ -1069,7 +1074,7 @@ class TestFullyShardPrefetch(FSDPTest):
         forward += [f"Uf {layer}, Uf {inner}, Rf {inner}, Rf {layer}" for layer, inner in parts[1:]]
         forward += ["Uf norm+output, Rf norm+output"]
         backward = re.sub(r",\s+", ", ", told if explicit else default)
-        if not torch_facts.ENDS_GROUP_ONCE:
+        if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
         self._train(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
         inner = f"layers.1.{CHECKPOINT_PREFIX}feed_forward.{CHECKPOINT_PREFIX}w1"
@@ -1091,11 +1096,11 @@ class TestFullyShardPrefetch(FSDPTest):
             "Ub 3+4, P norm+output, Ub 1+2, P 3+4, Ub 0, P 1+2, Ub tok_embeddings+pos_embeddings, P 0, "
             "P tok_embeddings+pos_embeddings"
         )
-        if not torch_facts.ENDS_GROUP_ONCE:
+        if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
             backward += ", P tok_embeddings+pos_embeddings, P 1+2, P 3+4, P norm+output"
         self._train(ref_model, model, self._loss, forward, backward)
 
-    @unittest.skipUnless(torch_facts.COMPLETES_PARTIAL_GROUPS, "this torch leaves a group that ran in part as it is")
+    @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_unused_module(self):
         """A group of which one module takes no part in the forward is still gathered, reduced and let go of."""
@@ -1401,7 +1406,7 @@ class TestFullyShardForceSumReduction(FSDPTest):
 
             return record
 
-        scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        scatter = getattr(dist, torch_facts.reduce_scatter_name())
         with (
             patch_reduce_scatter(recording(scatter, scatters)),
             patch_all_reduce(recording(dist.all_reduce, reductions)),

@@ -35,17 +35,11 @@ from torch_fsdp_tests.common_distributed import (
     requires_world_size,
     skip_if_lt_x_gpu,
 )
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    FSDPTest,
-    ShardAdam,
-    check_sharded_parity,
-    patch_all_gather,
-    patch_reduce_scatter,
-)
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_all_gather, patch_reduce_scatter
 from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
 
 DIM = 16
@@ -664,8 +658,8 @@ class TestFullyShardCompile(CompileTest):
 
             return call
 
-        gather = counted("all-gather", torch_facts.ALL_GATHER_NAME)
-        reduce = counted("reduce-scatter", torch_facts.REDUCE_SCATTER_NAME)
+        gather = counted("all-gather", torch_facts.all_gather_name())
+        reduce = counted("reduce-scatter", torch_facts.reduce_scatter_name())
         with patch_all_gather(gather), patch_reduce_scatter(reduce):
             yield calls
 

@@ -25,14 +25,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, ShardAdam
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 
 DataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
-needs_dp_mesh_dims = unittest.skipUnless(
-    torch_facts.FSDP2_HAS_DP_MESH_DIMS, "this torch has no dp_mesh_dims (2.13 does)"
-)
+needs_dp_mesh_dims = needs(torch_facts.HAS_DP_MESH_DIMS)
 TP_DIM = {"in_proj": 0, "out_proj": 1}  # of the weights
 _names = itertools.count()
 

@@ -25,14 +25,13 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
-    ShardAdam,
-    ShardAdamW,
     check_sharded_parity,
     patch_reduce_scatter,
     patch_register_post_backward_hook_backward,
     reduce_scatter_with_assert,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -93,7 +92,7 @@ class TestFullyShardFrozen(FSDPTest):
     def _recorded_reductions(self) -> Iterator[list[torch.Tensor]]:
         """The output of each reduce-scatter. What is wrong with it is said later, on the main thread."""
         outputs: list[torch.Tensor] = []
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        original = getattr(dist, torch_facts.reduce_scatter_name())
         with patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, original, outputs.append)):
             yield outputs
 
@@ -361,7 +360,7 @@ class TestFullyShardFrozen(FSDPTest):
         """Beyond upstream: a layer that was trainable at its first forward reduces in the dtype that was asked for."""
         self._reduces_in_float32_after(first_is_frozen=False)
 
-    @xfailIf(not torch_facts.ASKS_FOR_DTYPES_AGAIN)
+    @xfailIf(not torch_facts.SETS_DTYPES_AFTER_FROZEN_FORWARD)
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_frozen_forward(self):
         """Beyond upstream: so does one that was frozen then and is trained later.

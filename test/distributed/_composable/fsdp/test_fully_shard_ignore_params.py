@@ -190,7 +190,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
     @contextlib.contextmanager
     def _recorded_reductions(self) -> Iterator[list[int]]:
         numels: list[int] = []
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        original = getattr(dist, torch_facts.reduce_scatter_name())
         record = functools.partial(
             reduce_scatter_with_assert, self, original, lambda output: numels.append(output.numel())
         )

@@ -35,19 +35,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.func import functional_call
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, ShardAdam, check_sharded_parity
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
 META = torch.device("meta")
 MARK = 1337.0
 
-needs_mesh_per_parameter = requires(
-    lambda: None if torch_facts.HAS_MESH_PER_PARAMETER else "this torch has one mesh for all parameters of a module"
-)
+needs_mesh_per_parameter = needs(torch_facts.HAS_MESH_PER_PARAMETER)
 
 
 def make_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -499,9 +498,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         """
         self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
 
-    @requires(
-        lambda: None if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else "this torch mixes up uneven strided shards"
-    )
+    @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards_with_tensor_parallelism(self):
         """Beyond upstream: the same where tensor parallelism has cut first, along the same dimension or the other."""
@@ -1155,7 +1152,7 @@ class TestFullyShardMixedDtypeParam(InitTest):
     def test_mixed_dtypes_no_grad_param(self):
         self._test_frozen_dtype(torch.float8_e4m3fn)
 
-    @requires(lambda: None if torch_facts.SHARDS_INTEGER_PARAMETERS else "this torch shards floating point types only")
+    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
     def test_integer_no_grad_param(self):
         """Beyond upstream: the frozen parameter may be of a type that has no gradients at all."""

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, patch_post_backward
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
@@ -267,7 +267,7 @@ class TestFullyShardMemory(FSDPTest):
             pass
         self.assertEqual(alive(), [])
 
-    @requires(lambda: None if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS else "this torch keeps one reduce-scatter input")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(2)
     def test_reduce_scatter_max_input_buffers(self):
         """Beyond upstream: no more inputs of reduce-scatters are kept than asked for, and none after backward.
@@ -329,7 +329,7 @@ class TestFullyShardMemory(FSDPTest):
                 found[iteration] = self._held(model, [optim]), waiting, self._alive()
         self.assertEqual(found[13], found[3])
 
-    @requires(lambda: None if torch_facts.RESETS_ITERATION else "this torch has no reset_iter_state")
+    @needs(torch_facts.RESETS_ITERATION)
     @skip_if_lt_x_gpu(2)
     def test_no_leak_after_error(self):
         """Beyond upstream: a forward that breaks off leaves nothing once the iteration is reset."""

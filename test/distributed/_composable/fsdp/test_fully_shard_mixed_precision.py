@@ -29,17 +29,17 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
     FSDPTestMultiThread,
-    ShardAdam,
     check_sharded_parity,
     patch_reduce_scatter,
     reduce_scatter_with_assert,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 
 DIM = 16
 ITERATIONS = 4  # the state of Adam counts from the second on
@@ -167,7 +167,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         for mlp in model:
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
         computed_in = param_dtype or torch.float32
-        by_default = computed_in if torch_facts.REDUCES_IN_COMPUTE_DTYPE else torch.float32
+        by_default = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else computed_in
         replica = Replica(model.to(self.device), computed_in, reduce_dtype or by_default)
 
         def largest_dim(param: nn.Parameter) -> Shard:
@@ -190,7 +190,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
 
     def _recorded(self, dtypes: list[torch.dtype]) -> AbstractContextManager[None]:
         """Note the dtype of each reduce-scatter, for the main thread to judge: they are called on autograd's."""
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        original = getattr(dist, torch_facts.reduce_scatter_name())
         record = functools.partial(
             reduce_scatter_with_assert, self, original, lambda output: dtypes.append(output.dtype)
         )
@@ -236,7 +236,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
         dtypes = self._train_and_compare(*made, inp_dtype=param_dtype)
-        reduced_in = param_dtype if torch_facts.REDUCES_IN_COMPUTE_DTYPE else torch.float32
+        reduced_in = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self.assertEqual(dtypes, [reduced_in] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
@@ -353,7 +353,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         linear.whole = whole.to(local.device)
         return linear
 
-    @unittest.skipUnless(torch_facts.FSDP2_UNDER_FUNCTORCH, "FSDP2 of this torch knows no functorch transforms")
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_no_warmup_jvp_reshard_after_forward_false(self):
         """The first forward of a module may be inside ``jvp``, which must not see how parameters are gathered."""
@@ -369,7 +369,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         expected = F.linear(F.linear(inp, encoder.whole.bfloat16()), decoder.whole.bfloat16())
         self.assertEqual(output, expected)
 
-    @unittest.skipUnless(torch_facts.FSDP2_UNDER_FUNCTORCH, "FSDP2 of this torch knows no functorch transforms")
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_jvp_casts_and_differentiates(self):
         """Beyond upstream: the tangent of a float32 input is cast with it, and is that of the whole weight."""
@@ -544,14 +544,14 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         model(torch.ones(1, 1, device=self.device, dtype=inp_dtype, requires_grad=True)).sum().backward()
         return model.lin.inputs, outputs
 
-    @unittest.skipUnless(torch_facts.FSDP2_CASTS_RECOMPUTED, "this torch casts nothing that is recomputed")
+    @needs(torch_facts.CASTS_RECOMPUTED_INPUTS)
     @skip_if_lt_x_gpu(1)
     def test_checkpoint_recompute_casts_forward_inputs(self):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         inputs, _ = self._test_checkpoint_recompute_casts(policy, torch.float32)
         self.assertEqual(inputs, [torch.bfloat16] * 2)
 
-    @unittest.skipUnless(torch_facts.FSDP2_CASTS_RECOMPUTED, "this torch casts nothing that is recomputed")
+    @needs(torch_facts.CASTS_RECOMPUTED_INPUTS)
     @skip_if_lt_x_gpu(1)
     def test_checkpoint_recompute_casts_outputs(self):
         policy = MixedPrecisionPolicy(
@@ -711,9 +711,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         self._check_cast_members(model.kwargs["named"], members)
         self.assertIs(output, members[1])  # without an output dtype
 
-    @unittest.skipUnless(
-        torch_facts.GROUPS_CAST_EACH_INPUT, "this torch casts the inputs of a group's first module only"
-    )
+    @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
     @skip_if_lt_x_gpu(1)
     def test_grouped_modules_cast_inputs(self):
         """Beyond upstream: modules that share one FSDP group each cast what they receive and return."""
@@ -755,9 +753,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         numel = 2 * 4 * 16 + 16 + 4
         self.assertEqual(recording.outputs, [(param_dtype or torch.float32, numel, 2)] * 4)
 
-    @unittest.skipUnless(
-        torch_facts.SHARDS_INTEGER_PARAMETERS, "FSDP2 of this torch cannot wrap parameters of integers"
-    )
+    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
     def test_integers_are_not_cast(self):
         """Beyond upstream: a parameter of integers is gathered as it is, as bytes beside the others' param dtype."""

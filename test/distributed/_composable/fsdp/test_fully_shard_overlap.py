@@ -249,7 +249,7 @@ class TestFullyShardOverlap(FSDPTest):
             stream = device_module().Stream()
             late_gather, late_reduce = (
                 delayed(getattr(dist, name), comm_ms, lambda group: stream)
-                for name in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME)
+                for name in (torch_facts.all_gather_name(), torch_facts.reduce_scatter_name())
             )
             shard, whole = torch.zeros(1, device=self.device), torch.zeros(self.world_size, device=self.device)
 
@@ -294,8 +294,8 @@ class TestFullyShardOverlap(FSDPTest):
                 gather, reduce = (
                     delayed(getattr(dist, name), comm_ms, stream and (lambda group, stream=stream: stream))
                     for name, stream in (
-                        (torch_facts.ALL_GATHER_NAME, gather_stream),
-                        (torch_facts.REDUCE_SCATTER_NAME, reduce_stream),
+                        (torch_facts.all_gather_name(), gather_stream),
+                        (torch_facts.reduce_scatter_name(), reduce_stream),
                     )
                 )
                 with patch_all_gather(gather), patch_reduce_scatter(reduce):
@@ -328,7 +328,7 @@ class TestFullyShardOverlap(FSDPTest):
 
             gather, reduce = (
                 delayed(getattr(dist, name), comm_ms, stream_of)
-                for name in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME)
+                for name in (torch_facts.all_gather_name(), torch_facts.reduce_scatter_name())
             )
             times = []
             for separate in (False, True, False):
@@ -363,7 +363,7 @@ class TestFullyShardOverlap(FSDPTest):
                     optim.zero_grad()
 
             train(False)  # lazy initialization, and the optimizer's state
-            gather = delayed(getattr(dist, torch_facts.ALL_GATHER_NAME), comm_ms)
+            gather = delayed(getattr(dist, torch_facts.all_gather_name()), comm_ms)
             with patch_all_gather(gather):
                 without = self._time_fn(lambda: train(False))
                 with_event = self._time_fn(lambda: train(True))
@@ -415,7 +415,7 @@ class TestFullyShardOverlap(FSDPTest):
         20 ms, waits for the first reduction, which is done after 25; with two buffers it does not.
         """
         caps = [None, 1, 2, 3] if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else [None]
-        reduce = delayed(getattr(dist, torch_facts.REDUCE_SCATTER_NAME), 15)
+        reduce = delayed(getattr(dist, torch_facts.reduce_scatter_name()), 15)
         backward = Matmul.backward
         started: list[float] = []
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests import torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 
@@ -141,7 +141,7 @@ class TestFullyShardState(FSDPTestMultiThread):
             with self.assertRaisesRegex(AssertionError, "FSDP does not support deepcopy"):
                 copy.deepcopy(whole)
 
-    @requires(lambda: None if torch_facts.TAKES_CONTAINERS_WITH_FORWARD else "this torch refuses every container")
+    @needs(torch_facts.WRAPS_CONTAINERS_WITH_FORWARD)
     @skip_if_lt_x_gpu(1)
     def test_container_with_forward(self):
         """Beyond upstream: a container that says how it runs is taken, and trains."""
@@ -192,7 +192,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         model.set_reshard_after_forward(True, recurse=False)
         self.assertEqual(reshards(), [False, True])
 
-    @requires(lambda: None if torch_facts.SHARES_COMM_CONTEXT else "this torch has no share_comm_ctx")
+    @needs(torch_facts.SHARES_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
         """Beyond upstream: FSDP modules share the first one's context, anything else is refused, none is no mistake."""
@@ -263,7 +263,7 @@ class TestFullyShardState(FSDPTestMultiThread):
             self.assertIsInstance(loaded[name], DTensor)
             self.assertEqual(other.get_parameter(name).to_local(), param.to_local(), rtol=0, atol=0)
 
-    @requires(lambda: None if torch_facts.RESETS_ITERATION else "this torch has no reset_iter_state")
+    @needs(torch_facts.RESETS_ITERATION)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state(self):
         """Beyond upstream: the root alone resets; afterwards an iteration that broke off has left no trace."""

@@ -157,7 +157,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self.assertEqual(list(after), list(before))
         self.assertEqual(local_copies(after), values)
         for name, value in after.items():
-            if torch_facts.FSDP2_KEEPS_PADDED_STORAGE or is_evenly_sharded(value):
+            if torch_facts.KEEPS_PADDED_STORAGE or is_evenly_sharded(value):
                 self.assertEqual(pointer_of(value), pointers[name], name)
 
     def _test_state_dict_save_load(self, model: nn.Module, whole: StateDict) -> None:
@@ -203,7 +203,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     def _test_cached_state_dict(self, mlp_dim: int, mutate_after_state_dict: bool) -> None:
         """A state dict taken before the first step stays the live one, unless the parameters get other storage."""
         padded = mlp_dim % self.world_size != 0
-        if padded and not mutate_after_state_dict and not torch_facts.FSDP2_KEEPS_PADDED_STORAGE:
+        if padded and not mutate_after_state_dict and not torch_facts.KEEPS_PADDED_STORAGE:
             raise unittest.SkipTest("this torch pads again at the first forward, into other storage (2.11 does not)")
         manual_seed(42)
         model = nn.Linear(mlp_dim, mlp_dim, bias=False, device=self.device)

@@ -42,14 +42,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, requires, requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
     FSDPTestMultiThread,
     MLPStack,
-    ShardAdam,
-    ShardAdamW,
     check_sharded_parity,
     compiled_fsdp_test,
     patch_all_gather,
@@ -67,18 +65,17 @@ from torch_fsdp_tests.common_utils import (
     xfailIf,
 )
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
 
 # One without gradients before it, and one after each way to zero them, with moments from the ones before.
 ITERATIONS = 3
 # The same where a test has many parameter sets: the second step has gradients and moments from the first.
 FEW = 2
 
-COLLECTIVES = {torch_facts.ALL_GATHER_NAME: "AG", torch_facts.REDUCE_SCATTER_NAME: "RS", "all_reduce": "AR"}
+COLLECTIVES = {torch_facts.all_gather_name(): "AG", torch_facts.reduce_scatter_name(): "RS", "all_reduce": "AR"}
 
-needs_reset = requires(lambda: None if torch_facts.RESETS_ITERATION else "this torch has no reset_iter_state")
-needs_partial_groups = requires(
-    lambda: None if torch_facts.COMPLETES_PARTIAL_GROUPS else "this torch needs all modules of a group to run"
-)
+needs_reset = needs(torch_facts.RESETS_ITERATION)
+needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
 needs_unused_params = requires(
     lambda: (
         None
@@ -714,8 +711,8 @@ class TestFullyShard1DTrainingCore(TrainingTest, FSDPTest):
 
         self._seed()
         with (
-            patch_all_gather(pausing(torch_facts.ALL_GATHER_NAME, "before all-gather")),
-            patch_reduce_scatter(pausing(torch_facts.REDUCE_SCATTER_NAME, "before reduce-scatter")),
+            patch_all_gather(pausing(torch_facts.all_gather_name(), "before all-gather")),
+            patch_reduce_scatter(pausing(torch_facts.reduce_scatter_name(), "before reduce-scatter")),
         ):
             next_batch = functools.partial(self._tokens, 3, 16, vocab_size=16)
             self._train_and_compare(ref_model, model, next_batch, step=step, iterations=3)
@@ -1060,7 +1057,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
                     self.assertEqual(found[what].shape, expected[what].shape, name)
         self._check_all(found, expected, **tolerance)
 
-    @requires(lambda: None if torch_facts.GROUPS_CAST_EACH_INPUT else "this torch casts the inputs of a group once")
+    @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
     @skip_if_lt_x_gpu(2)
     def test_grouped_module_cast_forward_inputs(self):
         """Each module of a group casts its own input, also one that something in between has cast back."""
@@ -1221,9 +1218,7 @@ class TestFullyShard1DTrainingCompose(TrainingTest, FSDPTest):
         self._train_and_compare(ref_model, model, tokens, step=step, average=average_gradients)
         self.assertFalse(any(param.grad is None for param in model.parameters()))
 
-    @requires(
-        lambda: None if torch_facts.KEEPS_RECOMPUTED_GROUPS else "this torch reshards what a checkpoint recomputes"
-    )
+    @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_double_forward_with_nested_fsdp_and_checkpoint(self):
         """Also in what it communicates: what is recomputed in backward stays gathered until its gradients are there."""
@@ -1529,7 +1524,7 @@ class TestFullyShardSharedParams(TrainingTest, FSDPTest):
         changed = (full(model.head.weight.detach()) - before).abs().amax(dim=1)
         self.assertGreater(changed.min().item(), 0.01)  # of which weight decay alone makes a hundredth
 
-    @requires(lambda: None if torch_facts.CHECKS_SHARED_PARAMETERS else "this torch lets two groups have one parameter")
+    @needs(torch_facts.CHECKS_SHARED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     def test_shared_params_separate_fsdp_groups_error(self):
         model = TiedModel(8, 16).to(self.device)
@@ -1946,9 +1941,7 @@ class TestFullyShardNDTraining(TrainingTest, FSDPTest):
         dp, tp = global_mesh["dp"], global_mesh["tp"]
         self._run_pairs(config, functools.partial(self._test_mlp_with_nd_mesh, tp, dp, dp))
 
-    @requires(
-        lambda: None if torch_facts.HAS_MESH_PER_PARAMETER else "this torch has one mesh for all parameters of a module"
-    )
+    @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_shard_placement_fn_tp_ep(self):
         """Experts are sharded over fewer ranks than the rest, since expert parallelism has cut them before."""
@@ -2133,7 +2126,7 @@ class TestFullyShardCustomForwardMethod(TrainingTest, FSDPTest):
 class TestFullyShardShareCommContext(TrainingTest, FSDPTest):
     world_size = 2
 
-    @requires(lambda: None if torch_facts.SHARES_COMM_CONTEXT else "this torch has no share_comm_ctx")
+    @needs(torch_facts.SHARES_COMM_CONTEXT)
     @skip_if_lt_x_gpu(2)
     def test_share_comm_context(self):
         """Three roots, as a pipeline has them, communicate in one set of streams, each of the others not used."""
@@ -2176,7 +2169,7 @@ class TestFullyShardShareCommContext(TrainingTest, FSDPTest):
 class TestFullyShardWorldSize1(TrainingTest, FSDPTest):
     world_size = 1
 
-    @requires(lambda: None if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else "this torch has a rank reduce with itself")
+    @needs(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
     @skip_if_lt_x_gpu(1)
     def test_train_parity_single_worldsize1(self):
         """A rank on its own has nobody to talk to."""
