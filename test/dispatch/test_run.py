@@ -145,7 +145,7 @@ class TestBadEnds(TreeCase):
         for name in ("SIGKILL", "SIGSEGV"):
             with self.subTest(name):
                 text = body("pass", f"os.kill(os.getpid(), signal.{name})", "pass")
-                says = ["error: TestX.test_2", "tests not reached: TestX.test_3"]
+                says = ["crashed: TestX.test_2", "tests not reached: TestX.test_3"]
                 self.check({"test_x": text}, ["--save-xml", self.root / name], passed=1, failed=1, says=says)
                 cases = {c.get("name"): c for c in ET.parse(next((self.root / name).glob("*/*.xml"))).iter("testcase")}
                 self.assertIn(name, cases["test_2"].find("error").get("message"))
@@ -160,7 +160,7 @@ class TestBadEnds(TreeCase):
             "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
         }
         says = [
-            "error: TestX.test_1: not run to its end: exit status 3",
+            "crashed: TestX.test_1: not run to its end: exit status 3",
             "must call run_tests",
             "exit status 7 ended the process after its tests",
         ]
