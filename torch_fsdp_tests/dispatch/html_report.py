@@ -247,7 +247,7 @@ def _sums(data: Mapping[str, Any]) -> str:
     boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)
     ways = collections.Counter(test["outcome"] for test in tests if test["outcome"] in _BAD)
     if ways.keys() - {State.FAILED.value}:
-        boxes += f"<div class=dim>{'<br>'.join(f'{count} {escape(way)}' for way, count in ways.most_common())}</div>"
+        boxes += f"<div class=dim>{'<br>'.join(f'{escape(way)}: {count}' for way, count in ways.most_common())}</div>"
     plural = "file" if len(data["files"]) == 1 else "files"
     return (
         f"{boxes}<div><b>{_seconds(data['seconds'])}</b>wall time</div><div><b>{len(data['files'])}</b>{plural}</div>"
