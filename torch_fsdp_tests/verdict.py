@@ -1,7 +1,7 @@
 """What became of a test and of each of its ranks, as plain values, and the words for it. Standard library only.
 
 A verdict goes from the ranks to unittest on the exception that it becomes, from there over the event stream to the
-dispatcher, and into every report. Nobody on that way reads words to learn what happened.
+dispatcher, and into every report. No step on that way reads a text to learn what happened.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Verdict:
         return tell(self.ranks) or self.reason
 
     @property
-    def is_by_body(self) -> bool:
-        """Whether an exception of the test's body is the cause, and no rank died beside it."""
+    def is_from_body(self) -> bool:
+        """Whether an exception of the test's body is the cause, and no rank died as well."""
         died = any(rank.state is State.CRASHED and not rank.said for rank in self.ranks)
         return self.state in (State.FAILED, State.ERROR) and self.phase is Phase.BODY and not died
 

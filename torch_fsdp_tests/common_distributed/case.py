@@ -38,7 +38,7 @@ from torch_fsdp_tests.ranks import (
 )
 from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
-from torch_fsdp_tests.verdict import Phase, State
+from torch_fsdp_tests.verdict import VERDICT, Phase, State
 
 __unittest = True
 
@@ -68,7 +68,7 @@ _tally = _Tally()
 
 
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
-    """Run a test in a rank and put what comes of it into words, its subtests counted.
+    """Run a test in a rank, count its subtests, and return what came of it.
 
     A test all of whose subtests skipped has skipped. Lets ``SystemExit`` pass and nothing else.
     """
@@ -150,10 +150,16 @@ class RankTestCase(TestCase):
         @functools.wraps(fn)
         @enters_test
         def stand_in(self: RankTestCase) -> None:
-            if self.rank == self.MAIN_RANK:
+            if self.rank != self.MAIN_RANK:
+                return fn()
+            try:
                 self._join_ranks(fn)
-            else:
-                fn()
+            except Exception as error:
+                # An expected failure is an exception of the test body; unittest itself would take a crash for one too.
+                verdict, running = getattr(error, VERDICT, None), getattr(self, "_outcome", None)
+                if verdict is not None and running is not None and not verdict.is_from_body:
+                    running.expecting_failure = False
+                raise
 
         return types.MethodType(stand_in, self)
 
@@ -174,13 +180,8 @@ class RankTestCase(TestCase):
             for report in reports:
                 if report.output:
                     print(f"--- output of rank {report.rank} ---\n{report.output}")
-        verdict = judge(reports, limit, SKIP_CODES, expected_code)
         self._record(reports)
-        running = getattr(self, "_outcome", None)
-        if running is not None and verdict.state.is_bad and not verdict.is_by_body:
-            # An expected failure is an exception of the test body; unittest itself would take a crash for one too.
-            running.expecting_failure = False
-        raise_verdict(verdict)
+        raise_verdict(judge(reports, limit, SKIP_CODES, expected_code))
 
     def _record(self, reports: Sequence[RankReport]) -> None:
         """Tell the dispatcher how wide the test was and how many of its subtests ran, and which skipped and why."""

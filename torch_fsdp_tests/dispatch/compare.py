@@ -41,9 +41,10 @@ def lines(before: Tests, after: Tests) -> list[str]:
             kinds.setdefault("new", []).append(name)
             continue
         was, now = before[name], after[name]
-        if not State(now["outcome"]).is_executed and State(was["outcome"]).is_executed:
-            kinds.setdefault(f"newly {now['outcome']}", []).append(f"{name}: {now['reason']}")
-        elif State(now["outcome"]).is_bad and not State(was["outcome"]).is_bad:
+        earlier, state = State(was["outcome"]), State(now["outcome"])
+        if earlier.is_executed and not state.is_executed:
+            kinds.setdefault(f"newly {state.value}", []).append(f"{name}: {now['reason']}")
+        elif state.is_bad and not earlier.is_bad:
             kinds.setdefault("newly failing", []).append(name)
         elif now["seconds"] > max(was["seconds"] * SLOWER_BY, was["seconds"] + SLOWER_AT_LEAST):
             kinds.setdefault("slower", []).append(f"{name}: {was['seconds']:.1f}s, now {now['seconds']:.1f}s")

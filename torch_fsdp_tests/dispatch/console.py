@@ -190,7 +190,8 @@ class Console:
         self._reasons("skipped subtests of tests that ran, by reason:", results.skipped_subtests_by_reason())
         bad = [(file, test) for file in results.files for test in file.tests() if test.outcome.is_bad]
         if bad:
-            self.say(f"failed ({', '.join(f'{state.value}: {count}' for state, count in results.failures().items())}):")
+            ways = ", ".join(f"{state.value}: {count}" for state, count in results.failures().items())
+            self.say(f"failed ({ways}):" if {*results.failures()} - {State.FAILED} else "failed:")
             for file, test in bad:
                 self._failed_test(file, test)
         for words in results.flaky():

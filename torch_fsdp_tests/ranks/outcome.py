@@ -142,7 +142,7 @@ class HarnessError(RuntimeError):
 
 
 def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> Outcome:
-    """Run a test body and put what comes of it into words.
+    """Run a test body and return what came of it.
 
     ``SystemExit`` is no way to pass a test: it becomes an error that names the code, unless the code is one of
     the skip codes, which :func:`judge` sees to. ``KeyboardInterrupt`` in a rank is an error like any other.
@@ -236,7 +236,7 @@ def judge(
     if not bad:
         return Verdict(State.PASSED)
     first = bad[0]
-    # One that skips alone, or is found waiting when nobody did anything wrong, is no state of a test.
+    # A rank that skips alone makes an error of the test; one that is found running alone has taken too long.
     state = {State.SKIPPED: State.ERROR, State.STILL_RUNNING: State.TIMED_OUT}.get(first.state, first.state)
     reason = f"{ranks_in_words([first.rank])} of {len(ranks)} {first.in_one_line()}"
     return Verdict(state, reason, first.phase, ranks)
