@@ -158,7 +158,7 @@ def _failures(data: Mapping[str, Any]) -> str:
         attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
         parts += [_failure(test) for test in bad]
-        left = [test["test"] for test in file["tests"] if test["outcome"] == "not run"]
+        left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:
             parts.append(_names("Not reached", left))
         parts.append(_folded("whole output of the file", f"<pre tabindex=0>{escape(clean(last['output']))}</pre>"))
@@ -222,7 +222,7 @@ def _files(data: Mapping[str, Any]) -> str:
     for file in data["files"]:
         outcomes = [test["outcome"] for test in file["tests"]]
         kind = _kind(file)
-        left_out = outcomes.count("skipped") + outcomes.count("not run")
+        left_out = sum(not State(outcome).is_executed for outcome in outcomes)
         rows.append(
             [
                 f'<span class="{kind}" title="{_KINDS[kind]}">●</span>&nbsp;{_code(_name(file))}',
@@ -241,7 +241,7 @@ def _files(data: Mapping[str, Any]) -> str:
 def _sums(data: Mapping[str, Any]) -> str:
     tests = [test for file in data["files"] for test in file["tests"]]
     flaky = sum(test["flaky"] for test in tests)
-    not_run = sum(test["outcome"] == "not run" for test in tests)
+    not_run = sum(test["outcome"] == State.NOT_RUN for test in tests)
     sums = [(data["passed"], "passed", "ok"), (data["failed"], "failed", "bad"), (data["skipped"], "skipped", "skip")]
     sums += [(flaky, "flaky", "flaky")] * bool(flaky) + [(not_run, "not reached", "bad")] * bool(not_run)
     boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)

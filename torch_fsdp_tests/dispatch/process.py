@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,6 @@ class TestProcess:
         self._over = False
         self._stop: Ending | None = None
         self._kill_at: float | None = None
-        self._killed_by_us = False
         self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, measure, forkserver)
 
     def _start(
@@ -197,7 +196,6 @@ class TestProcess:
 
     def kill(self) -> None:
         """End the whole process group at once."""
-        self._killed_by_us = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -220,11 +218,8 @@ class TestProcess:
         self.kill()  # what is left of its group
         self.listen()
         os.close(self.events_descriptor)
-        if os.WIFSIGNALED(wait_status):
-            own: Ending = Killed(os.WTERMSIG(wait_status))
-        else:
-            own = Exited(os.WEXITSTATUS(wait_status))
-        ending = self._stop or own
+        code = os.waitstatus_to_exitcode(wait_status)
+        ending = self._stop or (Exited(code) if code >= 0 else Killed(-code))
         notes = [*(note for found in self._notes.values() for note in found), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
@@ -273,18 +268,15 @@ class TestProcess:
             return []
         return [_about_file(state, f"{ending} ended the process after its tests", _tail(output))]
 
-    def _not_reached(self, ending: Ending) -> list[TestResult]:
+    def _not_reached(self, ending: Ending) -> Iterator[TestResult]:
         seen = {result.name for result in self.results} | {self.running}
         # What a failed fixture is the set-up of: a class, or the whole file, which has no class name.
         unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
         came_first = "the process never came to it" if self._over else f"{ending} came first"
-        missing = []
-        for name in dict.fromkeys(self._announced):
+        for name in dict.fromkeys(name for name in self._announced if name not in seen):
             cls = name.rpartition(".")[0]
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first
-            if name not in seen:
-                missing.append(TestResult(name, State.NOT_RUN, reason=f"not run: {why}"))
-        return missing
+            yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
 
     def _output(self) -> str:
         try:
