@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from torch_fsdp_tests import launcher
 from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_SEED, DEFAULT_SLOW_AFTER, RunTests
 
@@ -31,13 +32,11 @@ and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
 
     def format_help(self) -> str:
-        from torch_fsdp_tests.dispatch.results import EXIT_CODES  # not at import: only the help needs it
-
-        codes = "\n".join(f"  {code:3d}  {words}" for code, words in EXIT_CODES.items())
-        self.epilog = f"{VARIABLES}\nexit codes:\n{codes}"
+        statuses = "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
+        self.epilog = f"{VARIABLES}\nexit statuses:\n{statuses}"
         return super().format_help()
 
 
