@@ -14,16 +14,19 @@ from torch_fsdp_tests.dispatch import devices, expectations, listing, options, p
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.needs import Needs
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
+from torch_fsdp_tests.vendors import ConfigurationError
 
 if TYPE_CHECKING:  # what only a run needs is imported when one begins, so that a plan is there at once
     from torch_fsdp_tests.dispatch.compare import Tests
     from torch_fsdp_tests.dispatch.results import Results
 
 DEFAULT_RANKS = 4  # of a test that states no number; the harness has the same default on the CPU
+FEW_RANKS = 2  # of a test that asks for a few, on the CPU; as the harness has it
 NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
@@ -31,7 +34,7 @@ def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
     """Run the dispatcher and return its exit status. ``checkout`` is put first on the children's path."""
     try:
         return _main(options.parse(argv, os.environ, checkout), checkout)
-    except (UnknownTest, expectations.MalformedList) as error:
+    except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
     except KeyboardInterrupt:  # while planning; a run takes signals itself
@@ -59,10 +62,13 @@ def _main(run: RunTests, checkout: Path) -> ExitStatus:
     device_set = devices.find(run.device, run.devices, os.environ)
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices is of no use on the CPU, where -j says how many files run at a time")
+    if selection and device_set.remark is not None:
+        _remark(device_set.remark)
     ranks = run.ranks or DEFAULT_RANKS
-    needs = {test.file: files[test.file].needs().ranks(ranks) for test in selection}
+    needs = _needs(run, selection, files, device_set)
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(run.jobs or options.default_jobs(ranks))])
-    jobs, default = _plan(run, selection, known, needs, pool, device_set)
+    devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
+    jobs, default = _plan(run, selection, known, devices_needed, pool, device_set)
     if not selection:
         _remark("nothing failed last time" if run.failed_only else "nothing is selected")
     elif not jobs:
@@ -91,6 +97,17 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
         failed = last_failures.load(run.reports)
         selection = [last_failures.narrow(test, failed[test.file]) for test in selection if test.file in failed]
     return selection
+
+
+def _needs(
+    run: RunTests, selection: Sequence[TestRun], files: Mapping[str, TestFile], device_set: DeviceSet
+) -> dict[str, Needs]:
+    """What each selected file needs; nothing on the CPU, which lends no devices, unless the needs are to be shown."""
+    if device_set.lendable is None and not run.list_files:
+        return {}
+    ranks = run.ranks or DEFAULT_RANKS
+    few = FEW_RANKS if device_set.lendable is None else ranks
+    return {test.file: files[test.file].needs(ranks, few) for test in selection}
 
 
 def _entries(run: RunTests) -> list[expectations.Entry]:
