@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import importlib.metadata
+import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "torch_fsdp_tests.accelerators"
 
@@ -66,9 +72,19 @@ BUILT_IN = (
 )
 
 
-def installed() -> Mapping[str, importlib.metadata.EntryPoint]:
+def installed() -> Mapping[str, EntryPoint]:
     """The entry points of installed packages, by device type."""
+    if not any(map(_is_for_us, sys.path)):
+        return {}
+    import importlib.metadata  # not at import: it takes longer than a whole plan may, and hardly anyone needs it
+
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def _is_for_us(folder: str) -> bool:
+    """Whether a folder of packages has one with an entry point for us."""
+    files = glob.glob(os.path.join(glob.escape(folder), "*-info", "entry_points.txt"))
+    return any(f"[{ENTRY_POINTS}]" in Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def load(device_type: str) -> Vendor | None:

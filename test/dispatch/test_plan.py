@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import dataclasses
+import io
 import itertools
 import random
 import tempfile
@@ -12,13 +14,15 @@ import unittest.mock
 from pathlib import Path
 
 from torch_fsdp_tests import vendors
-from torch_fsdp_tests.dispatch import devices, plan
+from torch_fsdp_tests.dispatch import devices, options, plan
 from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation, version_fits
 from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.vendors import ConfigurationError, Vendor
 
@@ -450,6 +454,56 @@ class TestSelect(unittest.TestCase):
                 self.chosen([word])
         with self.assertRaises(UnknownTest):
             self.chosen([], ["nothing_like_it"])
+
+
+class TestOptions(unittest.TestCase):
+    root = Path(__file__).resolve().parents[2]
+
+    def parse(self, *arguments, **environment):
+        return options.parse([*arguments, "--list"], environment, self.root)
+
+    def refused(self, *arguments, **environment):
+        with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
+            self.parse(*arguments, **environment)
+        self.assertEqual(left.exception.code, ExitStatus.REFUSED)
+        return said.getvalue()
+
+    def test_every_option_sets_the_field_of_its_name(self):
+        fields = {field.name for field in dataclasses.fields(RunTests)}
+        self.assertLessEqual({action.dest for action in options.make_parser()._actions} - {"help"}, fields)
+
+    def test_what_is_not_given_keeps_the_default_of_its_field(self):
+        tests = self.root / "test"
+        self.assertEqual(self.parse(), RunTests(tests, tests, list_files=True))
+
+    def test_what_follows_from_an_option(self):
+        found = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
+        self.assertEqual((found.shard, found.num_shards, found.seed, found.shuffle), (2, 3, 7, True))
+        self.assertEqual((found.include, found.pipe_logs, found.logs_must_be), (("a", "b", "c"), True, True))
+        run = options.parse(["--list", "--", "--locals", "--"], {}, self.root)
+        self.assertEqual(run.arguments, ("--locals", "--"))
+
+    def test_variables(self):
+        found = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
+        self.assertEqual((found.pipe_logs, found.logs_must_be, found.keep_going), (True, False, True))
+        self.assertEqual((found.show_locals, found.disabled, found.slow), (False, Path("a"), None))
+        self.assertEqual(self.parse("--disabled-tests", "b", DISABLED_TESTS_FILE="a").disabled, Path("b"))
+        self.assertFalse(self.parse(CI="1", VERBOSE_TEST_LOGS="1").pipe_logs)
+
+    def test_refusals(self):
+        for arguments, words in {
+            ("--shard", "3", "2"): "shards are counted from 1 to 2",
+            ("--shard", "0", "2"): "'0' is not a whole number of 1 or more",
+            ("--timeout", "0"): "'0' is not a number of seconds greater than 0",
+            ("--devices", "1,1"): "names a device twice",
+            ("--json",): "--json belongs to --dry-run",
+            ("--compare", "/nowhere"): "there is no file /nowhere",
+            ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",
+            ("--rerun-disabled-tests",): "needs a list",
+        }.items():
+            with self.subTest(arguments=arguments):
+                self.assertIn(words, self.refused(*arguments))
+        self.assertIn("TORCH_FSDP_TESTS_RANKS: 'x' is not", self.refused(TORCH_FSDP_TESTS_RANKS="x"))
 
 
 class TestLists(unittest.TestCase):

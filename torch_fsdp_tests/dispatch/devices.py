@@ -128,8 +128,9 @@ def _of_installed_torch(environment: Mapping[str, str]) -> Vendor | None:
 
 
 def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
-    if loads_extensions(environment):
-        yield from filter(None, map(vendors.load, vendors.installed()))
+    declared = vendors.installed()
+    if declared and loads_extensions(environment):
+        yield from filter(None, map(vendors.load, declared))
     for vendor in vendors.BUILT_IN:
         if _torch_versions().get(vendor.torch_build) if vendor.torch_build else _variable(vendor, environment):
             yield vendor
