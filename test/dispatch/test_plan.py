@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import random
 import tempfile
 import textwrap
@@ -14,7 +15,7 @@ import unittest.mock
 from pathlib import Path
 
 from torch_fsdp_tests import vendors
-from torch_fsdp_tests.dispatch import devices, options, plan
+from torch_fsdp_tests.dispatch import devices, main, options, plan
 from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -25,6 +26,8 @@ from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.vendors import ConfigurationError, Vendor
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def jobs_of(*shapes):
@@ -247,6 +250,19 @@ class TestDevices(unittest.TestCase):
         self.assertFalse(unknown.is_lent_whole)
         self.assertIn("none are lent", unknown.remark or "")
 
+    def test_plan_of_devices_that_are_lent_whole(self):
+        with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
+            for names, status, words in (
+                ((), ExitStatus.OK, "each file is lent all 3 of them"),
+                (("--devices", "0"), ExitStatus.REFUSED, "leave the option out"),
+            ):
+                arguments = ["--device", "foo", *names, "-i", "dispatch/test_plan", "--dry-run", "--json"]
+                with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+                    self.assertEqual(main.main(arguments, ROOT), status)
+                self.assertIn(words, err.getvalue())
+                if status is ExitStatus.OK:
+                    self.assertEqual([job["devices"] for job in json.loads(out.getvalue())["jobs"]], [3])
+
     def test_a_package_that_declares_no_vendor(self):
         for value, words in ((print, "a builtin_function_or_method; declare"), (ImportError("gone"), "failed: gone")):
             with self.declared({"foo": value}), self.assertRaisesRegex(ConfigurationError, words):
@@ -457,10 +473,8 @@ class TestSelect(unittest.TestCase):
 
 
 class TestOptions(unittest.TestCase):
-    root = Path(__file__).resolve().parents[2]
-
     def parse(self, *arguments, **environment):
-        return options.parse([*arguments, "--list"], environment, self.root)
+        return options.parse([*arguments, "--list"], environment, ROOT)
 
     def refused(self, *arguments, **environment):
         with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
@@ -473,14 +487,14 @@ class TestOptions(unittest.TestCase):
         self.assertLessEqual({action.dest for action in options.make_parser()._actions} - {"help"}, fields)
 
     def test_what_is_not_given_keeps_the_default_of_its_field(self):
-        tests = self.root / "test"
+        tests = ROOT / "test"
         self.assertEqual(self.parse(), RunTests(tests, tests, list_files=True))
 
     def test_what_follows_from_an_option(self):
         found = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
         self.assertEqual((found.shard, found.num_shards, found.seed, found.shuffle), (2, 3, 7, True))
         self.assertEqual((found.include, found.pipe_logs, found.logs_must_be), (("a", "b", "c"), True, True))
-        run = options.parse(["--list", "--", "--locals", "--"], {}, self.root)
+        run = options.parse(["--list", "--", "--locals", "--"], {}, ROOT)
         self.assertEqual(run.arguments, ("--locals", "--"))
 
     def test_variables(self):
