@@ -333,8 +333,12 @@ class TestNeeds(unittest.TestCase):
     def test_properties(self):
         """And class attributes, in all the ways in which test files state a world size."""
         before = "WIDE = 6\nif True:\n    def wide():\n        return WIDE\n"
+        before += "ODD = ODD + 1\n"
         for text, expected in {
             "2": 2,
+            "ODD": 4,
+            "self.world_size": 4,
+            "6 // 0": 4,
             "min(6, device_count())": 6,
             "device_count()": 4,
             "min(accelerator.current().ranks, 3)": 3,

@@ -80,10 +80,14 @@ def needs_of(source: str, ranks: int, few_ranks: int, folder: Path | None = None
         return Needs()  # the file fails before it asks for anything
     module, defaults = _Module(tree, folder), {"ranks": ranks, "few_ranks": few_ranks}
     gone = {_name(each) for node in tree.body if isinstance(node, ast.Delete) for each in node.targets}
-    kept = (value for name, value in module.values.items() if name not in gone)
-    classes = [_Class(module, node, defaults) for node in kept if isinstance(node, ast.ClassDef)]
-    found = [needs for each in classes if (needs := each.needs()) is not None]
-    return Needs(max((n.ranks for n in found), default=1), max((n.devices for n in found), default=1))
+    found = [Needs()]
+    for name, node in module.values.items():
+        if isinstance(node, ast.ClassDef) and name not in gone:
+            try:
+                found.append(_Class(module, node, defaults).needs())
+            except (RecursionError, ArithmeticError):  # of a name that is made from itself, say
+                found.append(Needs(ranks, ranks))
+    return Needs(max(needs.ranks for needs in found), max(needs.devices for needs in found))
 
 
 class _Module:
@@ -165,12 +169,12 @@ class _Class:
         self._lineage = list(dict.fromkeys(reversed(list(_lineage(module, node)))))
         self._members = {name: (m, value) for m, each in self._lineage for name, value in _definitions(each.body)}
 
-    def needs(self) -> Needs | None:
-        """Those of its tests; None where it has no tests."""
+    def needs(self) -> Needs:
+        """Those of its tests."""
         methods = [(m, f) for m, f in self._members.values() if isinstance(f, ast.FunctionDef)]
         tests = [(m, f) for m, f in methods if f.name.startswith("test")]
         if not tests:
-            return None
+            return Needs()
         decorators = [(m, each) for m, node in self._lineage for each in node.decorator_list]
         decorators += [(m, each) for m, test in tests for each in test.decorator_list]
         calls = [(m, c) for m, each in decorators for c in ast.walk(each) if isinstance(c, ast.Call)]
