@@ -328,10 +328,11 @@ class TestDevices(TreeCase):
         def log(what):
             with open({str(log)!r}, "a") as f: print(time.monotonic(), what, os.environ["CUDA_VISIBLE_DEVICES"], file=f)
         class TestX(unittest.TestCase):
+            world_size = WORLD
             def test_x(self): log("+"); time.sleep(0.05); log("-")
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
-        self.write({name: textwrap.dedent(report) + f"# world_size\nworld_size = {n}\n" for name, n in needs.items()})
+        self.write({name: f"WORLD = {n}  # not 9\n{textwrap.dedent(report)}" for name, n in needs.items()})
         self.run_command("--device", "cuda", "--devices", "3-6", "--keep-going")
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
         held: set[str] = set()
@@ -351,10 +352,11 @@ class TestDevices(TreeCase):
         told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
         events.record(probed=told or {"asked by": os.path.basename(__file__)})
         class TestX(unittest.TestCase):
+            world_size = WORLD
             def test_x(self): self.assertEqual(told, TOLD)
         """
         told = {"test_a": ({}, 2), "test_b": ({"asked by": "test_a.py"}, 2), "test_wide": ({}, 3)}
-        files = {name: f"TOLD = {what}\nworld_size = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
+        files = {name: f"TOLD = {what}\nWORLD = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
         self.write(files)
         times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
         self.check({}, ["--device", "cuda", "--devices", "0-2", "--test-times", times], passed=3)
@@ -375,7 +377,7 @@ class TestDevices(TreeCase):
         self.assertIn("TORCH_FSDP_TESTS_RANKS", self.err)
 
     def test_plan_without_the_device(self):
-        self.write({"test_x": PASS + "world_size = 3\n"})
+        self.write({"test_x": PASS + "    world_size = 3\n"})
         plan = json.loads(self.run_command("--device", "xpu", "--dry-run", "--json"))
         self.assertEqual(plan["jobs"][0]["devices"], 3)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
@@ -260,8 +261,13 @@ def render(data: Mapping[str, Any]) -> str:
     about += [f"{name} {data[name]}" for name in ("backend", "ranks") if data[name]]
     about += ["devices shared" if data["shared"] else "devices not shared", f"{data['cores']} cores"]
     about += [f"seed {data['seed']}", f"shard {data['shard']} of {data['num_shards']}"]
-    verdict = {0: ("passed", "ok"), 1: ("failed", "bad"), 5: ("nothing ran", "bad"), 130: ("interrupted", "bad")}
-    words, kind = verdict.get(data["exit_code"], (f"exit code {data['exit_code']}", "bad"))
+    verdict = {
+        ExitStatus.OK: ("passed", "ok"),
+        ExitStatus.FAILED: ("failed", "bad"),
+        ExitStatus.NOTHING_RAN: ("nothing ran", "bad"),
+        ExitStatus.INTERRUPTED: ("interrupted", "bad"),
+    }
+    words, kind = verdict.get(data["exit_code"], (f"exit status {data['exit_code']}", "bad"))
     body = [f"<h1>FSDP test run: <span class={kind}>{words}</span></h1>"]
     body += [f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{_sums(data)}</div>"]
     if data["not_started"]:

@@ -1,4 +1,4 @@
-"""The sum over all files, and the exit code that it makes."""
+"""The sum over all files, and the exit status that it makes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State
-
-EXIT_CODES = {
-    0: "every test that ran passed, or nothing was left for this shard",
-    1: "a test or a file failed (with --fail-on-flaky also: passed only when run again)",
-    2: "bad arguments, an unknown test, a malformed input, or a place that cannot be written to",
-    3: "the dispatcher itself could not go on: a report or the output could not be written",
-    5: "nothing ran: the selection is empty, or no test of it was executed",
-    130: "interrupted (SIGINT)",
-    143: "terminated (SIGTERM)",
-}
 
 
 @dataclasses.dataclass
@@ -125,13 +116,13 @@ class Results:
                 remarks.append(f"the entry {entry.test} ({entry.words}) matches no test")
         return remarks
 
-    def exit_code(self) -> int:
+    def exit_code(self) -> ExitStatus:
         if self.signal is not None:
-            return 128 + self.signal
+            return ExitStatus.of_signal(self.signal)
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
-            return 1
+            return ExitStatus.FAILED
         if self.unknown():
-            return 2
+            return ExitStatus.REFUSED
         if not self.executed:
-            return 0 if self.is_left_empty() else 5
-        return 1 if self.executed < self.run.minimum_executed else 0
+            return ExitStatus.OK if self.is_left_empty() else ExitStatus.NOTHING_RAN
+        return ExitStatus.FAILED if self.executed < self.run.minimum_executed else ExitStatus.OK
