@@ -15,7 +15,7 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_unsharded_param",
-    broken=">=2.9",
+    broken=">=2.9,<2.15",
     world_size=1,
     upstream=(
         "https://github.com/pytorch/pytorch/issues/113203",
