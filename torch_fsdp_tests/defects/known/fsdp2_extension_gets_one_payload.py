@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.WRONG_IN_SILENCE,
-    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_unsharded_param",
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
     broken=">=2.9",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/197999",),

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
-    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_unsharded_param",
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
     broken=">=2.9,<2.15",
     world_size=1,
     upstream=(

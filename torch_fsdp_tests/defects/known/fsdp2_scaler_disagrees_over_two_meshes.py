@@ -18,7 +18,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.WRONG_IN_SILENCE,
-    where="torch.amp.GradScaler over DTensors: aten._amp_foreach_non_finite_check_and_unscale_ of DTensor",
+    where="torch.distributed.tensor._dispatch.found_inf_reduce_handler",
     broken=">=2.9",
     world_size=4,
     tests=(
