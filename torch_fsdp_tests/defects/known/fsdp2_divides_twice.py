@@ -1,8 +1,8 @@
 """FSDP2 divides gradients twice where a shard group has one rank.
 
-With one rank to a shard group, ``set_gradient_divide_factor`` together with a forced sum, or with a reduction in
-float16, divides each gradient by the factor before the reduction and once more after it. The gradient is too small by
-the factor, and nothing says so.
+With one rank to a shard group there is nothing to reduce-scatter, so FSDP2 copies the gradient and divides the copy by
+the whole divide factor. A forced sum, or a reduction in float16, has divided by the factor already. The gradient is too
+small by the factor, and nothing says so.
 """
 
 import torch
@@ -18,6 +18,12 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     broken=">=2.10",
     world_size=1,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_force_sum",
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_fp16",
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_force_sum",
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_fp16",
+    ),
 )
 
 
