@@ -251,7 +251,8 @@ class Reporting(unittest.TestResult):
 
     def addExpectedFailure(self, test: Any, err: Any) -> None:
         super().addExpectedFailure(test, err)
-        self._take(Verdict(State.EXPECTED_FAILURE), self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+        state = State.KNOWN_DEFECT if getattr(test, "_known_defects", ()) else State.EXPECTED_FAILURE
+        self._take(Verdict(state), self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
     def addUnexpectedSuccess(self, test: Any) -> None:
         super().addUnexpectedSuccess(test)

@@ -21,6 +21,7 @@ class State(str, enum.Enum):
 
     PASSED = "passed"
     EXPECTED_FAILURE = "expected failure"
+    KNOWN_DEFECT = "known defect"  # it showed a known defect of torch, in the way that the registry says
     KNOWN_FAILURE = "known failure"  # it failed, and is listed as failing
     SKIPPED = "skipped"
     NOT_RUN = "not run"

@@ -4,3 +4,7 @@ Each module of :mod:`torch_fsdp_tests.defects.known` is one defect: its docstrin
 holds the facts, and ``reproduce(rank, world_size, device)`` returns what torch gives and what is right.
 ``python -m torch_fsdp_tests.defects`` tries them all.
 """
+
+from torch_fsdp_tests.defects.in_tests import torch_defect
+
+__all__ = ["torch_defect"]

@@ -203,6 +203,8 @@ class Console:
             self.say(f"{plural(len(results.not_started), 'file')} not started: {', '.join(results.not_started)}")
         for words in remarks:
             self.say(words)
+        for defect in results.repaired_defects():
+            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {', '.join(defect['tests'])}")
         if results.files and results.is_left_empty():
             of = f"shard {results.run.shard} of {results.run.num_shards}"
             self.say(f"{of} has parts of files only, and no test fell to them")
@@ -214,6 +216,8 @@ class Console:
             )
         plan = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
+        if known := results.known_defects():
+            self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
         self.say(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped")
 
     def _failed_test(self, file: FileResult, test: TestResult) -> None:

@@ -205,6 +205,22 @@ def _skips(data: Mapping[str, Any]) -> str:
     return _table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows) if rows else ""
 
 
+def _defects(defects: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            _code(defect["id"]),
+            escape(defect["title"]),
+            escape(defect["consequence"]),
+            " ".join(f'<a href="{escape(link)}">{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]),
+            "<br>".join(map(_code, defect["tests"])),
+        ]
+        for defect in defects
+    ]
+    return (
+        _table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows) if rows else ""
+    )
+
+
 def _notes(data: Mapping[str, Any]) -> str:
     """What is no verdict: leaks, stale entries of lists."""
     notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
@@ -276,6 +292,8 @@ def render(data: Mapping[str, Any]) -> str:
         "Timeline": _timeline(data),
         "Failures": _failures(data),
         "Flaky: failed, then passed in a new process": _flaky(data),
+        "Known defects of this torch": _defects(data["known_defects"]),
+        "Repaired in this torch": _defects(data["repaired_defects"]),
         "Slowest tests": _slowest(data),
         "Skipped, by reason": _skips(data),
         "Notes": _notes(data),

@@ -28,7 +28,8 @@ environment variables, as upstream's run_test.py has them (an option wins):
   PYTORCH_TEST_WITH_SLOW               run what is listed or marked as slow
   PYTORCH_TEST_RERUN_DISABLED_TESTS    as --rerun-disabled-tests
   BUILD_ENVIRONMENT, TEST_CONFIG       which of the recorded times count
-and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks
+and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks, and
+TORCH_FSDP_TESTS_STRICT_DEFECTS as --strict-defects
 """
 
 
@@ -133,6 +134,8 @@ def make_parser() -> _Parser:
     words = "run what failed again, up to N times, in new processes"
     add("--reruns", type=_whole(0), metavar="N", help=words)
     add("--fail-on-flaky", **flag, help="a test that passed only when run again fails the run")
+    words = "a test that passes although torch is known to have the defect that it shows fails the run"
+    add("--strict-defects", **flag, help=words)
     add("--minimum-executed", type=_whole(0), metavar="N", help="fail when fewer tests were executed")
     words = f"seed of order and RNG, or 'random' (default: source order, {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
@@ -169,6 +172,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "show_output": "VERBOSE_TEST_LOGS" in true_ones,
         "pipe_logs": "CI" in set_ones and "VERBOSE_TEST_LOGS" not in true_ones,
         "run_slow": "PYTORCH_TEST_WITH_SLOW" in true_ones,
+        "strict_defects": "TORCH_FSDP_TESTS_STRICT_DEFECTS" in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
     }
     words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}

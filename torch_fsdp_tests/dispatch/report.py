@@ -38,6 +38,8 @@ def as_json(results: Results) -> dict[str, Any]:
         "failed": results.failed,
         "skipped": results.skipped,
         "not_started": results.not_started,
+        "known_defects": results.known_defects(),
+        "repaired_defects": results.repaired_defects(),
         "skips": results.skips(),
         "list_remarks": results.list_remarks(),
         "files": [_file(file) for file in sorted(results.files, key=lambda file: file.job.key)],

@@ -53,6 +53,23 @@ class Results:
     def executed(self) -> int:
         return sum(test.outcome.is_executed for file in self.files for test in file.tests())
 
+    def known_defects(self) -> list[dict[str, Any]]:
+        """The defects of torch that tests have shown, each with the names of those tests."""
+        return self._by_defect("known_defects", State.KNOWN_DEFECT)
+
+    def repaired_defects(self) -> list[dict[str, Any]]:
+        """The defects that were expected and did not show, each with the names of the tests that passed."""
+        return self._by_defect("repaired_defects", State.PASSED)
+
+    def _by_defect(self, fact: str, outcome: State) -> list[dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for file in self.files:
+            for test in file.tests():
+                for defect in test.facts.get(fact, ()) if test.outcome is outcome else ():
+                    entry = found.setdefault(defect["id"], {**defect, "tests": []})
+                    entry["tests"].append(f"{file.job.part.name}::{test.name}")
+        return [found[id] for id in sorted(found)]
+
     def unknown(self) -> list[str]:
         """Names inside files that turned out to stand for nothing."""
         return [f"{file.job.part.name}: {words}" for file in self.files for words in file.attempts[-1].unknown]

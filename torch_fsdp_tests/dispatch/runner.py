@@ -97,6 +97,7 @@ class Runner:
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
             "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
+            "TORCH_FSDP_TESTS_STRICT_DEFECTS": "1" if self._run.strict_defects else None,
             "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
         }
         return {**os.environ, **{name: value for name, value in wishes.items() if value is not None}}

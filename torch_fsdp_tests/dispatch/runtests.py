@@ -48,6 +48,7 @@ class RunTests:
     keep_going: bool = False
     reruns: int = 0
     fail_on_flaky: bool = False
+    strict_defects: bool = False
     minimum_executed: int = 0
     show_locals: bool = False
     verbose: bool = False
