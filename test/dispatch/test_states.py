@@ -197,8 +197,8 @@ class TestStatesOfProcesses(StatesCase):
                 self.assertEqual([each.get("type") for each in self.cases["TestX", "test_3"]], ["not run"])
 
     def test_time_out(self):
-        states = self.states("--timeout", "1", test_x=body("time.sleep(60)"))
-        wanted = ("timed out", "test", None, "not run to its end: the file limit of 1 s")
+        states = self.states("--timeout", "3", test_x=body("time.sleep(60)"))
+        wanted = ("timed out", "test", None, "not run to its end: the file limit of 3 s")
         self.assertEqual(states, {"TestX.test_1": wanted})
         self.assertEqual(
             [(each.tag, each.get("type")) for each in self.cases["TestX", "test_1"]], [("error", "timed out")]
