@@ -201,9 +201,7 @@ def check_shards(
 class TestFullyShardCollectiveOps(FSDPTestMultiThread):
     """FSDP's gather and reduction as functions, without a module's hooks around them."""
 
-    @property
-    def world_size(self) -> int:
-        return 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
+    world_size = 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
 
     def _get_param_sizes(self) -> list[tuple[int, ...]]:
         return [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
@@ -841,9 +839,7 @@ class TestFullyShardPrefetch(FSDPTest):
     model whose events are recorded are compared with those of a replica that knows nothing of FSDP.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _note(self, events: list[str], kind: str, group: FSDPParamGroup) -> None:
         states = {TrainingState.FORWARD: "f", TrainingState.PRE_BACKWARD: "b", TrainingState.POST_BACKWARD: ""}
@@ -1200,9 +1196,7 @@ class BranchedModel(nn.Module):
 
 
 class TestFullyShardUnshardMultiProcess(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_async(self):
@@ -1236,9 +1230,7 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
 
 
 class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_no_param_group(self):
@@ -1272,9 +1264,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
 
     log_name = ""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
