@@ -2,5 +2,7 @@
 
 ``internals``: the parts of FSDP that have private names. ``references``: what FSDP is compared with. ``shards``: which
 part of a tensor lies on which rank. ``combinations``: parameter sets in which every pair of values occurs.
-``optimizers``: steps on local shards. ``sharded_states``: sharded state dicts of FSDP1, taken, checked and loaded.
+``optimizers``: steps on local shards. ``meshes``: device meshes of the ranks. ``seeded``: numbers that follow from a
+seed. ``recording``: what FSDP2's collectives were called with. ``sharded_states``: sharded state dicts of FSDP1, taken,
+checked and loaded.
 """

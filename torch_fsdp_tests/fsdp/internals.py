@@ -35,6 +35,7 @@ fsdp2_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_para
 fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+composable = torch_names.module("torch.distributed._composable")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 
 
