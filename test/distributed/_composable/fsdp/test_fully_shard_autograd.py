@@ -10,18 +10,17 @@ import collections
 import copy
 import dataclasses
 import functools
-import unittest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel.scatter_gather import _is_namedtuple
 
 from torch_fsdp_tests import torch_facts
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     DoubleLinear,
@@ -33,7 +32,9 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
-from torch_fsdp_tests.fsdp.optimizers import ShardAdam
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.optimizers import shard_adams
+from torch_fsdp_tests.fsdp.references import average
 
 DIM = 24
 ITERATIONS = 10
@@ -57,7 +58,7 @@ class Module(nn.Module):
         return self.relu(self.lin2(self.relu(self.lin1(x))))
 
     def forward(self, inputs: Any) -> Any:
-        if _is_namedtuple(inputs):  # which is a tuple too
+        if isinstance(inputs, NamedPair):  # which is a tuple too
             return inputs._replace(x=self._forward(inputs.x))
         if isinstance(inputs, (list, tuple)):
             return type(inputs)([self._forward(inputs[0])])
@@ -89,20 +90,19 @@ class FromContainerType(nn.Module):
         self.expected_type = NamedPair if container_type is collections.namedtuple else container_type
 
     def forward(self, container: Any) -> torch.Tensor:
-        assert type(container) is self.expected_type, type(container)
+        kind = type(container)
+        assert kind is self.expected_type, kind
         return container["x"] if isinstance(container, dict) else container[0]
 
 
 class TestFullyShardAutograd(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
-    def _reduce_1d_partial_grads(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def _reduce_1d_partial_grads(self, module: nn.Module) -> None:
         """Turn the gradients of a sum over the global batch into the mean over ranks, which is what FSDP gives."""
         for param in module.parameters():
             if param.grad is not None:
-                param.grad.div_(dist.get_world_size(group))
+                param.grad.div_(self.world_size)
 
     def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Two rows for each rank, drawn alike on all of them, and the two of this rank."""
@@ -121,12 +121,12 @@ class TestFullyShardAutograd(FSDPTest):
         check_sharded_parity(self, ref_model, model)
         if mine.requires_grad:
             self.assertEqual(mine.grad, self._of_this_rank(rows.grad))
-        context = model._get_fsdp_state()._comm_ctx
+        context = internals.comm_context(model)
         self.assertEqual(context.post_forward_order, [])
-        self.assertEqual(getattr(context, "reduce_scatter_states", []), [])  # before 2.13 one under another name
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-                self.assertEqual(group._post_forward_indices, [])
+        if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS:
+            self.assertEqual(context.reduce_scatter_states, [])
+        for group in internals.groups_of(model):
+            self.assertEqual(internals.forward_positions(group), [])
 
     def _check_loss(self, ref_loss: torch.Tensor, loss: torch.Tensor) -> None:
         """The losses of the ranks must add up to that of the reference, which has seen all of their rows."""
@@ -137,13 +137,10 @@ class TestFullyShardAutograd(FSDPTest):
     def _replica(self, model: nn.Module) -> nn.Module:
         return copy.deepcopy(model).to(self.device)
 
-    def _adams(self, *modules: nn.Module) -> list[torch.optim.Optimizer]:
-        return [ShardAdam(module.parameters(), lr=1e-2) for module in modules]
-
     def _train_and_compare(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Ten steps on the sum of the output, with gradients compared before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
-        optims = self._adams(ref_model, model)
+        optims = shard_adams(ref_model, model)
         manual_seed(1)  # for the rows; the same on all ranks
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
@@ -169,7 +166,7 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)  # lin2 belongs to the root
-        ref_optim, optim = self._adams(ref_model, model)
+        ref_optim, optim = shard_adams(ref_model, model)
         manual_seed(1)
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
@@ -204,7 +201,7 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         for name in wrapped:
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = shard_adams(ref_model, model)
         both, first, second = (lambda x, y: (x * y).sum()), (lambda x, y: x.sum()), (lambda x, y: y.sum())
         manual_seed(1)
         for step, loss_of in enumerate((both, first, second, first, both)):
@@ -257,7 +254,7 @@ class TestFullyShardAutograd(FSDPTest):
             fully_shard(linear, reshard_after_forward=2)
         fully_shard(model)
         groups: list[list[int]] = []
-        gather = getattr(dist, torch_facts.all_gather_name())
+        gather = internals.all_gather()
 
         def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
             groups.append(dist.get_process_group_ranks(group))
@@ -302,8 +299,8 @@ class TestFullyShardAutograd(FSDPTest):
         self.run_subtests(config, self._test_container_kinds)
 
     def _test_container_kinds(self, container: str, loss_uses: str) -> None:
-        if "dataclass" in container and not torch_facts.FINDS_TENSORS_IN_DATACLASSES:
-            raise unittest.SkipTest("this torch does not look for tensors in dataclasses (2.13 does)")
+        if "dataclass" in container:
+            skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         pack, unpack = CONTAINERS[container]
         events: list[str] = []
         manual_seed(42)
@@ -337,9 +334,7 @@ class TestFullyShardAutograd(FSDPTest):
             ref_model.zero_grad()
             model.zero_grad()
 
-    @unittest.skipUnless(
-        hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "this torch always leaves unused parameters out"
-    )
+    @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(4)
     def test_rank_dependent_use(self):
         """Beyond upstream: what one rank does not use is reduced with zeros for that rank."""
@@ -418,7 +413,7 @@ def _loss_of(x: torch.Tensor, y: torch.Tensor, uses: str) -> torch.Tensor:
 
 
 def _recording(events: list[str], event: str) -> Any:
-    reduce_scatter = getattr(dist, torch_facts.reduce_scatter_name())
+    reduce_scatter = internals.reduce_scatter()
 
     def record(*args: Any, **kwargs: Any) -> Any:
         events.append(event)
@@ -428,9 +423,7 @@ def _recording(events: list[str], event: str) -> Any:
 
 
 class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_post_acc_grad_hook_runs(self):
@@ -452,9 +445,7 @@ class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
 
 
 class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_post_acc_grad_hook_optim_parity(self):
@@ -529,12 +520,9 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
 
     def _mean_over_ranks(self, ref_model: nn.Module) -> dict[str, torch.Tensor]:
         """What this rank's shard of each gradient must be, from the gradients of the whole replicas."""
-        expected = {}
-        for name, param in ref_model.named_parameters():
-            assert param.grad is not None
-            dist.all_reduce(mean := param.grad.clone())
-            expected[name] = (mean / self.world_size).chunk(self.world_size)[self.rank]
-        return expected
+        means = {name: param.grad.clone() for name, param in ref_model.named_parameters()}
+        average(means.values())
+        return {name: mean.chunk(self.world_size)[self.rank] for name, mean in means.items()}
 
     @skip_if_lt_x_gpu(2)
     def test_post_acc_grad_hook_gradient_accumulation(self):

@@ -267,9 +267,7 @@ def average_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class TestFullyShardAllGatherExtensionsCommon:
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
@@ -447,9 +445,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
 
 class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 8
+    world_size = 8
 
     @property
     def device(self) -> torch.device:

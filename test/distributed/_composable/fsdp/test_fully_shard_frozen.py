@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import checkpoint, replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    FSDPTest,
-    check_sharded_parity,
-    patch_reduce_scatter,
-    patch_register_post_backward_hook_backward,
-    reduce_scatter_with_assert,
-)
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_register_post_backward_hook_backward
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
-from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, shard_adams
+from torch_fsdp_tests.fsdp.recording import recorded_reductions
+from torch_fsdp_tests.fsdp.references import average_gradients, replicated
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -64,22 +57,13 @@ class MultiForward(nn.Module):
 
 
 class TestFullyShardFrozen(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
-
-    def _replicated(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        device_ids = None if self.device.index is None else [self.device.index]
-        return replicate(copy.deepcopy(model).to(self.device), device_ids=device_ids, **kwargs)
-
-    def _adams(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
-        return [ShardAdam(model.parameters(), lr=1e-2) for model in models]
+    world_size = 4
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:
         """One entry for each group that autograd, not the final callback, told that its backward is over."""
         calls: list[int] = []
-        original = RegisterPostBackwardFunction.backward
+        original = internals.fsdp2_param_group.RegisterPostBackwardFunction.backward
 
         def backward(*args: Any) -> Any:
             calls.append(1)
@@ -88,24 +72,24 @@ class TestFullyShardFrozen(FSDPTest):
         with patch_register_post_backward_hook_backward(backward):
             yield calls
 
-    @contextlib.contextmanager
-    def _recorded_reductions(self) -> Iterator[list[torch.Tensor]]:
-        """The output of each reduce-scatter. What is wrong with it is said later, on the main thread."""
-        outputs: list[torch.Tensor] = []
-        original = getattr(dist, torch_facts.reduce_scatter_name())
-        with patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, original, outputs.append)):
-            yield outputs
-
-    def _average(self, ref_model: nn.Module) -> None:
-        for param in ref_model.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
-
     def _inputs(self, seed: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
         """Other numbers for each rank and seed, drawn apart from the parameters."""
         manual_seed(100 * seed + self.rank + 1)
         return torch.randn(shape, device=self.device, requires_grad=requires_grad)
+
+    def _check_step(
+        self, ref_model: nn.Module, model: nn.Module, optims: list[torch.optim.Optimizer], iteration: int, dim: int
+    ) -> None:
+        """Both models must have the same loss, and after a step the same gradients and parameters."""
+        inp = self._inputs(iteration, 8, dim)
+        losses = []
+        for module, optim in zip((ref_model, model), optims):
+            optim.zero_grad(set_to_none=iteration % 2 == 0)
+            losses.append(module(inp).sum())
+            losses[-1].backward()
+            optim.step()
+        self.assertEqual(losses[1], losses[0])
+        check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
     def test_train_mixed_requires_grad_per_group(self):
@@ -125,29 +109,21 @@ class TestFullyShardFrozen(FSDPTest):
         model = nn.Sequential(*(MLP(dim) for _ in range(3)))
         if not freeze_after_init:
             train_only(model, is_bias)
-        ref_model = self._replicated(model, find_unused_parameters=freeze_after_init)
+        ref_model = replicated(model, find_unused_parameters=freeze_after_init)
         for mlp in model:
             if use_activation_checkpointing:
-                checkpoint(mlp)
+                internals.composable.checkpoint(mlp)
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = shard_adams(ref_model, model)
         if freeze_after_init:
             for module in (ref_model, model):
                 train_only(module, is_bias)
         numel = (4 * dim + dim) // self.world_size
         start = {name: param.detach().clone() for name, param in ref_model.named_parameters()}
-        with self._counted_post_backwards() as post_backwards, self._recorded_reductions() as reductions:
+        with self._counted_post_backwards() as post_backwards, recorded_reductions() as reductions:
             for iteration in range(ITERATIONS):
-                inp = self._inputs(iteration, 8, dim)
-                losses = []
-                for module, optim in zip((ref_model, model), optims):
-                    optim.zero_grad(set_to_none=iteration % 2 == 0)
-                    losses.append(module(inp).sum())
-                    losses[-1].backward()
-                    optim.step()
-                self.assertEqual(losses[1], losses[0])
-                check_sharded_parity(self, ref_model, model)
+                self._check_step(ref_model, model, optims, iteration, dim)
                 self.assertEqual([output.numel() for output in reductions], [numel] * 3)
                 self.assertEqual(len(post_backwards), 2)  # the input of the first MLP has no gradient
                 reductions.clear()
@@ -172,7 +148,7 @@ class TestFullyShardFrozen(FSDPTest):
         ref_model = copy.deepcopy(model)
         for linear in list(model)[::2]:
             fully_shard(linear, reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = shard_adams(ref_model, model)
         frozen = ("0.", "4.", "8.")
         for module in (ref_model, model):
             train_only(module, lambda name: not name.startswith(frozen))
@@ -191,7 +167,7 @@ class TestFullyShardFrozen(FSDPTest):
                         continue
                     losses[-1].backward()
                     if module is ref_model:
-                        self._average(ref_model)
+                        average_gradients(ref_model)
                     optim.step()
                 self.assertEqual(losses[1], losses[0])
                 for linear in list(model)[::2]:
@@ -210,20 +186,12 @@ class TestFullyShardFrozen(FSDPTest):
     def _test_multi_forward_mixed_requires_grad(self, reshard_after_forward: bool | int) -> None:
         manual_seed(42)
         model = MultiForward(self.device)
-        ref_model = self._replicated(model)
+        ref_model = replicated(model)
         for module in (*model.children(), model):
             fully_shard(module, reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = shard_adams(ref_model, model)
         for iteration in range(ITERATIONS):
-            inp = self._inputs(iteration, 8, 5)
-            losses = []
-            for module, optim in zip((ref_model, model), optims):
-                optim.zero_grad(set_to_none=iteration % 2 == 0)
-                losses.append(module(inp).sum())
-                losses[-1].backward()
-                optim.step()
-            self.assertEqual(losses[1], losses[0])
-            check_sharded_parity(self, ref_model, model)
+            self._check_step(ref_model, model, optims, iteration, dim=5)
 
     def _mixed_model(self, **kwargs: Any) -> tuple[nn.Sequential, nn.Sequential]:
         """A plain and a sharded MLP with trainable biases, one all trainable, one all frozen, in this order."""
@@ -278,7 +246,7 @@ class TestFullyShardFrozen(FSDPTest):
             inp, ref_inp = (self._inputs(iteration, 4, 6, requires_grad=input_requires_grad) for _ in range(2))
             with (
                 self._counted_post_backwards() as post_backwards,
-                self._recorded_reductions() as reductions,
+                recorded_reductions() as reductions,
                 CommDebugMode() as communication,
             ):
                 model(inp).square().sum().backward()
@@ -292,9 +260,9 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertEqual(counts, {"c10d._allgather_base_": gathers, "c10d._reduce_scatter_base_": 2})
             if not reshard_after_forward:
                 for mlp in model:
-                    self.assertTrue(mlp._get_fsdp_state()._fsdp_param_group.is_sharded)
+                    self.assertTrue(internals.group_of(mlp).is_sharded)
             ref_model(ref_inp).square().sum().backward()
-            self._average(ref_model)
+            average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
             self.assertEqual(inp.grad, ref_inp.grad)
             for module in (ref_model, model):
@@ -313,10 +281,10 @@ class TestFullyShardFrozen(FSDPTest):
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = shard_adams(ref_model, model)
         numels = {"0.weight": 32, "0.bias": 8, "2.weight": 32, "2.bias": 4}
         choices = [("0.bias", "2.bias"), tuple(numels), ("2.weight",), ("0.bias", "2.bias"), (), ("0.weight",)]
-        with self._recorded_reductions() as reductions:
+        with recorded_reductions() as reductions:
             for iteration, trainable in enumerate(choices):
                 for module in (ref_model, model):
                     train_only(module, trainable.__contains__)
@@ -329,7 +297,7 @@ class TestFullyShardFrozen(FSDPTest):
                 expected = [sum(numels[name] for name in trainable) // self.world_size] * 2 if trainable else []
                 self.assertEqual([output.numel() for output in reductions], expected)
                 reductions.clear()
-                self._average(ref_model)
+                average_gradients(ref_model)
                 check_sharded_parity(self, ref_model, model)
                 found = {name for name, param in model.named_parameters() if param.grad is not None}
                 self.assertEqual(found, set(trainable))
@@ -347,7 +315,7 @@ class TestFullyShardFrozen(FSDPTest):
         layer.requires_grad_(not first_is_frozen)
         layer(self._inputs(0, 2, 4))
         layer.requires_grad_(True)
-        with self._recorded_reductions() as reductions:
+        with recorded_reductions() as reductions:
             layer(inp := self._inputs(1, 2, 4)).sum().backward()
         self.assertEqual([output.dtype for output in reductions], [torch.float32])
         self.assertEqual(layer.weight.grad.dtype, torch.float32)

@@ -13,20 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import uniform
 
 INIT_SCALE = 2.0
 TP_STYLES = {"in_proj": ColwiseParallel, "out_proj": RowwiseParallel}
@@ -38,9 +36,7 @@ def local_grad(param: nn.Parameter) -> torch.Tensor:
 
 
 class TestFullyShardGradientScaler(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _scaler(self, **kwargs: float) -> GradScaler:
         return GradScaler(init_scale=INIT_SCALE, enabled=True, device=accelerator.current().type, **kwargs)
@@ -55,9 +51,8 @@ class TestFullyShardGradientScaler(FSDPTest):
         return fully_shard(model, mesh=mesh)
 
     def _inputs(self, seed: int, *shape: int) -> torch.Tensor:
-        """Positive numbers that differ by seed, drawn apart from the parameters."""
-        torch.manual_seed(1000 + seed)
-        return torch.rand(shape, device=self.device) + 0.1
+        """Positive numbers that differ by seed, and from the parameters."""
+        return uniform(*shape, seed=1000 + seed) + 0.1
 
     def _found_inf(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> float:
         """The one record of this rank's device, which must be a plain 0 or 1."""
@@ -106,7 +101,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         self.assertEqual(scaler.get_scale(), INIT_SCALE * scaler.get_backoff_factor() if has_inf else INIT_SCALE)
 
     def _mesh_2d(self) -> DeviceMesh:
-        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("dp", "tp"))
+        return make_mesh(2, 2, names=("dp", "tp"))
 
     def _stack_2d(self) -> tuple[nn.Module, torch.Tensor]:
         """Three MLPs under tensor parallelism inside FSDP, and an input that is alike along tensor parallelism."""
@@ -133,9 +128,7 @@ class TestFullyShardGradientScaler(FSDPTest):
             inputs = self._inputs(10 * step + self.rank, 4, 4)
             ref_optimizer.zero_grad()
             ref_model(inputs).square().sum().backward()
-            for param in ref_model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(ref_model)
 
             before = [param.to_local().clone() for param in model.parameters()]
             optimizer.zero_grad()
@@ -257,7 +250,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         self._check_agreement_2d(model, list(model.parameters()))
 
     def _mesh_hsdp(self) -> DeviceMesh:
-        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        return make_mesh(2, 2, names=("replicate", "shard"))
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_reduction_spreads_inf(self):

@@ -511,9 +511,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
 
 class TestFullyShardStateDictMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_rank0_offload_full_state_dict(self):
