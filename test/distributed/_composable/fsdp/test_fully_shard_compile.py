@@ -9,6 +9,7 @@ import collections
 import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -16,18 +17,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch._inductor.compile_fx  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_state
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import (
     TIMEOUT_OVERRIDE,
     get_required_world_size,
@@ -39,12 +35,17 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, pa
 from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.optimizers import ShardAdam
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.optimizers import shard_adams
+from torch_fsdp_tests.fsdp.references import mean_backward
+from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
+
+with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
+    importlib.import_module("torch._inductor.compile_fx")
 
 DIM = 16
 ITERATIONS = 5  # of upstream's 10: after the second nothing new is compiled (test_no_recompiles)
-FSDP_FOLDER = os.path.dirname(_fsdp_state.__file__)
 HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # what dynamo meets in the place of a hook; before 2.13 the latter
 
 INDUCTOR_TESTS = (
@@ -148,9 +149,16 @@ class CountingBackend:
         self.graphs.append(graph)
         return self._compile(graph, inputs)
 
+    def _nodes(self) -> list[torch.fx.Node]:
+        return [node for graph in self.graphs for node in graph.graph.nodes]
+
     @property
     def op_count(self) -> int:
-        return sum(node.op.startswith("call_") for graph in self.graphs for node in graph.graph.nodes)
+        return sum(node.op.startswith("call_") for node in self._nodes())
+
+    def count(self, name: str) -> int:
+        """How many nodes of all graphs have a target of which ``name`` is a part."""
+        return sum(name in str(node.target) for node in self._nodes())
 
 
 class Step(NamedTuple):
@@ -164,8 +172,7 @@ class CompileTest(FSDPTest):
         return get_required_world_size(self, 2)
 
     def _rows(self, iteration: int, rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * iteration + rank)
-        return torch.rand((2, DIM), generator=generator).to(self.device)
+        return uniform(2, DIM, seed=100 * iteration + rank)
 
     def _shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self.world_size)[self.rank]
@@ -181,9 +188,10 @@ class TestFullyShardCompileCompute(CompileTest):
         torch._dynamo.reset()
         seen: collections.Counter[str] = collections.Counter()
         check = torch._dynamo.trace_rules.check
+        fsdp_folder = os.path.dirname(internals.fsdp2_state.__file__)
 
         def counting_check(obj: Any, *args: Any, **kwargs: Any) -> bool:
-            if os.path.dirname(getattr(obj, "co_filename", "")) == FSDP_FOLDER:
+            if os.path.dirname(getattr(obj, "co_filename", "")) == fsdp_folder:
                 seen[obj.co_name] += 1
             return check(obj, *args, **kwargs)
 
@@ -202,32 +210,30 @@ class TestFullyShardCompileCompute(CompileTest):
         self.assertEqual(sum(count for name, count in seen.items() if name not in HOOK_WRAPPERS), 0, f"{seen}")
         # Otherwise a count of zero would prove nothing: the hooks were there to be seen, the model's code was compiled.
         self.assertGreater(sum(seen.values()), 0)
-        self.assertGreater(self._count_op_in_graphs(counting, "linear"), 0)
+        self.assertGreater(counting.count("linear"), 0)
         self.assertEqual(out, ref_model(inp))
-
-    def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
-        return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
 
 
 class TestFullyShardCompile(CompileTest):
     def test_dynamo_trace_use_training_state(self):
         torch._dynamo.reset()
-        group = FSDPParamGroup([], (nn.Linear(1, 1),), None, None, self.device, None, None, None)
+        make_group, states = internals.fsdp2_param_group.FSDPParamGroup, internals.fsdp2_common.TrainingState
+        group = make_group([], (nn.Linear(1, 1),), None, None, self.device, None, None, None)
+        self.assertEqual(internals.training_state(group), states.IDLE)
 
         def add_in_forward_state(x: torch.Tensor) -> torch.Tensor:
-            group._training_state = TrainingState.IDLE
-            with group.use_training_state(TrainingState.FORWARD):
-                if group._training_state == TrainingState.FORWARD:
+            group._training_state = states.IDLE  # a plain attribute, since this is what dynamo has to trace
+            with group.use_training_state(states.FORWARD):
+                if group._training_state == states.FORWARD:
                     x = x + 1
             return x
 
         inp = torch.zeros(1, device=self.device)
-        self.assertEqual(group._training_state, TrainingState.IDLE)
         self.assertEqual(add_in_forward_state(inp), inp + 1)
-        self.assertEqual(group._training_state, TrainingState.IDLE)
+        self.assertEqual(internals.training_state(group), states.IDLE)
         counting = CountingBackend()
         self.assertEqual(torch.compile(add_in_forward_state, backend=counting, fullgraph=True)(inp), inp + 1)
-        self.assertEqual(group._training_state, TrainingState.IDLE)
+        self.assertEqual(internals.training_state(group), states.IDLE)
         self.assertEqual((len(counting.graphs), counting.op_count), (1, 1))
         torch._dynamo.reset()
 
@@ -463,7 +469,7 @@ class TestFullyShardCompile(CompileTest):
                 # Inside of what FSDP wraps: dynamo compiles nothing in a checkpoint that it has not traced itself,
                 # and one around a wrapped layer it cannot trace.
                 for layer in model.layers:
-                    layer.feed_forward = checkpoint_wrapper(layer.feed_forward)
+                    layer.feed_forward = internals.checkpoint_wrapping.checkpoint_wrapper(layer.feed_forward)
             if not all_requires_grad:
                 trainable = 0
                 for name, param in model.named_parameters():
@@ -542,10 +548,7 @@ class TestFullyShardCompile(CompileTest):
         inp = torch.randn((32, 784), device=self.device)
         for _ in range(2):
             self.assertEqual(model(inp), ref_model(inp))
-        self.assertEqual(self._count_op_in_graphs(counting, "linear"), 3)
-
-    def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
-        return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
+        self.assertEqual(counting.count("linear"), 3)
 
     @skip_if_lt_x_gpu(2)
     def test_managed_modules(self):
@@ -588,9 +591,7 @@ class TestFullyShardCompile(CompileTest):
         return nn.Sequential(*(MLP(DIM, self.device) for _ in range(2)))
 
     def _mean_backward(self, ref_model: nn.Module, iteration: int) -> None:
-        """The mean over all ranks' rows, without communication."""
-        for rank in range(self.world_size):
-            (ref_model(self._rows(iteration, rank)).square().sum() / self.world_size).backward()
+        mean_backward(ref_model, [self._rows(iteration, rank) for rank in range(self.world_size)])
 
     @requires_world_size(4)
     def test_no_recompiles(self):
@@ -628,7 +629,7 @@ class TestFullyShardCompile(CompileTest):
             if not compile_first:
                 mlp.compile(backend=counting)
         fully_shard(model)
-        optims = [ShardAdam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
+        optims = shard_adams(ref_model, model)
         for iteration in range(5):
             self._mean_backward(ref_model, iteration)
             model(self._rows(iteration, self.rank)).square().sum().backward()
@@ -636,7 +637,7 @@ class TestFullyShardCompile(CompileTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        self.assertGreater(self._count_op_in_graphs(counting, "linear"), 0)
+        self.assertGreater(counting.count("linear"), 0)
         check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
@@ -649,22 +650,21 @@ class TestFullyShardCompile(CompileTest):
         """FSDP's calls, counted by a patch: where a dispatch mode is active dynamo compiles nothing."""
         calls: collections.Counter[str] = collections.Counter()
 
-        def counted(what: str, name: str) -> Callable:
-            original = getattr(dist, name)
-
+        def counted(what: str, original: Callable) -> Callable:
             def call(*args: Any, **kwargs: Any) -> Any:
                 calls[what] += 1
                 return original(*args, **kwargs)
 
             return call
 
-        gather = counted("all-gather", torch_facts.all_gather_name())
-        reduce = counted("reduce-scatter", torch_facts.reduce_scatter_name())
+        gather = counted("all-gather", internals.all_gather())
+        reduce = counted("reduce-scatter", internals.reduce_scatter())
         with patch_all_gather(gather), patch_reduce_scatter(reduce):
             yield calls
 
     def _test_compiled_gradient_sync(self, per_layer: bool) -> None:
-        ref_model, counting, counts = self._mlps(), CountingBackend("aot_eager"), []
+        ref_model, counting = self._mlps(), CountingBackend("aot_eager")
+        counts: list[list[dict[str, int]]] = []
         for iteration in range(3):
             self._mean_backward(ref_model, iteration)
         for compiled in (False, True):
