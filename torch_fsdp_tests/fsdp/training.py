@@ -129,6 +129,11 @@ def check_parity(
     check_all(test, found, expected, **tolerance)
 
 
+def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
+    """As :func:`check_parity`, for the gradients alone."""
+    check_parity(test, ref_model, model, what=("gradient",))
+
+
 def check_all(test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
     """Compare tensors of one dtype, all at once: that takes as long as to compare two of them."""
     test.assertGreater(len(found), 0)
