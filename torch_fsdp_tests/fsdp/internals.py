@@ -231,6 +231,11 @@ def forward_positions(group: Group) -> list[int]:
     return attribute(group, "_post_forward_indices")
 
 
+def pending_gather(group: Group) -> Any:
+    """The all-gather of a group that nobody has waited for yet, or None."""
+    return attribute(group, "_all_gather_result")
+
+
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
