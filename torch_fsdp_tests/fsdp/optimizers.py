@@ -46,8 +46,3 @@ class ShardAdam(OnShards, torch.optim.Adam):
 
 class ShardAdamW(OnShards, torch.optim.AdamW):
     """:class:`torch.optim.AdamW` on local shards."""
-
-
-def shard_adams(*models: nn.Module, lr: float = 1e-2) -> list[torch.optim.Optimizer]:
-    """A :class:`ShardAdam` for each model."""
-    return [ShardAdam(model.parameters(), lr=lr) for model in models]

@@ -27,14 +27,14 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     FSDPTestMultiThread,
     check_sharded_parity,
-    patch_all_gather,
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.optimizers import shard_adams
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.training import optimizers
 
 DIM = 24
 ITERATIONS = 10
@@ -140,7 +140,7 @@ class TestFullyShardAutograd(FSDPTest):
     def _train_and_compare(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Ten steps on the sum of the output, with gradients compared before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         manual_seed(1)  # for the rows; the same on all ranks
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
@@ -166,7 +166,7 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)  # lin2 belongs to the root
-        ref_optim, optim = shard_adams(ref_model, model)
+        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(1)
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
@@ -201,7 +201,7 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         for name in wrapped:
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         both, first, second = (lambda x, y: (x * y).sum()), (lambda x, y: x.sum()), (lambda x, y: y.sum())
         manual_seed(1)
         for step, loss_of in enumerate((both, first, second, first, both)):
@@ -253,18 +253,11 @@ class TestFullyShardAutograd(FSDPTest):
         for linear in (model.lin1, model.lin2):
             fully_shard(linear, reshard_after_forward=2)
         fully_shard(model)
-        groups: list[list[int]] = []
-        gather = internals.all_gather()
-
-        def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-            groups.append(dist.get_process_group_ranks(group))
-            return gather(*args, group=group, **kwargs)
-
-        with patch_all_gather(record):
+        with recorded() as calls:
             first, _ = model(self._global_and_local_input()[1])
-            self.assertEqual(groups, [[0, 1, 2, 3]] * 2)
             first.sum().backward()  # of the module that ran first, so that there is none to prefetch
-        self.assertEqual(groups[2:], [[0, 1] if self.rank < 2 else [2, 3]])
+        groups = [dist.get_process_group_ranks(group) for group in calls.values("AG", "group")]
+        self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(4)
     def test_unused_forward_module(self):

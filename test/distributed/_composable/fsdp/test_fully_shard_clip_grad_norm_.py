@@ -22,8 +22,8 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.optimizers import shard_adams
 from torch_fsdp_tests.fsdp.references import average, full, replicated
+from torch_fsdp_tests.fsdp.training import optimizers
 
 ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
@@ -116,7 +116,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
-        ref_optim, optim = shard_adams(ref_model, model)
+        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(seed_of_tokens)
         tokens = torch.randint(0, args.vocab_size, (3, 16), device=self.device)
         self._test_clip_grad_norm(1, norm_type, ref_model, ref_optim, model, optim, tokens)
@@ -140,7 +140,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         model.to(self.device).parallelize(
             tp_mesh, dp_mesh, use_activation_checkpointing=False, reshard_after_forward=True
         )
-        ref_optim, optim = shard_adams(ref_model, model)
+        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(7 + dp_mesh.get_local_rank())
         inp = torch.randn(2, 16, device=self.device)
         self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)

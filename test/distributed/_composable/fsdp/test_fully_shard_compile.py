@@ -31,14 +31,15 @@ from torch_fsdp_tests.common_distributed import (
     requires_world_size,
     skip_if_lt_x_gpu,
 )
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_all_gather, patch_reduce_scatter
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.optimizers import shard_adams
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import mean_backward
 from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.training import optimizers
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
 
 with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
@@ -629,7 +630,7 @@ class TestFullyShardCompile(CompileTest):
             if not compile_first:
                 mlp.compile(backend=counting)
         fully_shard(model)
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         for iteration in range(5):
             self._mean_backward(ref_model, iteration)
             model(self._rows(iteration, self.rank)).square().sum().backward()
@@ -645,26 +646,9 @@ class TestFullyShardCompile(CompileTest):
         """Beyond upstream: microbatches that do not reduce: as many collectives as eagerly, and the same gradients."""
         self.run_subtests({"per_layer": [True, False]}, self._test_compiled_gradient_sync)
 
-    @contextlib.contextmanager
-    def _counting_collectives(self) -> Iterator[collections.Counter[str]]:
-        """FSDP's calls, counted by a patch: where a dispatch mode is active dynamo compiles nothing."""
-        calls: collections.Counter[str] = collections.Counter()
-
-        def counted(what: str, original: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls[what] += 1
-                return original(*args, **kwargs)
-
-            return call
-
-        gather = counted("all-gather", internals.all_gather())
-        reduce = counted("reduce-scatter", internals.reduce_scatter())
-        with patch_all_gather(gather), patch_reduce_scatter(reduce):
-            yield calls
-
     def _test_compiled_gradient_sync(self, per_layer: bool) -> None:
         ref_model, counting = self._mlps(), CountingBackend("aot_eager")
-        counts: list[list[dict[str, int]]] = []
+        counts: list[list[collections.Counter[str]]] = []
         for iteration in range(3):
             self._mean_backward(ref_model, iteration)
         for compiled in (False, True):
@@ -680,11 +664,11 @@ class TestFullyShardCompile(CompileTest):
                 model.zero_grad()
                 for iteration in range(3):
                     model.set_requires_gradient_sync(iteration == 2)
-                    with self._counting_collectives() as calls:
+                    with recorded() as calls:  # not by a dispatch mode, under which dynamo compiles nothing
                         model(self._rows(iteration, self.rank)).square().sum().backward()
-                    counts[-1].append(dict(calls))
+                    counts[-1].append(calls.counts())
                 check_sharded_parity(self, ref_model, model)
-        self.assertEqual([each.get("reduce-scatter", 0) for each in counts[0]], [0, 0, 2] * 2)
+        self.assertEqual([each["RS"] for each in counts[0]], [0, 0, 2] * 2)
         self.assertEqual(counts[1], counts[0])
         self.assertGreater(len(counting.graphs), 0)
 

@@ -22,9 +22,10 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_register_post_backward_hook_backward
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, shard_adams
-from torch_fsdp_tests.fsdp.recording import recorded_reductions
+from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, replicated
+from torch_fsdp_tests.fsdp.training import optimizers
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -115,18 +116,18 @@ class TestFullyShardFrozen(FSDPTest):
                 internals.composable.checkpoint(mlp)
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         if freeze_after_init:
             for module in (ref_model, model):
                 train_only(module, is_bias)
         numel = (4 * dim + dim) // self.world_size
         start = {name: param.detach().clone() for name, param in ref_model.named_parameters()}
-        with self._counted_post_backwards() as post_backwards, recorded_reductions() as reductions:
+        with self._counted_post_backwards() as post_backwards, recorded() as calls:
             for iteration in range(ITERATIONS):
                 self._check_step(ref_model, model, optims, iteration, dim)
-                self.assertEqual([output.numel() for output in reductions], [numel] * 3)
+                self.assertEqual([output.numel() for output in calls.values("RS", "output")], [numel] * 3)
                 self.assertEqual(len(post_backwards), 2)  # the input of the first MLP has no gradient
-                reductions.clear()
+                calls.clear()
                 post_backwards.clear()
         for name, param in ref_model.named_parameters():
             self.assertEqual(torch.equal(param, start[name]), not is_bias(name), name)
@@ -148,7 +149,7 @@ class TestFullyShardFrozen(FSDPTest):
         ref_model = copy.deepcopy(model)
         for linear in list(model)[::2]:
             fully_shard(linear, reshard_after_forward=reshard_after_forward)
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         frozen = ("0.", "4.", "8.")
         for module in (ref_model, model):
             train_only(module, lambda name: not name.startswith(frozen))
@@ -189,7 +190,7 @@ class TestFullyShardFrozen(FSDPTest):
         ref_model = replicated(model)
         for module in (*model.children(), model):
             fully_shard(module, reshard_after_forward=reshard_after_forward)
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         for iteration in range(ITERATIONS):
             self._check_step(ref_model, model, optims, iteration, dim=5)
 
@@ -246,14 +247,14 @@ class TestFullyShardFrozen(FSDPTest):
             inp, ref_inp = (self._inputs(iteration, 4, 6, requires_grad=input_requires_grad) for _ in range(2))
             with (
                 self._counted_post_backwards() as post_backwards,
-                recorded_reductions() as reductions,
+                recorded() as calls,
                 CommDebugMode() as communication,
             ):
                 model(inp).square().sum().backward()
             # In the order of the backward. Four ranks have as many rows each, so that six rows count as eight.
             biases = 12 + 8
             expected = [(12 * 6 + 8 * 12 + biases) // 4, biases // 4]
-            self.assertEqual([output.numel() for output in reductions], expected)
+            self.assertEqual([output.numel() for output in calls.values("RS", "output")], expected)
             self.assertEqual(len(post_backwards), 3 if input_requires_grad else 2)
             counts = {str(op): count for op, count in communication.get_comm_counts().items()}
             gathers = 6 if reshard_after_forward else 3
@@ -281,10 +282,10 @@ class TestFullyShardFrozen(FSDPTest):
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
-        optims = shard_adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         numels = {"0.weight": 32, "0.bias": 8, "2.weight": 32, "2.bias": 4}
         choices = [("0.bias", "2.bias"), tuple(numels), ("2.weight",), ("0.bias", "2.bias"), (), ("0.weight",)]
-        with recorded_reductions() as reductions:
+        with recorded() as calls:
             for iteration, trainable in enumerate(choices):
                 for module in (ref_model, model):
                     train_only(module, trainable.__contains__)
@@ -295,8 +296,8 @@ class TestFullyShardFrozen(FSDPTest):
                             output.square().sum().backward()
                 model.reshard()  # what no backward has reached may be whole still
                 expected = [sum(numels[name] for name in trainable) // self.world_size] * 2 if trainable else []
-                self.assertEqual([output.numel() for output in reductions], expected)
-                reductions.clear()
+                self.assertEqual([output.numel() for output in calls.values("RS", "output")], expected)
+                calls.clear()
                 average_gradients(ref_model)
                 check_sharded_parity(self, ref_model, model)
                 found = {name for name, param in model.named_parameters() if param.grad is not None}
@@ -315,9 +316,9 @@ class TestFullyShardFrozen(FSDPTest):
         layer.requires_grad_(not first_is_frozen)
         layer(self._inputs(0, 2, 4))
         layer.requires_grad_(True)
-        with recorded_reductions() as reductions:
+        with recorded() as calls:
             layer(inp := self._inputs(1, 2, 4)).sum().backward()
-        self.assertEqual([output.dtype for output in reductions], [torch.float32])
+        self.assertEqual([output.dtype for output in calls.values("RS", "output")], [torch.float32])
         self.assertEqual(layer.weight.grad.dtype, torch.float32)
         dist.all_reduce(expected := inp.bfloat16().sum(0).float() / self.world_size)
         # Each rank's sum of two rows is rounded to bfloat16 before it is reduced.

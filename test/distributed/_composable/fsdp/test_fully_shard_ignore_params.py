@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.recording import RecordingAllGather, RecordingReduceScatter, recorded_reductions
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
 
@@ -186,9 +186,9 @@ class TestFullyShardIgnoreParams(FSDPTest):
         for step in range(2):
             ref_model(inp).square().backward()
             average_gradients(ref_model)
-            with recorded_reductions() as reductions:
+            with recorded() as calls:
                 wrapped(inp).square().backward()
-            reduced = sorted(output.numel() for output in reductions)
+            reduced = sorted(output.numel() for output in calls.values("RS", "output"))
             self.assertEqual(reduced, sorted(numel // self.world_size for numel in numels.values()))
             params = dict(wrapped.module.named_parameters())
             for name, ref_param in ref_model.named_parameters():

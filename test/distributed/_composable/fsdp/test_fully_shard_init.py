@@ -31,10 +31,10 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Trans
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.optimizers import shard_adams
 from torch_fsdp_tests.fsdp.references import average, average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
+from torch_fsdp_tests.fsdp.training import optimizers
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
@@ -684,7 +684,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
                     param.zero_()
 
         ref_model.load_state_dict({**full_tensors(model), **dict(model.named_buffers())})
-        optim, ref_optim = shard_adams(model, ref_model)
+        optim, ref_optim = optimizers(model, ref_model)
         inp = self._input(4, dim, seed=dp_mesh.get_local_rank())
         out, ref_out = model(inp), inp
         for mlp in ref_model:
@@ -773,7 +773,7 @@ class TestFullyShardProcessGroupInit(InitTest):
         for model, its_mesh in zip(models, (ref_mesh, mesh)):
             for module in (model.in_proj, model.out_proj, model):
                 fully_shard(module, mesh=its_mesh)
-        optims = shard_adams(plain, *models)
+        optims = optimizers(plain, *models)
         group = None if mesh.ndim == 2 else ref_mesh.get_group()
         for step in range(2):
             losses = [each(self._input(4, 8, seed=10 * step + seed)).sum() for each in (plain, *models)]

@@ -29,9 +29,9 @@ from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, needs, s
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
-from torch_fsdp_tests.fsdp.recording import RecordingAllGather, RecordingReduceScatter, recorded_reductions
 from torch_fsdp_tests.fsdp.references import average, average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
@@ -183,7 +183,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
     ) -> list[torch.dtype]:
         """Some steps with inputs of this rank's own. Returns the dtypes of all reduce-scatters."""
         manual_seed(42 + self.rank + 1)
-        with recorded_reductions() as reductions:
+        with recorded() as calls:
             for _ in range(ITERATIONS):
                 inp = torch.randn((4, DIM), device=self.device, dtype=inp_dtype)
                 ref_loss = replica.backward(inp)
@@ -197,7 +197,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                 optim.zero_grad()
         check_sharded_parity(self, replica.model, model)
         self.assertTrue(replica.trained_all())
-        return [output.dtype for output in reductions]
+        return [output.dtype for output in calls.values("RS", "output")]
 
     @skip_if_lt_x_gpu(2)
     def test_compute_dtype(self):
@@ -250,7 +250,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         device = self.device
         microbatches = list(torch.randn((4, 8, DIM), device=device, dtype=torch.bfloat16))
         for _ in range(ITERATIONS):
-            with recorded_reductions() as reductions:
+            with recorded() as calls:
                 for index, inp in enumerate(microbatches):
                     last = index == len(microbatches) - 1
                     model.set_requires_gradient_sync(last)
@@ -259,7 +259,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                     loss.backward()
                     self.assertEqual(loss.dtype, torch.bfloat16)
                     self._check_identical(loss.detach(), replica.backward(inp))
-            self.assertEqual([output.dtype for output in reductions], [torch.float32] * 3)
+            self.assertEqual([output.dtype for output in calls.values("RS", "output")], [torch.float32] * 3)
             replica.reduce()
             check_sharded_parity(self, replica.model, model)
             replica.step()
