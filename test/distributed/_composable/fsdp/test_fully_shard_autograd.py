@@ -33,8 +33,9 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average
-from torch_fsdp_tests.fsdp.training import optimizers
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
 DIM = 24
 ITERATIONS = 10
@@ -150,17 +151,13 @@ class TestFullyShardAutograd(FSDPTest):
             self._reduce_1d_partial_grads(ref_model)
             self._check_loss(ref_loss, loss)
             check_sharded_parity(self, ref_model, model)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad(set_to_none=bool(iteration % 2))
+            take_step(optims, set_to_none=bool(iteration % 2))
         check_sharded_parity(self, ref_model, model)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
     @skip_if_lt_x_gpu(4)
-    def test_unused_forward_output(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
-
-    def _test_unused_forward_output(self, reshard_after_forward: bool | int) -> None:
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_unused_forward_output(self, reshard_after_forward):
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=True)
         ref_model = self._replica(model)
@@ -184,18 +181,11 @@ class TestFullyShardAutograd(FSDPTest):
             check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_unused_forward_output_gradients(self):
+    @subtests(
+        reshard_after_forward=[True, False, 2], wrapped=[("",), ("lin1", "lin2", "")], input_requires_grad=[True, False]
+    )
+    def test_unused_forward_output_gradients(self, reshard_after_forward, wrapped, input_requires_grad):
         """Beyond upstream: gradients are right before the step, whichever output the loss uses or ceases to use."""
-        config = {
-            "reshard_after_forward": [True, False, 2],
-            "wrapped": [("",), ("lin1", "lin2", "")],
-            "input_requires_grad": [True, False],
-        }
-        self.run_subtests(config, self._test_unused_forward_output_gradients)
-
-    def _test_unused_forward_output_gradients(
-        self, reshard_after_forward: bool | int, wrapped: tuple[str, ...], input_requires_grad: bool
-    ) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -210,21 +200,16 @@ class TestFullyShardAutograd(FSDPTest):
             loss_of(*model(mine)).backward()
             self._reduce_1d_partial_grads(ref_model)
             self._check_gradients(ref_model, model, rows, mine)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad(set_to_none=step >= 2)  # with zeros Adam goes on to move what is not used
+            take_step(optims, set_to_none=step >= 2)  # with zeros Adam goes on to move what is not used
 
     @skip_if_lt_x_gpu(4)
-    def test_loss_of_inner_output(self):
+    @subtests(input_requires_grad=[True, False])
+    def test_loss_of_inner_output(self, input_requires_grad):
         """Beyond upstream: a loss that uses what an inner module returned, and nothing that the root returned."""
-        self.run_subtests({"input_requires_grad": [True, False]}, self._test_loss_of_inner_output)
-
-    def _test_loss_of_inner_output(self, input_requires_grad: bool) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
-        for module in (model.lin1, model):
-            fully_shard(module)
+        shard_each((model.lin1, model))
         inner: list[torch.Tensor] = []
         for module in (ref_model.lin1, model.lin1):
             module.register_forward_hook(lambda module, args, output: inner.append(output))
@@ -250,8 +235,7 @@ class TestFullyShardAutograd(FSDPTest):
         """
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
-        for linear in (model.lin1, model.lin2):
-            fully_shard(linear, reshard_after_forward=2)
+        shard_each((model.lin1, model.lin2), reshard_after_forward=2)
         fully_shard(model)
         with recorded() as calls:
             first, _ = model(self._global_and_local_input()[1])
@@ -260,23 +244,17 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(4)
-    def test_unused_forward_module(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
-
-    def _test_unused_forward_module(self, reshard_after_forward: bool | int) -> None:
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_unused_forward_module(self, reshard_after_forward):
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=False)
         ref_model = self._replica(model)
-        for module in (model.lin1, model.lin2, model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        shard_each((model.lin1, model.lin2, model), reshard_after_forward=reshard_after_forward)
         self._train_and_compare(ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_nontensor_activations(self):
-        container_types = [list, collections.namedtuple, tuple, dict]
-        self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
-
-    def _test_nontensor_activations(self, container_type: type) -> None:
+    @subtests(container_type=[list, collections.namedtuple, tuple, dict])
+    def test_nontensor_activations(self, container_type):
         manual_seed(42)
         stages = (Module(DIM) for _ in range(3))
         model = nn.Sequential(ToContainerType(container_type), *stages, FromContainerType(container_type))
@@ -286,12 +264,9 @@ class TestFullyShardAutograd(FSDPTest):
         self._train_and_compare(ref_model, fully_shard(model))
 
     @skip_if_lt_x_gpu(4)
-    def test_container_kinds(self):
+    @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])
+    def test_container_kinds(self, container, loss_uses):
         """Beyond upstream: containers in containers arrive as they are, and each module reduces in its turn."""
-        config = {"container": list(CONTAINERS), "loss_uses": ["x", "y", "both"]}
-        self.run_subtests(config, self._test_container_kinds)
-
-    def _test_container_kinds(self, container: str, loss_uses: str) -> None:
         if "dataclass" in container:
             skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         pack, unpack = CONTAINERS[container]
@@ -329,12 +304,9 @@ class TestFullyShardAutograd(FSDPTest):
 
     @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(4)
-    def test_rank_dependent_use(self):
+    @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
+    def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):
         """Beyond upstream: what one rank does not use is reduced with zeros for that rank."""
-        config = {"reshard_after_forward": [True, False, 2], "input_requires_grad": [True, False]}
-        self.run_subtests(config, self._test_rank_dependent_use)
-
-    def _test_rank_dependent_use(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -422,8 +394,7 @@ class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
     def test_post_acc_grad_hook_runs(self):
         device = self.device
         model = MLP(8, device)
-        for module in (model.in_proj, model.out_proj, model):
-            fully_shard(module)
+        shard_each((model.in_proj, model.out_proj, model))
         names = {param: name for name, param in model.named_parameters()}
         counts: collections.Counter[str] = collections.Counter()
 
@@ -448,9 +419,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         base_model = Transformer(args).to(device)
         ref_model, model = copy.deepcopy(base_model), copy.deepcopy(base_model)
         for some_model in (ref_model, model):
-            for layer in some_model.layers:
-                fully_shard(layer)
-            fully_shard(some_model)
+            shard_each((*some_model.layers, some_model))
         adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)
         step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=5)
         ref_optim = adamw(ref_model.parameters())
@@ -494,8 +463,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         manual_seed(42)
         ref_model = MLP(8, self.device)
         model = copy.deepcopy(ref_model)
-        for module in (model.in_proj, model.out_proj, model):
-            fully_shard(module, **kwargs)
+        shard_each((model.in_proj, model.out_proj, model), **kwargs)
         return ref_model, model
 
     def _backward(self, model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -518,18 +486,13 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         return {name: mean.chunk(self.world_size)[self.rank] for name, mean in means.items()}
 
     @skip_if_lt_x_gpu(2)
-    def test_post_acc_grad_hook_gradient_accumulation(self):
+    @subtests(
+        reshard_after_forward=[True, False],
+        reshard_after_backward=[True, False],
+        param_dtype=[torch.float32, torch.bfloat16],
+    )
+    def test_post_acc_grad_hook_gradient_accumulation(self, reshard_after_forward, reshard_after_backward, param_dtype):
         """Beyond upstream: no hook and no gradient before the microbatch that reduces; then once, with all of it."""
-        config = {
-            "reshard_after_forward": [True, False],
-            "reshard_after_backward": [True, False],
-            "param_dtype": [torch.float32, torch.bfloat16],
-        }
-        self.run_subtests(config, self._test_post_acc_grad_hook_gradient_accumulation)
-
-    def _test_post_acc_grad_hook_gradient_accumulation(
-        self, reshard_after_forward: bool, reshard_after_backward: bool, param_dtype: torch.dtype
-    ) -> None:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward, mp_policy=policy)
         model.set_reshard_after_backward(reshard_after_backward)
@@ -561,18 +524,15 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
                 param.grad = None
 
     @skip_if_lt_x_gpu(2)
-    def test_post_acc_grad_hook_sees_final_gradient(self):
+    @subtests(
+        offload_policy=[OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=True)],
+        reshard_after_forward=[True, False],
+    )
+    def test_post_acc_grad_hook_sees_final_gradient(self, offload_policy, reshard_after_forward):
         """Beyond upstream: a hook gets the registered parameter, with the gradient that the backward ends with.
 
         Offload must not make it wait: with a hook the gradient is copied to the host before the hook is called.
         """
-        policies = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=True)]
-        config = {"offload_policy": policies, "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_post_acc_grad_hook_sees_final_gradient)
-
-    def _test_post_acc_grad_hook_sees_final_gradient(
-        self, offload_policy: OffloadPolicy, reshard_after_forward: bool
-    ) -> None:
         ref_model, model = self._sharded_mlp(offload_policy=offload_policy, reshard_after_forward=reshard_after_forward)
         sharded = dict(model.named_parameters())
         seen: dict[str, torch.Tensor] = {}

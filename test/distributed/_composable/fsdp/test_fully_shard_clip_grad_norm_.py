@@ -21,9 +21,10 @@ from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, full, replicated
-from torch_fsdp_tests.fsdp.training import optimizers
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each
 
 ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
@@ -113,9 +114,7 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
         args = ModelArgs(dropout_p=0.0)
         model = Transformer(args).double()  # in float32 a sum of thousands depends on the device's order of adding
         ref_model = replicated(model)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        shard_each((*model.layers, model))
         ref_optim, optim = optimizers(ref_model, model)
         manual_seed(seed_of_tokens)
         tokens = torch.randint(0, args.vocab_size, (3, 16), device=self.device)
@@ -153,9 +152,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 6), nn.Linear(6, 1)).to(self.device)
         model = copy.deepcopy(ref_model)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_each((*model, model), mesh=mesh)
         inp = torch.arange(10.0, device=self.device).view(2, 5).sin() * (self.rank + 1)
         for module in (ref_model, model):
             for linear in list(module)[:2]:
@@ -165,16 +162,9 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         return model, ref_grads
 
     @skip_if_lt_x_gpu(4)
-    def test_uneven_shards(self):
+    @subtests(foreach=[True, False, None], norm_type=[2.0, 1.0, 3.0], mesh_shape=[(4,), (2, 2)])
+    def test_uneven_shards(self, foreach, norm_type, mesh_shape):
         """Beyond upstream: uneven and empty shards, parameters without gradient, replicas that count once."""
-        config = {
-            "foreach": [True, False, None],
-            "norm_type": [2.0, 1.0, 3.0],
-            "mesh_shape": [(4,), (2, 2)],
-        }
-        self.run_subtests(config, self._test_uneven_shards)
-
-    def _test_uneven_shards(self, foreach: bool | None, norm_type: float, mesh_shape: tuple[int, ...]) -> None:
         names = ("replicate", "shard")[-len(mesh_shape) :]
         model, ref_grads = self._uneven(make_mesh(*mesh_shape, names=names))
         if mesh_shape == (4,):
@@ -200,11 +190,9 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
             self.assertEqual(param.grad.to_local(), grad, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
-    def test_norm_and_clip_apart(self):
+    @subtests(norm_type=[2.0, 1.0, 3.0])
+    def test_norm_and_clip_apart(self, norm_type):
         """Beyond upstream: first the norm, then the clipping, gives and costs what both in one do."""
-        self.run_subtests({"norm_type": [2.0, 1.0, 3.0]}, self._test_norm_and_clip_apart)
-
-    def _test_norm_and_clip_apart(self, norm_type: float) -> None:
         (model, ref_grads), (split, _) = (self._uneven(make_mesh(self.world_size)) for _ in range(2))
         with CommDebugMode() as in_one:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)

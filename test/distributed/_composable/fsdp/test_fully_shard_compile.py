@@ -37,9 +37,10 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Trans
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import mean_backward
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.training import optimizers
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
 
 with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
@@ -181,10 +182,8 @@ class CompileTest(FSDPTest):
 
 class TestFullyShardCompileCompute(CompileTest):
     @skip_if_lt_x_gpu(2)
-    def test_disable_compiling_hooks(self):
-        self.run_subtests({"backend": ["eager", "aot_eager"]}, self._test_disable_compiling_hooks)
-
-    def _test_disable_compiling_hooks(self, backend: str) -> None:
+    @subtests(backend=["eager", "aot_eager"])
+    def test_disable_compiling_hooks(self, backend):
         """Dynamo is asked about the functions that stand for hooks, never about FSDP's own code behind them."""
         torch._dynamo.reset()
         seen: collections.Counter[str] = collections.Counter()
@@ -238,11 +237,9 @@ class TestFullyShardCompile(CompileTest):
         self.assertEqual((len(counting.graphs), counting.op_count), (1, 1))
         torch._dynamo.reset()
 
-    def test_trace_fsdp_copy_(self):
+    @subtests(view_taken_first=[False, True])
+    def test_trace_fsdp_copy_(self, view_taken_first):
         """What is copied has seen a write through another view, whether it was taken before that write or after."""
-        self.run_subtests({"view_taken_first": [False, True]}, self._test_trace_fsdp_copy_)
-
-    def _test_trace_fsdp_copy_(self, view_taken_first: bool) -> None:
         with torch.library._scoped_library("torch_fsdp_tests", "DEF") as library:
             library.define("add_one_out(Tensor x, Tensor(a!) out) -> ()")
 
@@ -424,9 +421,7 @@ class TestFullyShardCompile(CompileTest):
             return Repeating(breaks_graph=not fwd_fullgraph).to(self.device)
 
         def shard(model: Repeating) -> None:
-            for layer in model.layers:
-                fully_shard(layer, reshard_after_forward=True)
-            fully_shard(model, reshard_after_forward=True)
+            shard_each((*model.layers, model), reshard_after_forward=True)
 
         return (model_init_fn, shard), self._rows
 
@@ -480,9 +475,7 @@ class TestFullyShardCompile(CompileTest):
             return model
 
         def shard(model: Transformer) -> None:
-            for layer in model.layers:
-                fully_shard(layer, reshard_after_forward=True)
-            fully_shard(model, reshard_after_forward=True)
+            shard_each((*model.layers, model), reshard_after_forward=True)
 
         def input_creation_fn(iteration: int, rank: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(100 * iteration + rank)
@@ -595,12 +588,9 @@ class TestFullyShardCompile(CompileTest):
         mean_backward(ref_model, [self._rows(iteration, rank) for rank in range(self.world_size)])
 
     @requires_world_size(4)
-    def test_no_recompiles(self):
+    @subtests(reshard_after_forward=[True, False, 2], per_layer=[False, True])
+    def test_no_recompiles(self, reshard_after_forward, per_layer):
         """Beyond upstream: after two iterations there is nothing left to compile."""
-        config = {"reshard_after_forward": [True, False, 2], "per_layer": [False, True]}
-        self.run_subtests(config, self._test_no_recompiles)
-
-    def _test_no_recompiles(self, reshard_after_forward: bool | int, per_layer: bool) -> None:
         model, counting = self._mlps(), CountingBackend("eager")  # dynamo decides alike for all backends
         for mlp in model:
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
@@ -617,11 +607,9 @@ class TestFullyShardCompile(CompileTest):
         self.assertEqual(graphs[2:], [graphs[1]] * 4)
 
     @skip_if_lt_x_gpu(2)
-    def test_compile_per_layer(self):
+    @subtests(compile_first=[True, False])
+    def test_compile_per_layer(self, compile_first):
         """Beyond upstream: layers compiled after they are sharded, or before; both train as a plain model does."""
-        self.run_subtests({"compile_first": [True, False]}, self._test_compile_per_layer)
-
-    def _test_compile_per_layer(self, compile_first: bool) -> None:
         ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
         for mlp in model:
             if compile_first:
@@ -635,27 +623,21 @@ class TestFullyShardCompile(CompileTest):
             self._mean_backward(ref_model, iteration)
             model(self._rows(iteration, self.rank)).square().sum().backward()
             check_sharded_parity(self, ref_model, model)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            take_step(optims)
         self.assertGreater(counting.count("linear"), 0)
         check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
-    def test_compiled_gradient_sync(self):
+    @subtests(per_layer=[True, False])
+    def test_compiled_gradient_sync(self, per_layer):
         """Beyond upstream: microbatches that do not reduce: as many collectives as eagerly, and the same gradients."""
-        self.run_subtests({"per_layer": [True, False]}, self._test_compiled_gradient_sync)
-
-    def _test_compiled_gradient_sync(self, per_layer: bool) -> None:
         ref_model, counting = self._mlps(), CountingBackend("aot_eager")
         counts: list[list[collections.Counter[str]]] = []
         for iteration in range(3):
             self._mean_backward(ref_model, iteration)
         for compiled in (False, True):
             model = self._mlps()
-            for mlp in model:
-                fully_shard(mlp)
-            fully_shard(model)
+            shard_each((*model, model))
             if compiled:
                 for module in model if per_layer else [model]:
                     module.compile(backend=counting)

@@ -27,9 +27,11 @@ from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average, average_gradients
+from torch_fsdp_tests.fsdp.training import take_step
 
 needs_dp_mesh_dims = needs(torch_facts.HAS_DP_MESH_DIMS)
 TP_DIM = {"in_proj": 0, "out_proj": 1}  # of the weights
@@ -172,9 +174,7 @@ class TestFullyShardDTensor(FSDPTest):
                 ref_grad = ref_params[name].grad
                 self.assertGreater(ref_grad.abs().max().item(), 0)
                 self.assertEqual(param.grad.full_tensor(), ref_grad, name)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad(set_to_none=step % 2 == 0)
+            take_step(optims, set_to_none=step % 2 == 0)
         for name, param in model.named_parameters():
             self.assertEqual(param.full_tensor(), ref_params[name], name)
 
@@ -251,11 +251,10 @@ class TestFullyShardDTensor(FSDPTest):
             self.assertEqual(param.to_local(), local, name)
 
     @skip_if_lt_x_gpu(4)
-    def test_reduce_scatter_unused_dtensor_param(self):
+    @subtests(on_whole_mesh=[False, True])
+    def test_reduce_scatter_unused_dtensor_param(self, on_whole_mesh):
         """With parameters of the expert mesh alone, and with parameters of the whole mesh."""
-        self.run_subtests({"on_whole_mesh": [False, True]}, self._test_reduce_scatter_unused_dtensor_param)
 
-    def _test_reduce_scatter_unused_dtensor_param(self, on_whole_mesh: bool) -> None:
         class Experts(nn.Module):
             def forward(self, x: DTensor) -> DTensor:
                 return x @ self.used.t()
@@ -350,14 +349,8 @@ class TestFullyShardDTensor(FSDPTest):
             fully_shard(self._distributed(self._mlp(), mesh), mesh=mesh, dp_mesh_dims=mesh_dims(shard="fsdp"))
 
     @skip_if_lt_x_gpu(4)
-    def test_collectives(self):
-        """Beyond upstream: each group of parameters is gathered and reduced once, over its own groups of ranks only.
-
-        DTensor has nothing to do on the dp dimensions, whether it believes the rows to be replicated there or knows
-        that they are sharded. In the latter case its gradients are parts of a sum, and FSDP's reduction is what adds
-        them up; the sum then is over the global batch, and still divided by the number of ranks.
-        """
-        cases = [
+    @subtests(
+        case=[
             Case((4,), shard=(0,)),
             Case((4,), shard=(0,), reshard_after_forward=False),
             Case((4,), replicate=(0,)),
@@ -365,10 +358,16 @@ class TestFullyShardDTensor(FSDPTest):
             Case((2, 2), shard=(0,), replicate=(1,)),
             Case((2, 2), shard=(0,), tp=True),
             Case((2, 2), replicate=(0,), tp=True),
-        ]
-        self.run_subtests({"case": cases, "rows_are_sharded": [False, True]}, self._test_collectives)
+        ],
+        rows_are_sharded=[False, True],
+    )
+    def test_collectives(self, case, rows_are_sharded):
+        """Beyond upstream: each group of parameters is gathered and reduced once, over its own groups of ranks only.
 
-    def _test_collectives(self, case: Case, rows_are_sharded: bool) -> None:
+        DTensor has nothing to do on the dp dimensions, whether it believes the rows to be replicated there or knows
+        that they are sharded. In the latter case its gradients are parts of a sum, and FSDP's reduction is what adds
+        them up; the sum then is over the global batch, and still divided by the number of ranks.
+        """
         mesh, ref_model = self._mesh(*case.shape), self._mlp()
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case)
         groups = 2  # of parameters
@@ -402,12 +401,9 @@ class TestFullyShardDTensor(FSDPTest):
                 self.assertEqual(model.get_parameter(name).grad.full_tensor(), param.grad, name)
 
     @skip_if_lt_x_gpu(4)
-    def test_strided_shard(self):
+    @subtests(rows=[16, 15, 5], tp_is_last=[True, False])
+    def test_strided_shard(self, rows, tp_is_last):
         """Beyond upstream: FSDP shards what tensor parallelism has left of the same dimension, on either side of it."""
-        config = {"rows": [16, 15, 5], "tp_is_last": [True, False]}
-        self.run_subtests(config, self._test_strided_shard)
-
-    def _test_strided_shard(self, rows: int, tp_is_last: bool) -> None:
         mesh = self.named_mesh if tp_is_last else self._mesh(2, 2)
         fsdp, tp = (0, 1) if tp_is_last else (1, 0)
         manual_seed(42)
@@ -426,12 +422,11 @@ class TestFullyShardDTensor(FSDPTest):
         self.assertEqual(model.weight.full_tensor(), whole)
 
     @skip_if_lt_x_gpu(4)
-    def test_mixed_precision(self):
+    @subtests(
+        case=[Case((4,), shard=(0,)), Case((2, 2), shard=(1,), replicate=(0,)), Case((2, 2), shard=(0,), tp=True)]
+    )
+    def test_mixed_precision(self, case):
         """Beyond upstream: forward sees DTensors that know they are bfloat16, and gradients come back as float32."""
-        cases = [Case((4,), shard=(0,)), Case((2, 2), shard=(1,), replicate=(0,)), Case((2, 2), shard=(0,), tp=True)]
-        self.run_subtests({"case": cases}, self._test_mixed_precision)
-
-    def _test_mixed_precision(self, case: Case) -> None:
         mesh, ref_model = self._mesh(*case.shape), self._mlp()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case, mp_policy=policy)

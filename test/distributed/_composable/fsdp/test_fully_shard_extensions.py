@@ -28,10 +28,12 @@ from torch_fsdp_tests.common_distributed import RankTestCase, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
+from torch_fsdp_tests.fsdp.training import shard_each, take_step
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 pytree = torch_names.module("torch.utils._pytree")
@@ -295,9 +297,7 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
         return uniform(2, dim, seed=seed + self.rank + 1)
 
     def _fully_shard_all(self, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
-        for module in model:
-            fully_shard(module, **kwargs)
-        return fully_shard(model, **kwargs)
+        return shard_each((*model, model), **kwargs)
 
 
 class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
@@ -324,9 +324,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             loss.backward()
             average([part for param in ref_model.parameters() for part in (param.grad.a, param.grad.b)])
             self._check_parts(ref_model, model)
-            for each in (ref_optim, optim):
-                each.step()
-                each.zero_grad(set_to_none=step % 2 == 0)
+            take_step((ref_optim, optim), set_to_none=step % 2 == 0)
             self._check_parts(ref_model, model)
         check_sharded_parity(self, ref_model, model)
 
@@ -577,11 +575,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
                 _ = fsdp_param.all_gather_inputs
 
     @skip_if_lt_x_gpu(1)
-    def test_bfloat16_all_gather_numerics(self):
+    @subtests(reshard_after_forward=[True, False])
+    def test_bfloat16_all_gather_numerics(self, reshard_after_forward):
         """Beyond upstream: forward uses the bfloat16 round trip of the weights, the optimizer the float32 shards."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_bfloat16_all_gather_numerics)
-
-    def _test_bfloat16_all_gather_numerics(self, reshard_after_forward: bool) -> None:
         model = fully_shard(self._uneven_mlp(), reshard_after_forward=reshard_after_forward)
         ref_model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         optim, ref_optim = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ref_model))
@@ -600,20 +596,16 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             for name, param in ref_model.named_parameters():
                 param.grad = rounded[name].grad
             average([param.grad for param in ref_model.parameters()])
-            for each in (optim, ref_optim):
-                each.step()
-                each.zero_grad()
+            take_step((optim, ref_optim))
             for name, local in local_tensors(model).items():
                 self.assertIsInstance(local, BFloat16AllGatherTensor)
                 expected = chunk_of(ref_model.get_parameter(name).detach(), self.rank, self.world_size)
                 self.assertEqual(local._data, expected, name)
 
     @skip_if_lt_x_gpu(1)
-    def test_payload_of_two_dtypes(self):
+    @subtests(param_dtype=[None, torch.bfloat16])
+    def test_payload_of_two_dtypes(self, param_dtype):
         """Beyond upstream: int8 values and float32 scales travel together, beside a parameter without hooks."""
-        self.run_subtests({"param_dtype": [None, torch.bfloat16]}, self._test_payload_of_two_dtypes)
-
-    def _test_payload_of_two_dtypes(self, param_dtype: torch.dtype | None) -> None:
         layer = positive(nn.Linear(4, 16, device=self.device))
         weight, bias = (param.detach().clone() for param in layer.parameters())
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)

@@ -23,9 +23,10 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, pa
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, replicated
-from torch_fsdp_tests.fsdp.training import optimizers
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -93,17 +94,14 @@ class TestFullyShardFrozen(FSDPTest):
         check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_train_mixed_requires_grad_per_group(self):
-        config = {
-            "reshard_after_forward": [False, True, 2],
-            "use_activation_checkpointing": [False, True],
-            "freeze_after_init": [False, True],
-        }
-        self.run_subtests(config, self._test_train_mixed_requires_grad_per_group)
-
-    def _test_train_mixed_requires_grad_per_group(
-        self, reshard_after_forward: bool | int, use_activation_checkpointing: bool, freeze_after_init: bool
-    ) -> None:
+    @subtests(
+        reshard_after_forward=[False, True, 2],
+        use_activation_checkpointing=[False, True],
+        freeze_after_init=[False, True],
+    )
+    def test_train_mixed_requires_grad_per_group(
+        self, reshard_after_forward, use_activation_checkpointing, freeze_after_init
+    ):
         """Biases train beside frozen weights; only they are reduced."""
         dim = 32
         manual_seed(42)
@@ -133,13 +131,8 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertEqual(torch.equal(param, start[name]), not is_bias(name), name)
 
     @skip_if_lt_x_gpu(4)
-    def test_train_mixed_requires_grad_across_groups(self):
-        config = {"reshard_after_forward": [False, True, 2], "unfreeze_params": [False, True]}
-        self.run_subtests(config, self._test_train_mixed_requires_grad_across_groups)
-
-    def _test_train_mixed_requires_grad_across_groups(
-        self, reshard_after_forward: bool | int, unfreeze_params: bool
-    ) -> None:
+    @subtests(reshard_after_forward=[False, True, 2], unfreeze_params=[False, True])
+    def test_train_mixed_requires_grad_across_groups(self, reshard_after_forward, unfreeze_params):
         """Whole groups are frozen, in turn with trainable ones, until the last iteration perhaps."""
         manual_seed(42)
         modules: list[nn.Module] = []
@@ -181,15 +174,12 @@ class TestFullyShardFrozen(FSDPTest):
         self.assertEqual(model[0].weight.grad is not None, unfreeze_params)
 
     @skip_if_lt_x_gpu(4)
-    def test_multi_forward_mixed_requires_grad(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_multi_forward_mixed_requires_grad)
-
-    def _test_multi_forward_mixed_requires_grad(self, reshard_after_forward: bool | int) -> None:
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_multi_forward_mixed_requires_grad(self, reshard_after_forward):
         manual_seed(42)
         model = MultiForward(self.device)
         ref_model = replicated(model)
-        for module in (*model.children(), model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        shard_each((*model.children(), model), reshard_after_forward=reshard_after_forward)
         optims = optimizers(ref_model, model)
         for iteration in range(ITERATIONS):
             self._check_step(ref_model, model, optims, iteration, dim=5)
@@ -202,16 +192,13 @@ class TestFullyShardFrozen(FSDPTest):
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1.0)  # so that not many ReLUs are closed
         train_only(ref_model, lambda name: name.startswith("1.") or (name.startswith("0.") and is_bias(name)))
         model = copy.deepcopy(ref_model)
-        for module in (*model, model):
-            fully_shard(module, **kwargs)
+        shard_each((*model, model), **kwargs)
         return ref_model, model
 
     @skip_if_lt_x_gpu(4)
-    def test_frozen_parameters_stay(self):
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_frozen_parameters_stay(self, reshard_after_forward):
         """Beyond upstream: in ten steps a frozen parameter gets no gradient and does not change by a bit."""
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_frozen_parameters_stay)
-
-    def _test_frozen_parameters_stay(self, reshard_after_forward: bool | int) -> None:
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         optim = ShardAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         start = {name: param.to_local().clone() for name, param in model.named_parameters()}
@@ -233,15 +220,12 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertEqual(unchanged, name not in trainable or param.to_local().numel() == 0, name)
 
     @skip_if_lt_x_gpu(4)
-    def test_communication(self):
+    @subtests(reshard_after_forward=[True, False], input_requires_grad=[False, True])
+    def test_communication(self, reshard_after_forward, input_requires_grad):
         """Beyond upstream: who gathers, who reduces, and whose backward autograd ends, exactly, at every iteration.
 
         A frozen group is gathered, for the gradient of its input too, and never reduced.
         """
-        config = {"reshard_after_forward": [True, False], "input_requires_grad": [False, True]}
-        self.run_subtests(config, self._test_communication)
-
-    def _test_communication(self, reshard_after_forward: bool, input_requires_grad: bool) -> None:
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         for iteration in range(3):
             inp, ref_inp = (self._inputs(iteration, 4, 6, requires_grad=input_requires_grad) for _ in range(2))
@@ -270,15 +254,9 @@ class TestFullyShardFrozen(FSDPTest):
                 module.zero_grad()
 
     @skip_if_lt_x_gpu(4)
-    def test_toggle_every_iteration(self):
+    @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[False, True])
+    def test_toggle_every_iteration(self, reshard_after_forward, input_requires_grad):
         """Beyond upstream: what is reduced follows what is trainable, from one iteration to the next."""
-        config = {
-            "reshard_after_forward": [True, False, 2],
-            "input_requires_grad": [False, True],
-        }
-        self.run_subtests(config, self._test_toggle_every_iteration)
-
-    def _test_toggle_every_iteration(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
@@ -302,9 +280,7 @@ class TestFullyShardFrozen(FSDPTest):
                 check_sharded_parity(self, ref_model, model)
                 found = {name for name, param in model.named_parameters() if param.grad is not None}
                 self.assertEqual(found, set(trainable))
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
+                take_step(optims)
             check_sharded_parity(self, ref_model, model)
 
     def _reduces_in_float32_after(self, first_is_frozen: bool) -> None:

@@ -19,6 +19,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -289,11 +290,9 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
             self.assertEqual(full(value), ref_model.get_parameter(name).detach(), msg=name)
 
     @skip_if_lt_x_gpu(1)
-    def test_one_parameter_of_a_layer(self):
+    @subtests(ignored=["0.bias", "0.weight"])
+    def test_one_parameter_of_a_layer(self, ignored):
         """Beyond upstream: a layer may have one parameter sharded and the other ignored."""
-        self.run_subtests({"ignored": ["0.bias", "0.weight"]}, self._test_one_parameter_of_a_layer)
-
-    def _test_one_parameter_of_a_layer(self, ignored: str) -> None:
         ref_model = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).to(self.device)
         model = copy.deepcopy(ref_model)
         gather, _ = self._sharded(model, {model.get_parameter(ignored)})
@@ -323,11 +322,9 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
             self.assertIsNotNone(param.grad)
 
     @skip_if_lt_x_gpu(1)
-    def test_tied_parameter(self):
+    @subtests(groups=[1, 2])
+    def test_tied_parameter(self, groups):
         """Beyond upstream: a parameter of two modules, ignored, stays that of both, be they in one group or in two."""
-        self.run_subtests({"groups": [1, 2]}, self._test_tied_parameter)
-
-    def _test_tied_parameter(self, groups: int) -> None:
         ref_model = filled(Tied(self.device))
         model = copy.deepcopy(ref_model)
         weight = model.first.weight

@@ -29,12 +29,13 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
-from torch_fsdp_tests.fsdp.training import optimizers
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
@@ -517,9 +518,7 @@ class TestFullyShardLazyInit(InitTest):
     def _two_mlps(self) -> nn.Sequential:
         """Both projections of the first MLP are wrapped, and the root with what is left."""
         model = nn.Sequential(MLP(8), MLP(8))
-        for module in (model[0].in_proj, model[0].out_proj, model):
-            fully_shard(module)
-        return model
+        return shard_each((model[0].in_proj, model[0].out_proj, model))
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_is_root(self):
@@ -573,8 +572,7 @@ class TestFullyShardLazyInit(InitTest):
         ref_model.set_magnitude()
         with META:
             model = Magnitude()
-        for module in (model.left, model.right, model):
-            fully_shard(module)
+        shard_each((model.left, model.right, model))
         for name in ("left", "right"):
             getattr(model, name).to_empty(device=self.device)
         for name in ("left.weight", "right.weight"):
@@ -593,9 +591,7 @@ class TestFullyShardLazyInit(InitTest):
             ref_out.square().sum().backward()
             average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
-            for each in (optim, ref_optim):
-                each.step()
-                each.zero_grad()
+            take_step((optim, ref_optim))
 
 
 class Magnitude(nn.Module):
@@ -632,8 +628,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         with META:
             mesh = mesh or make_mesh(self.world_size)
             model = nn.Sequential(*self._two_mlps(dim))
-            for module in (*model, model):
-                fully_shard(module, mesh=mesh, mp_policy=mp_policy)
+            shard_each((*model, model), mesh=mesh, mp_policy=mp_policy)
         for param in model.parameters():
             self.assertEqual((param.device, param.to_local().device), (META, META))
         ref_model = nn.Sequential(*self._two_mlps(dim)).to(self.device)
@@ -643,15 +638,12 @@ class TestFullyShardMetaDeviceInit(InitTest):
         return [MLP(dim, bias=False, dim_multiplier=1, with_buffer=with_buffer) for with_buffer in (True, False)]
 
     @skip_if_lt_x_gpu(1)
-    def test_meta_device_2d_init(self):
-        self.run_subtests({"dim": [8, 3]}, self._test_meta_device_2d_init)
-
-    def _test_meta_device_2d_init(self, dim: int) -> None:
+    @subtests(dim=[8, 3])
+    def test_meta_device_2d_init(self, dim):
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         with META:
             model = nn.Sequential(tensor_parallel_mlp(MLP(dim, with_buffer=True), mesh["tp"]))
-            for module in (model[0].in_proj, model[0].out_proj, model):
-                fully_shard(module, mesh=mesh["dp"])
+            shard_each((model[0].in_proj, model[0].out_proj, model), mesh=mesh["dp"])
         for param in model.parameters():
             self.assertEqual((param.device, param.to_local().device), (META, META))
         ref_model = nn.Sequential(MLP(dim, with_buffer=True)).to(self.device)
@@ -703,8 +695,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         mesh = make_mesh(self.world_size)
         with META:
             model = nn.Sequential(MLP(8))
-            for module in (model[0], model):
-                fully_shard(module, mesh=mesh)
+            shard_each((model[0], model), mesh=mesh)
         names = [f"0.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")]
         message = f"should be materialized from meta device before training.*{re.escape(str(names))}"
         with self.assertRaisesRegex(RuntimeError, message):
@@ -750,9 +741,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         check_sharded_parity(self, plain_model, ref_model)
 
     def _wrapped(self, model: Transformer) -> Transformer:
-        for layer in model.layers:
-            fully_shard(layer)
-        return fully_shard(model)
+        return shard_each((*model.layers, model))
 
 
 class TestFullyShardProcessGroupInit(InitTest):
@@ -771,8 +760,7 @@ class TestFullyShardProcessGroupInit(InitTest):
         plain = filled(MLP(8, self.device))
         models = [copy.deepcopy(plain) for _ in range(2)]
         for model, its_mesh in zip(models, (ref_mesh, mesh)):
-            for module in (model.in_proj, model.out_proj, model):
-                fully_shard(module, mesh=its_mesh)
+            shard_each((model.in_proj, model.out_proj, model), mesh=its_mesh)
         optims = optimizers(plain, *models)
         group = None if mesh.ndim == 2 else ref_mesh.get_group()
         for step in range(2):
@@ -827,8 +815,7 @@ class TestFullyShardHSDPBroadcast(InitTest):
         group = mesh.get_group("replicate")
         model = filled(Transformer(ModelArgs(dropout_p=0.0)))
         model.register_buffer("extra", torch.arange(4.0))
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+        shard_each((*model.layers, model), mesh=mesh)
         states = [*(param.to_local().detach() for param in model.parameters()), *model.buffers()]
         if mesh.get_local_rank("replicate") == 1:
             for state in states:
@@ -909,8 +896,7 @@ class TestFullyShardShardPlacementFn(InitTest):
         return three_layer_transformer().to(self.device), three_layer_transformer()
 
     def _shard_transformer(self, model: Transformer, fn: Callable, mesh: DeviceMesh | None = None) -> None:
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, shard_placement_fn=fn)
+        shard_each((*model.layers, model), mesh=mesh, shard_placement_fn=fn)
 
     @skip_if_lt_x_gpu(1)
     def test_init_1d_transformer_shard_largest_dim(self):
@@ -1003,11 +989,9 @@ class TestFullyShardShardPlacementFn(InitTest):
 
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
-    def test_two_meshes_in_one_module(self):
+    @subtests(reshard_after_forward=[True, False])
+    def test_two_meshes_in_one_module(self, reshard_after_forward):
         """Beyond upstream: each parameter is gathered and averaged over the mesh that the function names for it."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_two_meshes_in_one_module)
-
-    def _test_two_meshes_in_one_module(self, reshard_after_forward: bool) -> None:
         mesh = make_mesh(2, 4, names=("outer", "inner"))
         info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
         ref_layer, layer = (filled(nn.Linear(8, 8, device=self.device)) for _ in range(2))

@@ -28,6 +28,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, patch_post_backward
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import groups_of
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import bytes_of
@@ -255,15 +256,12 @@ class TestFullyShardMemory(FSDPTest):
 
     @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(2)
-    def test_reduce_scatter_max_input_buffers(self):
+    @subtests(most=[1, 2, 3, 10], by_one_block=[False, True], replicated=[False, True])
+    def test_reduce_scatter_max_input_buffers(self, most, by_one_block, replicated):
         """Beyond upstream: no more inputs of reduce-scatters are kept than asked for, and none after backward.
 
         If one block alone asks for more, all have it, since they keep them in one list.
         """
-        config = {"most": [1, 2, 3, 10], "by_one_block": [False, True], "replicated": [False, True]}
-        self.run_subtests(config, self._test_reduce_scatter_max_input_buffers)
-
-    def _test_reduce_scatter_max_input_buffers(self, most: int, by_one_block: bool, replicated: bool) -> None:
         model = self._sharded(SMALL, reshard_after_forward=not by_one_block, mesh=self._mesh(replicated))
         (model.layers[1] if by_one_block else model).set_reduce_scatter_max_input_buffers(most)
         for _ in range(2):
@@ -296,11 +294,9 @@ class TestFullyShardMemory(FSDPTest):
         return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
     @skip_if_lt_x_gpu(2)
-    def test_no_leak(self):
+    @subtests(reshard_after_forward=[True, False])
+    def test_no_leak(self, reshard_after_forward):
         """Beyond upstream: after the 13th iteration as much is alive as after the third."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_no_leak)
-
-    def _test_no_leak(self, reshard_after_forward: bool) -> None:
         model = self._sharded(SMALL, reshard_after_forward)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)

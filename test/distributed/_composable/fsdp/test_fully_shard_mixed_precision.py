@@ -30,11 +30,13 @@ from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average, average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
+from torch_fsdp_tests.fsdp.training import shard_each
 
 DIM = 16
 ITERATIONS = 4  # the state of Adam counts from the second on
@@ -200,17 +202,12 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         return [output.dtype for output in calls.values("RS", "output")]
 
     @skip_if_lt_x_gpu(2)
-    def test_compute_dtype(self):
-        config = {
-            "param_dtype": [torch.bfloat16, torch.float16],
-            "reshard_after_forward": [False, True, 2],
-            "use_shard_placement_fn": [False, True],
-        }
-        self.run_subtests(config, self._test_compute_dtype)
-
-    def _test_compute_dtype(
-        self, param_dtype: torch.dtype, reshard_after_forward: bool | int, use_shard_placement_fn: bool
-    ) -> None:
+    @subtests(
+        param_dtype=[torch.bfloat16, torch.float16],
+        reshard_after_forward=[False, True, 2],
+        use_shard_placement_fn=[False, True],
+    )
+    def test_compute_dtype(self, param_dtype, reshard_after_forward, use_shard_placement_fn):
         """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
         dtypes = self._train_and_compare(*made, inp_dtype=param_dtype)
@@ -238,10 +235,8 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         self.assertEqual(dtypes, [torch.bfloat16] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
-    def test_grad_acc_with_reduce_dtype(self):
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_grad_acc_with_reduce_dtype)
-
-    def _test_grad_acc_with_reduce_dtype(self, reshard_after_forward: bool) -> None:
+    @subtests(reshard_after_forward=[True, False])
+    def test_grad_acc_with_reduce_dtype(self, reshard_after_forward):
         """Gradients of microbatches that are not reduced wait for the last one in the reduce dtype."""
         replica, model, optim = self._init_models_and_optims(
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn=False
@@ -268,16 +263,11 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         self.assertTrue(replica.trained_all())
 
     @skip_if_lt_x_gpu(2)
-    def test_structured_input_output(self):
-        config = {
-            "container": list(CONTAINERS),
-            "dtypes": [(None, None), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-        }
-        self.run_subtests(config, self._test_structured_input_output)
-
-    def _test_structured_input_output(
-        self, container: str, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    ) -> None:
+    @subtests(
+        container=list(CONTAINERS),
+        dtypes=[(None, None), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    )
+    def test_structured_input_output(self, container, dtypes):
         """Tensors in a container are cast, and found for the backward. Each rank compares its part of the batch."""
         if "dataclass" in container:
             skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
@@ -288,8 +278,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         ).to(self.device)
         replica = Replica(model, param_dtype or torch.float32, reduce_dtype or torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        for module in (*model, model):
-            fully_shard(module, mp_policy=policy)
+        shard_each((*model, model), mp_policy=policy)
         optim = ShardAdam(model.parameters(), lr=1e-2)
         manual_seed(1)
         for _ in range(ITERATIONS):
@@ -414,10 +403,8 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
             self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
 
     @skip_if_lt_x_gpu(1)
-    def test_submodules_with_external_inputs(self):
-        self.run_subtests({"enable_submodule_cast": [False, True]}, self._test_submodules_with_external_inputs)
-
-    def _test_submodules_with_external_inputs(self, enable_submodule_cast: bool) -> None:
+    @subtests(enable_submodule_cast=[False, True])
+    def test_submodules_with_external_inputs(self, enable_submodule_cast):
         """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
 
         class Adder(nn.Module):
@@ -560,8 +547,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         model = nn.Sequential(*(nn.Linear(32, 32, device=self.device, dtype=torch.bfloat16) for _ in range(2)))
         recording = RecordingReduceScatter()
-        for module in (*model, model):
-            fully_shard(module, mp_policy=policy)
+        shard_each((*model, model), mp_policy=policy)
         for linear in model:
             linear.set_custom_reduce_scatter(recording)
         self.assertEqual(policy.reduce_dtype, torch.bfloat16)
@@ -668,11 +654,9 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
             self.assertEqual(param.grad.full_tensor(), mean)
 
     @skip_if_lt_x_gpu(1)
-    def test_all_gather_dtype(self):
+    @subtests(param_dtype=[None, torch.bfloat16, torch.float16])
+    def test_all_gather_dtype(self, param_dtype):
         """Beyond upstream: parameters travel in the param dtype, in forward and in backward."""
-        self.run_subtests({"param_dtype": [None, torch.bfloat16, torch.float16]}, self._test_all_gather_dtype)
-
-    def _test_all_gather_dtype(self, param_dtype: torch.dtype | None) -> None:
         model = filled(MLP(4, self.device))
         recording = RecordingAllGather()
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -710,21 +694,14 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
     world_size = 8
 
     @skip_if_lt_x_gpu(1)
-    def test_float16_divides_before_and_after(self):
+    @subtests(
+        param_dtype=[torch.float16, torch.bfloat16], mesh_shape=[(4, 2), (2, 4), (1, 8)], replicates=[False, True]
+    )
+    def test_float16_divides_before_and_after(self, param_dtype, mesh_shape, replicates):
         """Beyond upstream: float16 is divided in part before it is summed, by powers of two, which costs no bit.
 
         What overflows when it is summed first comes out exact. Other dtypes are divided by the collective itself.
         """
-        config = {
-            "param_dtype": [torch.float16, torch.bfloat16],
-            "mesh_shape": [(4, 2), (2, 4), (1, 8)],
-            "replicates": [False, True],
-        }
-        self.run_subtests(config, self._test_float16_divides_before_and_after)
-
-    def _test_float16_divides_before_and_after(
-        self, param_dtype: torch.dtype, mesh_shape: tuple[int, int], replicates: bool
-    ) -> None:
         mesh = make_mesh(*mesh_shape, names=("replicate", "shard"))
         mesh = mesh if replicates else mesh["shard"]
         ranks = mesh.size()

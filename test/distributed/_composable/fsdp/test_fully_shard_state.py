@@ -16,6 +16,7 @@ from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.training import shard_each
 
 
 class RunnableList(nn.ModuleList):
@@ -81,9 +82,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     def _two_wrapped_in_one(self) -> nn.Sequential:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for module in (*model, model):
-            fully_shard(module)
-        return model
+        return shard_each((*model, model))
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_state(self):
