@@ -15,6 +15,8 @@ from typing import Any
 import expecttest
 import torch
 
+from torch_fsdp_tests.verdict import VERDICT, State, Verdict
+
 from . import state
 from .equality import Closeness, describe, differences
 from .seed import set_rng_seed
@@ -103,7 +105,11 @@ class TestCase(expecttest.TestCase):
     def _undo_leaks(self, before: state.SavedState) -> None:
         leaks = before.restore()
         if leaks and state.strict():
-            self.fail(f"the test {' and '.join(leaks)} ({state.STRICT_VARIABLE}=1 makes a leak a failure)")
+            error = self.failureException(
+                f"the test {' and '.join(leaks)} ({state.STRICT_VARIABLE}=1 makes a leak a failure)"
+            )
+            setattr(error, VERDICT, Verdict(State.LEFT_BEHIND, " and ".join(leaks)))
+            raise error
         state.notes.add(self.id(), leaks)
 
     # -- equality
