@@ -155,6 +155,7 @@ LABELS_REDUCE_SCATTER_WAIT = Fact((2, 12), "labels FSDP2's wait for a reduce-sca
 KEEPS_REDUCE_SCATTER_INPUTS = _fsdp2_method("set_reduce_scatter_max_input_buffers", (2, 13))
 REDUCES_UNUSED_PARAMETERS = _fsdp2_method("set_reduce_scatter_unused_params", (2, 13))
 REDUCES_IN_GROUP_OF_ITS_OWN = _fsdp2_method("set_separate_reduce_scatter_group", (2, 13))
+ALLOCATES_SYMMETRIC_MEMORY = _fsdp2_method("set_symm_mem_for_comm", (2, 11))
 COPIES_GRADIENT_OF_ONE_RANK = Fact((2, 10), "copies a gradient that only one rank has, and does not reduce it")
 AVERAGES_OVER_SHARDS = Fact((2, 10), "averages where FSDP2's divide factor is the number of shards, not of all ranks")
 SETS_DTYPES_AFTER_FROZEN_FORWARD = Fact((2, 14), "sets the dtypes of gradients also after a forward with none to train")

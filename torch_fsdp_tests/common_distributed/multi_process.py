@@ -49,7 +49,11 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
+        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere.
+
+        A subclass states a fixed number as a class attribute, ``world_size = 2``, and has a property of its own where
+        the number depends on the test.
+        """
         return accelerator.current().ranks
 
     @property

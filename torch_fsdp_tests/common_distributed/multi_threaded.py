@@ -169,7 +169,10 @@ class MultiThreadedTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
+        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere.
+
+        Stated as in :class:`MultiProcessTestCase`.
+        """
         return accelerator.current().ranks
 
     @functools.cached_property

@@ -35,6 +35,7 @@ fsdp2_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_para
 fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+composable = torch_names.module("torch.distributed._composable")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 
 
@@ -228,6 +229,11 @@ def initialize_lazily(module: nn.Module) -> None:
 def forward_positions(group: Group) -> list[int]:
     """The positions of a group in the order of forwards whose backward is still to come."""
     return attribute(group, "_post_forward_indices")
+
+
+def pending_gather(group: Group) -> Any:
+    """The all-gather of a group that nobody has waited for yet, or None."""
+    return attribute(group, "_all_gather_result")
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

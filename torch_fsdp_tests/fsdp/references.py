@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
+from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.fsdp import internals
 
 
@@ -59,3 +62,17 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({internals.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
+def replicated(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """A copy of the model on this rank's device, to which ``replicate`` was applied; ``kwargs`` are replicate's."""
+    device = rank_device()
+    device_ids = None if device.index is None else [device.index]
+    return internals.composable.replicate(copy.deepcopy(model).to(device), device_ids=device_ids, **kwargs)
+
+
+def mean_backward(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Give a plain model the mean of the gradients of ranks with these inputs, without communication.
+
+    The loss is the sum of the squared outputs.
+    """
+    for inp in inputs:
+        (model(inp).square().sum() / len(inputs)).backward()

@@ -19,14 +19,19 @@ def shard_largest_dim(param: nn.Parameter) -> Shard:
     return Shard(param.shape.index(max(param.shape)))
 
 
+def chunk_of(whole: torch.Tensor, index: int, chunks: int, dim: int = 0) -> torch.Tensor:
+    """What ``torch.chunk`` cuts for ``index`` along a dimension; nothing where it cuts fewer than ``chunks``."""
+    found = whole.chunk(chunks, dim)
+    return found[index] if index < len(found) else whole.narrow(dim, 0, 0)
+
+
 def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
     """What of ``whole`` lies on this rank, where ``param`` was cut by the last dimension of its mesh first."""
     for dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[dim]
         if not placement.is_replicate():
-            chunks = whole.chunk(param.device_mesh.size(dim), placement.dim)
-            index = param.device_mesh.get_local_rank(dim)
-            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+            index, chunks = param.device_mesh.get_local_rank(dim), param.device_mesh.size(dim)
+            whole = chunk_of(whole, index, chunks, placement.dim)
     return whole
 
 

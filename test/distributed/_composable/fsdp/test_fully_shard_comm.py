@@ -13,29 +13,20 @@ import os
 import re
 import tempfile
 import unittest
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_api as fsdp_api
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
-import torch.distributed.fsdp._fully_shard._fsdp_common as fsdp_common
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._composable import checkpoint, replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import (
     needs,
     requires,
@@ -50,54 +41,47 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTestContinuous,
     FSDPTestMultiThread,
     check_sharded_parity,
-    patch_all_gather,
-    patch_all_reduce,
     patch_post_backward,
-    patch_reduce_scatter,
     patch_reshard,
     patch_unshard,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
-from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
+from torch_fsdp_tests.fsdp import collectives, internals
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import (
+    TrainingMixin,
+    broadcast_parameters,
+    check_gradients,
+    check_parity,
+    optimizers,
+    shard_each,
+    take_step,
+    tiny_transformer,
+)
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 Reshard = bool | int | None
 
 
-def needs_method(name: str) -> Callable[[Any], Any]:
-    """Skip with a torch whose ``FSDPModule`` has no such method."""
-    return unittest.skipUnless(hasattr(FSDPModule, name), f"this torch has no FSDPModule.{name}")
-
+fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
 
 # The defect of ``test_singleton_force_sum`` and the three like it, which came with the copy.
 divides_twice = xfailIf(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
 
 
-def fsdp_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def group_of(module: Any) -> FSDPParamGroup:
-    group = module._get_fsdp_state()._fsdp_param_group
-    assert group is not None
-    return group
-
-
 def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
-    for block in model.layers:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
+    return shard_each([*model.layers, model], **kwargs)
 
 
-def transformer(device: torch.device, **kwargs: Any) -> Transformer:
-    """The same weights on every rank, and no dropout unless it is asked for."""
+def transformer(device: torch.device, **changes: Any) -> Transformer:
+    """The same weights on every rank."""
     manual_seed(42)
-    return Transformer(ModelArgs(**{"dropout_p": 0.0, "weight_tying": False} | kwargs)).to(device)
+    return tiny_transformer(**{"n_layers": 2, "weight_tying": False} | changes).to(device)
 
 
 def drawn(draw: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
@@ -115,33 +99,6 @@ def tokens(rank: int, step: int, device: torch.device) -> torch.Tensor:
 def rows(rank: int, step: int, device: torch.device, *shape: int) -> torch.Tensor:
     """Normal numbers, others for each rank and step."""
     return drawn(functools.partial(torch.randn, shape), 100 * step + rank + 1, device)
-
-
-def add_up(model: nn.Module, scale: Callable[[str], float]) -> None:
-    """Sum the gradients of a replica over all ranks, each times the scale for its parameter's name."""
-    grads = [param.grad.mul_(scale(name)) for name, param in model.named_parameters() if param.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-        grad.copy_(total.view_as(grad))
-
-
-def average(model: nn.Module) -> None:
-    add_up(model, lambda name: 1 / dist.get_world_size())
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return ShardAdam(model.parameters(), lr=1e-2)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return ShardAdamW(model.parameters(), lr=1e-2)
-
-
-def take_step(optims: Iterable[torch.optim.Optimizer]) -> None:
-    for optim in optims:
-        optim.step()
-        optim.zero_grad()
 
 
 def move_gradients(source: nn.Module, target: nn.Module) -> None:
@@ -164,46 +121,18 @@ def local_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return grads
 
 
-def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module, shards: int | None = None) -> None:
-    """Compare the local gradients with this rank's rows of those of a replica.
-
-    ``shards`` is the number of shards where they are fewer than the ranks, each with replicas in ranks further on.
-    """
-    check_shards(test, ref_model, model, shards or dist.get_world_size(), lambda param: param.grad)
-
-
-def check_parameters(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
-    """As ``check_sharded_parity`` does, which looks at each parameter by itself and takes a hundred times as long."""
-    check_shards(test, ref_model, model, dist.get_world_size(), lambda param: param.detach())
-
-
-def check_shards(
-    test: Any,
-    ref_model: nn.Module,
-    model: nn.Module,
-    shards: int,
-    value_of: Callable[[nn.Parameter], torch.Tensor | None],
+def check_identical(
+    test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str = ""
 ) -> None:
-    """Compare this rank's rows of what replicas have with what is in its shards, all in one go."""
-    index = dist.get_rank() % shards
-    expected = {}
-    for name, param in ref_model.named_parameters():
-        if (whole := value_of(param)) is not None:
-            chunks = whole.chunk(shards)
-            expected[name] = chunks[index] if index < len(chunks) else whole[:0]
-    values = {name.replace(CHECKPOINT_PREFIX, ""): value_of(param) for name, param in model.named_parameters()}
-    found = {name: value.to_local() for name, value in values.items() if value is not None}
-    test.assertEqual({n: each.shape for n, each in found.items()}, {n: each.shape for n, each in expected.items()})
-    local, ref_local = (torch.cat([each.flatten() for each in each_of.values()]) for each_of in (found, expected))
-    test.assertEqual(local, ref_local)
+    test.assertEqual(list(found), list(expected))
+    for name, tensor in found.items():
+        test.assertTrue(torch.equal(tensor, expected[name]), f"{name} {where}")
 
 
-class TestFullyShardCollectiveOps(FSDPTestMultiThread):
+class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     """FSDP's gather and reduction as functions, without a module's hooks around them."""
 
-    @property
-    def world_size(self) -> int:
-        return 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
+    world_size = 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
 
     def _get_param_sizes(self) -> list[tuple[int, ...]]:
         return [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
@@ -212,21 +141,19 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         """The same on every rank, though threads share one random generator."""
         manual_seed(42)
         params = [nn.Parameter(torch.randn(size, device=self.device)) for size in sizes]
-        for param in params:
-            dist.broadcast(param.detach(), src=0)
+        broadcast_parameters(nn.ParameterList(params))
         return params
 
     def _init_fsdp_param_group(
         self, params: list[nn.Parameter], reshard_after_forward: bool | int, shard_dim: int = 0
-    ) -> FSDPParamGroup:
+    ) -> internals.Group:
         clones = nn.ParameterList(nn.Parameter(p.detach().clone(), p.requires_grad) for p in params)
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        mesh_info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
-        group = FSDPParamGroup(
+        mesh_info = internals.fsdp2_common.FSDPMeshInfo(self._mesh(self.world_size), shard_mesh_dim=0)
+        group = internals.fsdp2_param_group.FSDPParamGroup(
             list(clones),
             (clones,),
             mesh_info,
-            _get_post_forward_mesh_info(reshard_after_forward, mesh_info),
+            internals.fsdp2_init._get_post_forward_mesh_info(reshard_after_forward, mesh_info),
             self.device,
             (lambda param: Shard(shard_dim)) if shard_dim else None,
             MixedPrecisionPolicy(),
@@ -239,7 +166,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         module = torch.get_device_module(self.device.type)
         return [module.Stream() if new else module.current_stream() for _ in range(count)]
 
-    def _check_sharded(self, group: FSDPParamGroup, originals: list[nn.Parameter], even_only: bool = False) -> None:
+    def _check_sharded(self, group: internals.Group, originals: list[nn.Parameter], even_only: bool = False) -> None:
         registered = list(group.modules[0].parameters())
         self.assertEqual(len(registered), len(originals))
         for param, original in zip(registered, originals):
@@ -247,23 +174,23 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             if not even_only or param.size(0) % self.world_size == 0:
                 self.assertEqual(param.full_tensor(), original, rtol=0, atol=0)
 
-    def _gather(self, group: FSDPParamGroup, over: dist.ProcessGroup, streams: list[Any], async_op: bool) -> None:
-        result = collectives.foreach_all_gather(
+    def _gather(self, group: internals.Group, over: dist.ProcessGroup, streams: list[Any], async_op: bool) -> None:
+        result = internals.fsdp2_collectives.foreach_all_gather(
             fsdp_params=group.fsdp_params,
             group=over,
             async_op=async_op,
             all_gather_copy_in_stream=streams[0],
             all_gather_stream=streams[1],
             device=self.device,
-            all_gather_comm=collectives.DefaultAllGather(),
+            all_gather_comm=internals.fsdp2_collectives.DefaultAllGather(),
         )
         self.assertEqual(result.all_gather_work is not None, async_op)
-        collectives.foreach_all_gather_copy_out(result, group.fsdp_params, over)
+        internals.fsdp2_collectives.foreach_all_gather_copy_out(result, group.fsdp_params, over)
         for fsdp_param in group.fsdp_params:
             fsdp_param.init_unsharded_param()
         group._to_unsharded()
 
-    def _check_unsharded(self, group: FSDPParamGroup, originals: list[nn.Parameter]) -> None:
+    def _check_unsharded(self, group: internals.Group, originals: list[nn.Parameter]) -> None:
         for param, original in zip(group.modules[0].parameters(), originals):
             self.assertIsInstance(param, nn.Parameter)
             self.assertNotIsInstance(param, DTensor)
@@ -329,7 +256,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             with self.subTest(new_stream=new_stream):
                 group = self._test_reduce_scatter(self._get_param_sizes(), new_stream, reduce_dtype)
                 shard_group = group.mesh_info.shard_process_group
-                found = collectives._get_gradient_divide_factors(
+                found = internals.fsdp2_collectives._get_gradient_divide_factors(
                     shard_group, None, reduce_dtype, device_type=self.device.type, factor=None
                 )
                 self.assertEqual(found, factors)
@@ -341,7 +268,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
 
     def _test_reduce_scatter(
         self, sizes: list[tuple[int, ...]], new_stream: bool, reduce_dtype: torch.dtype, shard_dim: int = 0
-    ) -> FSDPParamGroup:
+    ) -> internals.Group:
         """Every rank gets its shard of the mean.
 
         An element of a gradient is (rank mod 8 + its index mod 61) * 128: each sum is exact in float16 in whatever
@@ -356,12 +283,12 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         places = [(torch.arange(p.numel(), device=self.device) % 61).view_as(p) for p in params]
         grads = [(self.rank % 8 + place).float() * 128 for place in places]
         (stream,) = self._streams(new_stream, 1)
-        buffer, *_ = collectives.foreach_reduce(
+        buffer, *_ = internals.fsdp2_collectives.foreach_reduce(
             fsdp_params=group.fsdp_params,
             unsharded_grads=grads,
             reduce_scatter_group=group.mesh_info.shard_process_group,
             reduce_scatter_stream=stream,
-            reduce_scatter_comm=collectives.DefaultReduceScatter(),
+            reduce_scatter_comm=internals.fsdp2_collectives.DefaultReduceScatter(),
             reduce_dtype=reduce_dtype,
             device=self.device,
             gradient_divide_factor=None,
@@ -381,14 +308,10 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         return group
 
 
-class TestFullyShardCommunication(FSDPTestContinuous):
+class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     """How many collectives a step issues, and what the gradient is divided by."""
 
     world_size = 4
-
-    def _mesh(self, shape: tuple[int, ...]) -> Any:
-        """One dimension shards; of two, the first replicates."""
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
     def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[Any, int]]:
         """What the function returns, and how many collectives of each kind it issues."""
@@ -403,7 +326,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             self.assertEqual(counts, {ALL_GATHER: forward})
             _, counts = self._count(output.sum().backward)
             expected = {ALL_GATHER: backward} if backward else {}
-            self.assertEqual(counts, expected | {REDUCE_SCATTER: len(fsdp_modules(model))})
+            self.assertEqual(counts, expected | {REDUCE_SCATTER: len(internals.fsdp_modules(model))})
 
     @skip_if_lt_x_gpu(4)
     def test_fully_shard_communication_count(self):
@@ -420,7 +343,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def test_manual_reshard_with_reshard_after_forward_false(self):
         """A module that was told to reshard between forward and backward is gathered again."""
         model = shard_blocks(transformer(self.device, weight_tying=True), reshard_after_forward=False)
-        modules = fsdp_modules(model)
+        modules = internals.fsdp_modules(model)
         output, counts = self._count(functools.partial(model, tokens(self.rank, 0, self.device)))
         self.assertEqual(counts, {ALL_GATHER: len(modules)})
         for module in modules:
@@ -516,7 +439,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         averages = divide_factor == (shape[-1] if torch_facts.AVERAGES_OVER_SHARDS else self.world_size)
         copies = shape[-1] == 1 and torch_facts.COPIES_GRADIENT_OF_ONE_RANK
         if not averages and not copies and accelerator.current().lacks("premul_sum"):
-            for module in fsdp_modules(model):
+            for module in internals.fsdp_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
 
     @skip_if_lt_x_gpu(4)
@@ -531,18 +454,21 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def _test_set_reduce_scatter_divide_factor(self, divide_factor: float, shape: tuple[int, ...]) -> None:
         """The root's own gradients are divided by the factor, those of the blocks by the world size as ever."""
         ref_model = transformer(self.device, n_layers=1)
-        model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(shape), reshard_after_forward=False)
+        model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*shape), reshard_after_forward=False)
         model.set_gradient_divide_factor(divide_factor)
         self._force_sum_if_needed(model, shape, divide_factor)
-        optims = [adamw(ref_model), adamw(model)]
+        optims = optimizers(ref_model, model, cls=ShardAdamW)
         for step in range(6):  # upstream's 10 for fewer cases
             ids = tokens(self.rank, step, self.device)
             ref_loss, loss = ref_model(ids).square().mean(), model(ids).square().mean()
             self.assertEqual(loss, ref_loss)
             ref_loss.backward()
             loss.backward()
-            add_up(ref_model, lambda name: 1 / (self.world_size if name.startswith("layers.") else divide_factor))
-            check_gradients(self, ref_model, model, shape[-1])  # Adam's step hides their scale
+            average_gradients(ref_model)
+            for name, param in ref_model.named_parameters():
+                if not name.startswith("layers."):
+                    param.grad.mul_(self.world_size / divide_factor)
+            check_gradients(self, ref_model, model)  # Adam's step hides their scale
             take_step(optims)
         check_sharded_parity(self, ref_model, model)
 
@@ -558,7 +484,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         for mlp in model:
             with self.assertWarnsRegex(DeprecationWarning, "set_gradient_divide_factor"):
                 mlp.set_reduce_scatter_divide_factor(divide_factor)
-        optims = [adamw(ref_model), adamw(model)]
+        optims = optimizers(ref_model, model, cls=ShardAdamW)
         for step in range(10):
             inputs = rows(self.rank, step, self.device, 4, 16)
             ref_loss, loss = computing(inputs.to(torch.bfloat16)).sum(), model(inputs).sum()
@@ -566,7 +492,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             ref_loss.backward()
             loss.backward()
             move_gradients(computing, ref_model)
-            add_up(ref_model, lambda name: 1 / divide_factor)
+            average_gradients(ref_model)
             check_gradients(self, ref_model, model)
             take_step(optims)
             copy_values(ref_model, computing)
@@ -575,7 +501,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
         """A factor of 2 turns the sum over the replicas into half of it."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh((self.world_size, 1)), **kwargs)
+        fully_shard(model, mesh=self._mesh(self.world_size, 1), **kwargs)
         model.set_gradient_divide_factor(2.0)
         model.set_force_sum_reduction_for_comms(not kwargs)
         model(torch.full((3, 8), 1.0 + self.rank, device=self.device)).sum().backward()
@@ -597,42 +523,28 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16. 7.5 for 15."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
-    def _record_groups(self, gathers: list[Any], reductions: list[Any]) -> contextlib.ExitStack:
-        """Note the process group of every gather and every reduction."""
-
-        def recording(original: Any, groups: list[Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                groups.append(kwargs["group"])
-                return original(*args, **kwargs)
-
-            return record
-
-        stack = contextlib.ExitStack()
-        gather, reduce = (getattr(dist, n) for n in (torch_facts.all_gather_name(), torch_facts.reduce_scatter_name()))
-        stack.enter_context(patch_all_gather(recording(gather, gathers)))
-        stack.enter_context(patch_reduce_scatter(recording(reduce, reductions)))
-        return stack
-
-    @needs_method("set_separate_reduce_scatter_group")
+    @needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
     @skip_if_lt_x_gpu(4)
     def test_set_separate_reduce_scatter_group(self):
         """Beyond upstream: reductions move to one new group of the same ranks, and gradients stay bit for bit."""
         self.run_subtests({"shape": [(4,), (2, 2)]}, self._test_set_separate_reduce_scatter_group)
 
     def _test_set_separate_reduce_scatter_group(self, shape: tuple[int, ...]) -> None:
-        mesh = self._mesh(shape)
+        mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
             model.layers[0].set_separate_reduce_scatter_group(recurse=False)
-            first = group_of(model.layers[0])._reduce_scatter_process_group
-            self.assertIs(group_of(model.layers[1])._reduce_scatter_process_group, shard_group)
+            first = internals.group_of(model.layers[0])._reduce_scatter_process_group
+            self.assertIs(internals.group_of(model.layers[1])._reduce_scatter_process_group, shard_group)
             model.set_separate_reduce_scatter_group()
-            own = group_of(model)._reduce_scatter_process_group
+            own = internals.group_of(model)._reduce_scatter_process_group
             created = new_group.call_count
             model.set_separate_reduce_scatter_group(True)
             self.assertEqual(new_group.call_count, created)
-        self.assertEqual({group_of(m)._reduce_scatter_process_group for m in fsdp_modules(model)}, {own})
+        self.assertEqual(
+            {internals.group_of(m)._reduce_scatter_process_group for m in internals.fsdp_modules(model)}, {own}
+        )
         self.assertIsNot(own, shard_group)
         self.assertIsNot(first, shard_group)
         ranks = [dist.get_process_group_ranks(g) for g in (own, shard_group)]
@@ -644,27 +556,19 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             dist.destroy_process_group(group)
 
     def _check_groups(self, twin: Any, model: Any, gathers_on: Any, reduces_on: Any, steps: int) -> None:
-        optims = [adam(twin), adam(model)]
+        optims = optimizers(twin, model)
         for step in range(steps):
             ids = tokens(self.rank, step, self.device)
             twin(ids).sum().backward()
-            gathers: list[Any] = []
-            reductions: list[Any] = []
-            with self._record_groups(gathers, reductions):
+            with collectives.recorded() as calls:
                 model(ids).sum().backward()
-            self.assertEqual((set(gathers), set(reductions)), ({gathers_on}, {reduces_on}))
-            self.assertEqual(len(reductions), len(fsdp_modules(model)))
-            self._check_identical(local_grads(model), local_grads(twin))
+            self.assertEqual(set(calls.values("AG", "group")), {gathers_on})
+            self.assertEqual(set(calls.values("RS", "group")), {reduces_on})
+            self.assertEqual(calls.counts()["RS"], len(internals.fsdp_modules(model)))
+            check_identical(self, local_grads(model), local_grads(twin))
             take_step(optims)
 
-    def _check_identical(
-        self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str = ""
-    ) -> None:
-        self.assertEqual(list(found), list(expected))
-        for name, tensor in found.items():
-            self.assertTrue(torch.equal(tensor, expected[name]), f"{name} {where}")
-
-    @needs_method("set_reduce_scatter_max_input_buffers")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
     def test_set_reduce_scatter_max_input_buffers(self):
         config = {"shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}
@@ -676,50 +580,50 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         How many are kept until then is counted in test_fully_shard_memory.
         """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        kwargs = {"mesh": self._mesh(shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
+        kwargs = {"mesh": self._mesh(*shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
         expected = self._train_three_steps(shard_blocks(transformer(self.device), **kwargs))
         for max_input_buffers in (1, 2):
             model = shard_blocks(transformer(self.device), **kwargs)
             model.set_reduce_scatter_max_input_buffers(max_input_buffers)
             for step, (found, values) in enumerate(zip(self._train_three_steps(model), expected, strict=True)):
-                self._check_identical(found, values, f"{max_input_buffers=}, {step=}")
-            self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, max_input_buffers)
+                check_identical(self, found, values, f"{max_input_buffers=}, {step=}")
+            self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, max_input_buffers)
 
     def _train_three_steps(self, model: Any) -> list[dict[str, torch.Tensor]]:
         """The loss, the gradients and the new parameters of each step."""
-        optim, values = adamw(model), []
+        optims, values = optimizers(model, cls=ShardAdamW), []
         for step in range(3):
             loss = model(tokens(self.rank, step, self.device)).sum()
             loss.backward()
-            self.assertEqual(model._get_fsdp_state()._comm_ctx.reduce_scatter_states, [])
+            self.assertEqual(internals.comm_context(model).reduce_scatter_states, [])
             grads = {f"gradient of {name}": grad for name, grad in local_grads(model).items()}
-            take_step([optim])
+            take_step(optims)
             params = {name: param.to_local().clone() for name, param in model.named_parameters()}
             values.append({"loss": loss.detach(), **grads, **params})
         return values
 
-    @needs_method("set_reduce_scatter_max_input_buffers")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
     def test_reduce_scatter_max_input_buffers_resolves_to_max(self):
         """The buffers of all groups are in one list, which goes by the largest cap of any; a cap stays its group's."""
         model = shard_blocks(transformer(self.device))
         model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
         model(tokens(self.rank, 0, self.device)).sum().backward()
-        groups = [group_of(layer) for layer in model.layers]
+        groups = [internals.group_of(layer) for layer in model.layers]
         self.assertEqual([group.reduce_scatter_max_input_buffers for group in groups], [3, 1])
         for group in groups:
             self.assertEqual(group.comm_ctx.reduce_scatter_max_input_buffers, 3)
 
-    @needs_method("set_reduce_scatter_max_input_buffers")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
     def test_set_reduce_scatter_max_input_buffers_validation(self):
         model: Any = fully_shard(nn.Linear(16, 16, device=self.device))
         for value, error in ((0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)):
             with self.assertRaisesRegex(error, "max_input_buffers must be"):
                 model.set_reduce_scatter_max_input_buffers(value)
-            self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, 1)
+            self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 1)
         model.set_reduce_scatter_max_input_buffers(2)
-        self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, 2)
+        self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
 
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms(self):
@@ -733,7 +637,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
         computing = copy.deepcopy(ref_model).to(policy.param_dtype or torch.float32)
         model: Any = copy.deepcopy(ref_model)
-        mesh = self._mesh(shape)
+        mesh = self._mesh(*shape)
         comms = {}
         for index in (0, 2):
             fully_shard(model[index], mesh=mesh, mp_policy=policy)
@@ -743,7 +647,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             model[index].set_custom_all_gather(comms[index][0])
             model[index].set_custom_reduce_scatter(comms[index][1])
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         for step in range(10):
             for last in (False, True)[step % 2 :]:
                 model.set_requires_gradient_sync(last)
@@ -756,8 +660,8 @@ class TestFullyShardCommunication(FSDPTestContinuous):
                     sizes = (reduction.numel, reduction.numel // shape[-1])
                     self.assertEqual(reduction.take(), [(sizes, torch.float32, AVG)] if last else [])
                     self.assertEqual({*gather.groups, *reduction.groups}, {mesh.get_group("shard")})
-            average(ref_model)
-            check_gradients(self, ref_model, model, shape[-1])
+            average_gradients(ref_model)
+            check_gradients(self, ref_model, model)
             take_step(optims)
             copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
@@ -768,11 +672,11 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def test_set_custom_comms_of_two_groups(self):
         """Beyond upstream: a module whose parameters have several meshes refuses one collective for all of them."""
         linear = nn.Linear(8, 8, device=self.device)
-        other = FSDPMeshInfo(init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("a", "b"))["b"], 0)
-        result = fsdp_common.ShardPlacementResult(Shard(0), other) if torch_facts.HAS_MESH_PER_PARAMETER else None
+        other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
+        result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
         bias = linear.bias
         model: Any = fully_shard(linear, shard_placement_fn=lambda param: result if param is bias else None)
-        self.assertEqual(len(model._get_fsdp_state()._fsdp_param_groups), 2)
+        self.assertEqual(len(internals.groups_in(model)), 2)
         with self.assertRaisesRegex(ValueError, "multiple param"):
             model.set_custom_all_gather(RecordingAllGather(8))
         with self.assertRaisesRegex(ValueError, "multiple param"):
@@ -785,7 +689,10 @@ class RecordingComm:
     Others are allocated anew each time: the output of a reduction becomes the gradient.
     """
 
+    implements = ""
+
     def __init__(self, numel: int) -> None:
+        getattr(fsdp_api, self.implements).register(type(self))
         self.numel = numel
         self.buffer: torch.Tensor | None = None
         self.buffers: set[int] = set()
@@ -809,18 +716,21 @@ class RecordingComm:
         return calls
 
 
-class RecordingAllGather(RecordingComm, fsdp_api.AllGather):
+class RecordingAllGather(RecordingComm):
+    implements = "AllGather"
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         self.groups.add(group)
         assert self.allocated == [output_tensor.numel()], self.allocated
         self.calls.append((self.allocated.pop(), input_tensor.dtype, None))
-        gather = getattr(dist, torch_facts.all_gather_name())
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return internals.all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class RecordingReduceScatter(RecordingComm, fsdp_api.ReduceScatter):
+class RecordingReduceScatter(RecordingComm):
+    implements = "ReduceScatter"
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
@@ -828,11 +738,10 @@ class RecordingReduceScatter(RecordingComm, fsdp_api.ReduceScatter):
         assert self.allocated == [input_tensor.numel(), output_tensor.numel()], self.allocated
         self.calls.append((tuple(self.allocated), input_tensor.dtype, op))
         self.allocated.clear()
-        reduce = getattr(dist, torch_facts.reduce_scatter_name())
-        return reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return internals.reduce_scatter()(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-class TestFullyShardPrefetch(FSDPTest):
+class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     """The order in which groups are gathered, resharded and reduced.
 
     An event is a letter for what happens (U: the group is gathered, R: it is resharded, P: its backward is over), one
@@ -841,51 +750,43 @@ class TestFullyShardPrefetch(FSDPTest):
     model whose events are recorded are compared with those of a replica that knows nothing of FSDP.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
-    def _note(self, events: list[str], kind: str, group: FSDPParamGroup) -> None:
-        states = {TrainingState.FORWARD: "f", TrainingState.PRE_BACKWARD: "b", TrainingState.POST_BACKWARD: ""}
-        names = (group._module_fqn or "root").replace(CHECKPOINT_PREFIX, "").replace("layers.", "").split(", ")
-        events.append(f"{kind}{states.get(group._training_state, '?')} {'+'.join(names)}")
-
-    def _get_unshard_with_record(self, original: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
-        def unshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
-            if group._all_gather_result is None and not group.is_unsharded:
-                self._note(events, "U", group)
-            original(group, *args, **kwargs)
-
-        return unshard
-
-    def _get_reshard_with_record(self, original: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
-        def reshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
-            keeps = group._training_state == TrainingState.FORWARD and not group._reshard_after_forward
-            if not keeps:
-                self._note(events, "R", group)
-            original(group, *args, **kwargs)
-
-        return reshard
-
-    def _get_post_backward_with_record(self, original: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
-        def post_backward(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
-            original(group, *args, **kwargs)
-            self._note(events, "P", group)
-
-        return post_backward
+    def _note(self, events: list[str], kind: str, group: internals.Group) -> None:
+        stages = internals.fsdp2_common.TrainingState
+        states = {stages.FORWARD: "f", stages.PRE_BACKWARD: "b", stages.POST_BACKWARD: ""}
+        name = internals.clean_name(group._module_fqn or "root").replace("layers.", "")
+        events.append(f"{kind}{states.get(internals.training_state(group), '?')} {name.replace(', ', '+')}")
 
     @contextlib.contextmanager
     def _recorded(self, kinds: str) -> Iterator[list[str]]:
         events: list[str] = []
-        ways = {
-            "U": (patch_unshard, self._get_unshard_with_record, FSDPParamGroup.unshard),
-            "R": (patch_reshard, self._get_reshard_with_record, FSDPParamGroup.reshard),
-            "P": (patch_post_backward, self._get_post_backward_with_record, FSDPParamGroup.post_backward),
+        owner = internals.fsdp2_param_group.FSDPParamGroup
+        original = {"U": owner.unshard, "R": owner.reshard, "P": owner.post_backward}
+
+        def unshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            if internals.pending_gather(group) is None and not group.is_unsharded:
+                self._note(events, "U", group)
+            original["U"](group, *args, **kwargs)
+
+        def reshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            in_forward = internals.training_state(group) == internals.fsdp2_common.TrainingState.FORWARD
+            if group._reshard_after_forward or not in_forward:
+                self._note(events, "R", group)
+            original["R"](group, *args, **kwargs)
+
+        def post_backward(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            original["P"](group, *args, **kwargs)
+            self._note(events, "P", group)
+
+        patches = {
+            "U": (patch_unshard, unshard),
+            "R": (patch_reshard, reshard),
+            "P": (patch_post_backward, post_backward),
         }
         with contextlib.ExitStack() as stack:
-            for kind in kinds:
-                patch, get, original = ways[kind]
-                stack.enter_context(patch(get(original, events)))
+            for patch, replacement in map(patches.__getitem__, kinds):
+                stack.enter_context(patch(replacement))
             yield events
 
     def _check_events(self, events: list[str], expected: str) -> None:
@@ -903,7 +804,7 @@ class TestFullyShardPrefetch(FSDPTest):
         steps: int = 3,
     ) -> None:
         """The same events in each step, and the gradients and updates of the replica."""
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         with self._recorded(kinds) as events:
             for step in range(steps):
                 loss = loss_of(model, step)
@@ -912,11 +813,11 @@ class TestFullyShardPrefetch(FSDPTest):
                 self._check_events(events, backward)
                 ref_loss = loss_of(ref_model, step)
                 ref_loss.backward()
-                average(ref_model)
+                average_gradients(ref_model)
                 self.assertEqual(loss, ref_loss)
                 check_gradients(self, ref_model, model)
                 take_step(optims)
-        check_parameters(self, ref_model, model)
+        check_parity(self, ref_model, model)
 
     def _init_transformer(
         self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
@@ -927,7 +828,7 @@ class TestFullyShardPrefetch(FSDPTest):
         model = transformer(self.device, **args, checkpoint_activations=checkpoint_impl == "utils")
         if checkpoint_impl == "composable":
             for block in model.layers:
-                checkpoint(block)
+                internals.composable.checkpoint(block)
         return ref_model, shard_blocks(model, reshard_after_forward=reshard_after_forward)
 
     def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
@@ -980,7 +881,7 @@ class TestFullyShardPrefetch(FSDPTest):
         model: Any = copy.deepcopy(ref_model)
         for module in (model[0], model[1].lin1, model[1].lin2, model):
             fully_shard(module, reshard_after_forward=reshard_after_forward)
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         with self._recorded("UP") as events:
             for step in range(2):
                 inputs = rows(self.rank, step, self.device, 4, 8)
@@ -992,17 +893,19 @@ class TestFullyShardPrefetch(FSDPTest):
                 model.set_is_last_backward(True)
                 first.sum().backward()
                 self._check_events(events, "Ub 0, P 1.lin1, P 0, P 1.lin2")
-                for group in map(group_of, fsdp_modules(model[0]) + fsdp_modules(model[1])):
-                    self.assertEqual((group._post_forward_indices, group._all_gather_result), ([], None))
+                for group in map(
+                    internals.group_of, internals.fsdp_modules(model[0]) + internals.fsdp_modules(model[1])
+                ):
+                    self.assertEqual((internals.forward_positions(group), internals.pending_gather(group)), ([], None))
                 ref_first, ref_second = ref_model(inputs)
                 (ref_first.sum() + ref_second.sum()).backward()
-                average(ref_model)
+                average_gradients(ref_model)
                 check_gradients(self, ref_model, model)
                 take_step(optims)
             model(inputs)[0].sum().backward()  # which never uses the second layer of the pair
             expected = "Uf 0, Uf 1.lin1, Uf 1.lin2, Ub 1.lin1, Ub 0, P 1.lin1, P 0, P 1.lin2"
             self._check_events(events, expected)
-            self.assertEqual(group_of(model[1].lin2)._post_forward_indices, [])
+            self.assertEqual(internals.forward_positions(internals.group_of(model[1].lin2)), [])
 
     @skip_if_lt_x_gpu(2)
     def test_set_modules_to_forward_prefetch(self):
@@ -1048,7 +951,9 @@ class TestFullyShardPrefetch(FSDPTest):
     def _test_set_modules_to_backward_prefetch_inside_ac(self, explicit: bool) -> None:
         ref_model, model = (transformer(self.device, n_layers=3) for _ in range(2))
         for kind in (FeedForward, TransformerBlock):
-            apply_activation_checkpointing(model, check_fn=lambda module, kind=kind: isinstance(module, kind))
+            internals.checkpoint_wrapping.apply_activation_checkpointing(
+                model, check_fn=lambda module, kind=kind: isinstance(module, kind)
+            )
         embeddings, ends = [model.tok_embeddings, model.pos_embeddings], [model.norm, model.output]
         fully_shard(embeddings, reshard_after_forward=True)
         for layer in model.layers:
@@ -1077,8 +982,8 @@ class TestFullyShardPrefetch(FSDPTest):
         if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
         self._train(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
-        inner = f"layers.1.{CHECKPOINT_PREFIX}feed_forward.{CHECKPOINT_PREFIX}w1"
-        self.assertEqual(group_of(second.feed_forward.w1)._module_fqn, inner)
+        inner = "layers.1._checkpoint_wrapped_module.feed_forward._checkpoint_wrapped_module.w1"
+        self.assertEqual(internals.group_of(second.feed_forward.w1)._module_fqn, inner)
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_backward_prefetch(self):
@@ -1129,17 +1034,17 @@ class TestFullyShardPrefetch(FSDPTest):
         for module in (model.in_proj, model.out_proj, model):
             fully_shard(module)
         model.in_proj.set_modules_to_backward_prefetch([model.out_proj])
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         for step in range(3):
             inputs = rows(self.rank, step, self.device, 2, 16)
             ref_loss, loss = ref_model(inputs).sum(), model(inputs).sum()
             self.assertEqual(loss, ref_loss)
             ref_loss.backward()
             loss.backward()
-            average(ref_model)
+            average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
             for module in (model.in_proj, model.out_proj):
-                self.assertIsNone(group_of(module)._all_gather_result)
+                self.assertIsNone(internals.pending_gather(internals.group_of(module)))
             take_step(optims)
 
 
@@ -1194,15 +1099,13 @@ class BranchedModel(nn.Module):
             launched.append(branch(x))
             if isinstance(mlp, FSDPModule):
                 mlp.unshard(async_op=True)
-                result = group_of(mlp)._all_gather_result
+                result = internals.pending_gather(internals.group_of(mlp))
                 self.pending.append(result is not None and result.all_gather_work is not None)
         return torch.stack(self.mlps(launched)).sum()
 
 
-class TestFullyShardUnshardMultiProcess(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_async(self):
@@ -1212,12 +1115,12 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
         manual_seed(42)
         ref_model = BranchedModel(8).to(device)
         model = copy.deepcopy(ref_model)
-        replicate(ref_model, device_ids=device_ids)
+        internals.composable.replicate(ref_model, device_ids=device_ids)
         for mlp in model.mlps.mlps:
             fully_shard(mlp, reshard_after_forward=False)
         fully_shard(model.mlps)
-        replicate(model, device_ids=device_ids)
-        optims = [adam(ref_model), adam(model)]
+        internals.composable.replicate(model, device_ids=device_ids)
+        optims = optimizers(ref_model, model)
         for step in range(10):
             inputs = rows(self.rank, step, device, 4, 8)
             losses = []
@@ -1235,10 +1138,8 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
             self.assertEqual(branch.weight, ref_branch.weight)
 
 
-class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_no_param_group(self):
@@ -1246,7 +1147,7 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
         model: Any = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         for module in (*model, model):
             fully_shard(module)
-        self.assertIsNone(model._get_fsdp_state()._fsdp_param_group)
+        self.assertFalse(internals.has_group(model))
         handle = model.unshard(async_op=True)
         self.assertIsNone(handle.wait())
         self.assertEqual([type(param) for param in model.parameters()], [DTensor] * 4)
@@ -1255,9 +1156,7 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
     def test_unshard_without_lazy_init(self):
         """An unshard before the first forward registers the whole parameters."""
         manual_seed(42)
-        model: Any = MLP(4, self.device)
-        for param in model.parameters():
-            dist.broadcast(param.detach(), src=0)
+        model = broadcast_parameters(MLP(4, self.device))
         ref_model = copy.deepcopy(model)
         fully_shard(model)
         model.unshard()
@@ -1267,14 +1166,12 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
             self.assertEqual((name, param), (ref_name, ref_param))
 
 
-class TestFullyShardAllocFromPG(FSDPTest):
+class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
     """Buffers of collectives that the process group allocates, if it can."""
 
     log_name = ""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
@@ -1290,7 +1187,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
             return re.search(r"register comm .* buffer", log.read()) is not None
 
     def _comms(self, model: nn.Module) -> set[tuple[type, type]]:
-        groups = [group_of(module) for module in fsdp_modules(model)]
+        groups = [internals.group_of(module) for module in internals.fsdp_modules(model)]
         return {(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups}
 
     @skip_if_lt_x_gpu(2)
@@ -1301,26 +1198,31 @@ class TestFullyShardAllocFromPG(FSDPTest):
         """
         device = self.device
         twin, model = (shard_blocks(transformer(device)) for _ in range(2))
-        default = {(collectives.DefaultAllGather, collectives.DefaultReduceScatter)}
-        from_group = {(collectives.ProcessGroupAllocAllGather, collectives.ProcessGroupAllocReduceScatter)}
+        default = {(internals.fsdp2_collectives.DefaultAllGather, internals.fsdp2_collectives.DefaultReduceScatter)}
+        from_group = {
+            (
+                internals.fsdp2_collectives.ProcessGroupAllocAllGather,
+                internals.fsdp2_collectives.ProcessGroupAllocReduceScatter,
+            )
+        }
         logged = accelerator.current().has("symmetric_memory")
-        optims = [adam(twin), adam(model)]
+        optims = optimizers(twin, model)
         asked: list[torch.Size] = []
-        allocate = collectives.ProcessGroupAllocMixin.allocate
+        allocate = internals.fsdp2_collectives.ProcessGroupAllocMixin.allocate
 
         def record(comm: Any, size: Any, **kwargs: Any) -> torch.Tensor:
-            self.assertIs(comm._group, group_of(model).mesh_info.shard_process_group)
+            self.assertIs(comm._group, internals.group_of(model).mesh_info.shard_process_group)
             asked.append(size)
             return allocate(comm, size, **kwargs)
 
         self.assertEqual(self._comms(model), default)
         for step, enable in enumerate((None, True, True, False)):
             if enable is not None:
-                for module in fsdp_modules(model):
+                for module in internals.fsdp_modules(model):
                     module.set_allocate_memory_from_process_group_for_comm(enable)
                 self.assertEqual(self._comms(model), from_group if enable else default)
             ids = tokens(self.rank, step, device)
-            with mock.patch.object(collectives.ProcessGroupAllocMixin, "allocate", record):
+            with mock.patch.object(internals.fsdp2_collectives.ProcessGroupAllocMixin, "allocate", record):
                 model(ids).sum().backward()
             # three groups in forward, the two blocks again in backward, and two buffers for each reduction
             self.assertEqual(len(asked), 3 + 2 + 3 * 2 if enable else 0)
@@ -1328,9 +1230,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
             if logged and step < 2:
                 self.assertEqual(self._buffers_registered(), bool(enable))
             twin(ids).sum().backward()
-            expected = local_grads(twin)
-            for name, grad in local_grads(model).items():
-                self.assertTrue(torch.equal(grad, expected[name]), name)
+            check_identical(self, local_grads(model), local_grads(twin))
             take_step(optims)
 
     @skip_if_lt_x_gpu(2)
@@ -1342,15 +1242,15 @@ class TestFullyShardAllocFromPG(FSDPTest):
         model.set_custom_all_gather(custom)
         with self.assertRaisesRegex(AssertionError, "all gather comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
-        self.assertIs(group_of(model)._all_gather_comm, custom)
+        self.assertIs(internals.group_of(model)._all_gather_comm, custom)
 
-        model.set_custom_all_gather(collectives.DefaultAllGather())
+        model.set_custom_all_gather(internals.fsdp2_collectives.DefaultAllGather())
         model.set_custom_reduce_scatter(mock.MagicMock(spec=fsdp_api.ReduceScatter))
         with self.assertRaisesRegex(AssertionError, "reduce scatter comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-class TestFullyShardSymmMem(FSDPTestContinuous):
+class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
     """Buffers in memory that the ranks share."""
 
     @classmethod
@@ -1360,7 +1260,7 @@ class TestFullyShardSymmMem(FSDPTestContinuous):
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         return options
 
-    @needs_method("set_symm_mem_for_comm")
+    @needs(torch_facts.ALLOCATES_SYMMETRIC_MEMORY)
     @requires_capability("symmetric_memory")
     @requires(
         lambda: None if sm_is_or_higher_than(accelerator.current().device(), 9, 0) else "needs compute capability 9.0"
@@ -1373,18 +1273,18 @@ class TestFullyShardSymmMem(FSDPTestContinuous):
         """One step; only sums are reduced in shared memory."""
         device = self.device
         model = shard_blocks(transformer(device, dim=4096, max_seq_len=64))
-        for module in fsdp_modules(model):
+        for module in internals.fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(sum_reduction)
             module.set_symm_mem_for_comm()
-            comms = group_of(module)._all_gather_comm, group_of(module)._reduce_scatter_comm
-            self.assertIsInstance(comms[0], collectives.SymmMemAllGather)
-            self.assertEqual(isinstance(comms[1], collectives.SymmMemReduceScatter), sum_reduction)
+            comms = internals.group_of(module)._all_gather_comm, internals.group_of(module)._reduce_scatter_comm
+            self.assertIsInstance(comms[0], internals.fsdp2_collectives.SymmMemAllGather)
+            self.assertEqual(isinstance(comms[1], internals.fsdp2_collectives.SymmMemReduceScatter), sum_reduction)
         model(torch.randint(0, 8, (4, 64), device=device)).sum().backward()
         for name, grad in local_grads(model).items():
             self.assertTrue(grad.isfinite().all().item(), name)
 
 
-class TestFullyShardForceSumReduction(FSDPTest):
+class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
     """The operations that FSDP asks its collectives for, as recorded at torch's own functions.
 
     Upstream reads them from NCCL's log; here any backend will do.
@@ -1394,41 +1294,25 @@ class TestFullyShardForceSumReduction(FSDPTest):
     def world_size(self) -> int:
         return 4 if self._testMethodName.endswith("both_reductions") else 2
 
-    def _step(self, model: nn.Module, step: int) -> tuple[list[Any], list[Any]]:
-        """A forward and a backward; the operations of its reduce-scatters and all-reduces."""
-        scatters: list[Any] = []
-        reductions: list[Any] = []
-
-        def recording(original: Any, ops: list[Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                ops.append(kwargs["op"])
-                return original(*args, **kwargs)
-
-            return record
-
-        scatter = getattr(dist, torch_facts.reduce_scatter_name())
-        with (
-            patch_reduce_scatter(recording(scatter, scatters)),
-            patch_all_reduce(recording(dist.all_reduce, reductions)),
-        ):
-            model(tokens(self.rank, step, self.device)).sum().backward()
-        return scatters, reductions
-
     def _test_force_sum(self, mesh_shape: tuple[int, ...]) -> None:
         """Averages first, then sums alone, then averages again; the gradients are those of a replica throughout."""
         device = self.device
-        mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
+        mesh = self._mesh(*mesh_shape)
         ref_model = transformer(device)
         model = shard_blocks(copy.deepcopy(ref_model), mesh=mesh)
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         for step, force_sum in enumerate((False, True, True, False)):
-            for module in fsdp_modules(model):
+            for module in internals.fsdp_modules(model):
                 module.set_force_sum_reduction_for_comms(force_sum)
-            ops = [SUM if force_sum else AVG] * len(fsdp_modules(model))
-            self.assertEqual(self._step(model, step), (ops, ops if len(mesh_shape) > 1 else []))
-            ref_model(tokens(self.rank, step, device)).sum().backward()
-            average(ref_model)
-            check_gradients(self, ref_model, model, mesh_shape[-1])
+            ops = [SUM if force_sum else AVG] * len(internals.fsdp_modules(model))
+            ids = tokens(self.rank, step, device)
+            with collectives.recorded() as calls:
+                model(ids).sum().backward()
+            self.assertEqual(calls.values("RS", "op"), ops)
+            self.assertEqual(calls.values("AR", "op"), ops if len(mesh_shape) > 1 else [])
+            ref_model(ids).sum().backward()
+            average_gradients(ref_model)
+            check_gradients(self, ref_model, model)
             take_step(optims)
 
     @skip_if_lt_x_gpu(2)
@@ -1440,21 +1324,18 @@ class TestFullyShardForceSumReduction(FSDPTest):
         self._test_force_sum((2, 2))
 
 
-class TestFullyShardReduceOpWorldSize1(FSDPTestContinuous):
+class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     """One rank has nothing to reduce, and its gradient is its own."""
 
     world_size = 1
-
-    def _mesh(self) -> Any:
-        return init_device_mesh(self.device.type, (1,))
 
     @skip_if_lt_x_gpu(1)
     def test_size1_reduceop(self):
         """Upstream's layer of 1024 by 1025 is for NCCL's average over one rank; an odd size of any order will do."""
         manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
-        model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(), reshard_after_forward=False)
-        optims = [adam(ref_model), adam(model)]
+        model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(1), reshard_after_forward=False)
+        optims = optimizers(ref_model, model)
         for step in range(3):
             inputs = rows(self.rank, step, self.device, 17, 16)
             for module, optim in ((ref_model, optims[0]), (model, optims[1])):
@@ -1466,16 +1347,18 @@ class TestFullyShardReduceOpWorldSize1(FSDPTestContinuous):
             check_sharded_parity(self, ref_model, model)
             for optim in optims:
                 optim.step()
-        group = group_of(model).mesh_info.shard_process_group
+        group = internals.group_of(model).mesh_info.shard_process_group
         pairs = [(group, None), (group, group), (None, group)]
         for reduce_scatter_group, all_reduce_group in pairs[: 3 if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else 2]:
-            factors = collectives._get_gradient_divide_factors(reduce_scatter_group, all_reduce_group, torch.float32)
+            factors = internals.fsdp2_collectives._get_gradient_divide_factors(
+                reduce_scatter_group, all_reduce_group, torch.float32
+            )
             self.assertEqual(factors, (None, None, SUM, SUM))
 
     def _test_singleton(self, divide_factor: float | None, force_sum: bool = False, **kwargs: Any) -> None:
         """Every element of the gradient is 3 before it is divided."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh(), **kwargs)
+        fully_shard(model, mesh=self._mesh(1), **kwargs)
         if divide_factor is not None:
             model.set_gradient_divide_factor(divide_factor)
         model.set_force_sum_reduction_for_comms(force_sum)

@@ -93,9 +93,7 @@ class LoggingTests(LoggingTestCase):
 
 
 class TestProfilerLabels(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _labels_of_a_step(self) -> collections.Counter[str]:
         """FSDP's labels in the trace of a step, counted: two layers, a group of two, and a fifth left to the root."""
