@@ -63,8 +63,7 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 
-ALL_GATHER = torch.ops.c10d._allgather_base_
-REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
+ALL_GATHER, REDUCE_SCATTER = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 Reshard = bool | int | None
@@ -316,11 +315,11 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     world_size = 4
 
-    def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[Any, int]]:
+    def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """What the function returns, and how many collectives of each kind it issues."""
         with CommDebugMode() as communication:
             result = function()
-        return result, dict(communication.get_comm_counts())
+        return result, {str(operation): count for operation, count in communication.get_comm_counts().items()}
 
     def _check_counts(self, model: nn.Module, forward: int, backward: int) -> None:
         """Two steps, each with these numbers of all-gathers and one reduce-scatter for every FSDP module."""
@@ -885,7 +884,8 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             self.assertEqual(internals.forward_positions(internals.group_of(model[1].lin2)), [])
 
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_forward_prefetch(self):
+    @subtests(depth=[1, 2])
+    def test_set_modules_to_forward_prefetch(self, depth):
         forward = {
             1: "Uf root, Uf 0, Uf 1, Rf 0, Uf 2, Rf 1, Uf 3, Rf 2, Rf 3, Rf root",
             2: "Uf root, Uf 0, Uf 1, Uf 2, Rf 0, Uf 3, Rf 1, Rf 2, Rf 3, Rf root",
@@ -893,51 +893,39 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         backward = (
             "Ub root, Ub 3, Ub 2, R 3, P 3, Ub 1, R 2, P 2, Ub 0, R 1, P 1, R 0, P 0, R root, P root"  # the default
         )
-        for depth, expected in forward.items():
-            ref_model, model = self._init_transformer(4, True, "utils")
-            layers = list(model.layers)
-            for index, layer in enumerate(layers[:-depth]):
-                layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
-            with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, expected, backward, kinds="URP", steps=2)
+        ref_model, model = self._init_transformer(4, True, "utils")
+        layers = list(model.layers)
+        for index, layer in enumerate(layers[:-depth]):
+            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
+        self._train(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
 
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_backward_prefetch(self):
+    @subtests(depth=[1, 2])
+    def test_set_modules_to_backward_prefetch(self, depth):
         forward = "Uf root, Uf 0, Rf 0, Uf 1, Rf 1, Uf 2, Rf 2, Uf 3, Rf 3, Rf root"
         backward = {
             1: "Ub root, Ub 3, Ub 2, R 3, P 3, Ub 1, R 2, P 2, Ub 0, R 1, P 1, R 0, P 0, R root, P root",
             2: "Ub root, Ub 3, Ub 2, Ub 1, R 3, P 3, Ub 0, R 2, P 2, R 1, P 1, R 0, P 0, R root, P root",
         }
-        for depth, expected in backward.items():
-            ref_model, model = self._init_transformer(4, True, "utils")
-            layers = list(model.layers)
-            for index, layer in enumerate(layers):
-                if index >= depth:
-                    layer.set_modules_to_backward_prefetch(layers[index - depth : index][::-1])
-            with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, forward, expected, kinds="URP", steps=2)
+        ref_model, model = self._init_transformer(4, True, "utils")
+        layers = list(model.layers)
+        for index, layer in enumerate(layers[depth:]):
+            layer.set_modules_to_backward_prefetch(layers[index : index + depth][::-1])
+        self._train(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
 
     @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_backward_prefetch_inside_ac(self):
+    @subtests(explicit=[False, True])
+    def test_set_modules_to_backward_prefetch_inside_ac(self, explicit):
         """Groups inside a checkpoint are gathered for the recomputation, unless told to be prefetched before it."""
-        for explicit in (False, True):
-            with self.subTest(explicit=explicit):
-                self._test_set_modules_to_backward_prefetch_inside_ac(explicit)
-
-    def _test_set_modules_to_backward_prefetch_inside_ac(self, explicit: bool) -> None:
         ref_model, model = (transformer(self.device, n_layers=3) for _ in range(2))
         for kind in (FeedForward, TransformerBlock):
             internals.checkpoint_wrapping.apply_activation_checkpointing(
                 model, check_fn=lambda module, kind=kind: isinstance(module, kind)
             )
         embeddings, ends = [model.tok_embeddings, model.pos_embeddings], [model.norm, model.output]
-        fully_shard(embeddings, reshard_after_forward=True)
-        for layer in model.layers:
-            fully_shard(layer.feed_forward.w1, reshard_after_forward=True)
-            fully_shard(layer, reshard_after_forward=True)
-        fully_shard(ends, reshard_after_forward=True)
-        fully_shard(model, reshard_after_forward=True)
+        blocks = [module for layer in model.layers for module in (layer.feed_forward.w1, layer)]
+        shard_each([embeddings, *blocks, ends, model], reshard_after_forward=True)
         first, second, third = model.layers
         if explicit:
             model.output.set_modules_to_backward_prefetch([third])
@@ -969,8 +957,8 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=True)
         layers = list(model.layers)
-        for modules in (layers[0], layers[1:3], layers[3:5], [model.tok_embeddings, model.pos_embeddings]):
-            fully_shard(modules, reshard_after_forward=True)
+        embeddings = [model.tok_embeddings, model.pos_embeddings]
+        shard_each([layers[0], layers[1:3], layers[3:5], embeddings], reshard_after_forward=True)
         fully_shard([model.norm, model.output], reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=True)
         forward = "Uf tok_embeddings+pos_embeddings, Uf 0, Uf 1+2, Uf 3+4, Uf norm+output"
