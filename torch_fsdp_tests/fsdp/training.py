@@ -107,7 +107,7 @@ def check_parity(
     """Compare what this rank has of an FSDP2 model with its shards of another model, all in one go.
 
     The other model is a plain one or FSDP2's as well. Compares parameters and gradients, unless ``what`` names one of
-    them alone; a gradient may lack in both models. As ``check_sharded_parity``, but a hundred times as fast, and for
+    them alone; a gradient may be missing from both. As ``check_sharded_parity``, but a hundred times as fast, and for
     any layout of FSDP's: also where it cuts what tensor parallelism has cut, which ``distribute_tensor`` does not do.
     """
     refs, params = named(ref_model), named(model)
@@ -126,7 +126,7 @@ def check_parity(
                 test.fail(f"{kind} {name} is laid out as {layout}")
             shard = whole.to_local() if isinstance(whole, DTensor) else shard_of(whole, param)
             found[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
-    check_all(test, found, expected, **tolerance)
+    _check_at_once(test, found, expected, **tolerance)
 
 
 def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
@@ -134,7 +134,9 @@ def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     check_parity(test, ref_model, model, what=("gradient",))
 
 
-def check_all(test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
+def _check_at_once(
+    test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any
+) -> None:
     """Compare tensors of one dtype, all at once: that takes as long as to compare two of them."""
     test.assertGreater(len(found), 0)
     layouts = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (found, expected)]

@@ -48,6 +48,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import (
@@ -59,16 +60,17 @@ from torch_fsdp_tests.fsdp.training import (
     shard_each,
     take_step,
     tiny_transformer,
+    train,
 )
 
-ALL_GATHER = torch.ops.c10d._allgather_base_
-REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
+ALL_GATHER, REDUCE_SCATTER = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 Reshard = bool | int | None
 
 
 fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
+fsdp_collectives = internals.fsdp2_collectives
 
 # The defect of ``test_singleton_force_sum`` and the three like it, which came with the copy.
 divides_twice = xfailIf(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
@@ -175,17 +177,17 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
                 self.assertEqual(param.full_tensor(), original, rtol=0, atol=0)
 
     def _gather(self, group: internals.Group, over: dist.ProcessGroup, streams: list[Any], async_op: bool) -> None:
-        result = internals.fsdp2_collectives.foreach_all_gather(
+        result = fsdp_collectives.foreach_all_gather(
             fsdp_params=group.fsdp_params,
             group=over,
             async_op=async_op,
             all_gather_copy_in_stream=streams[0],
             all_gather_stream=streams[1],
             device=self.device,
-            all_gather_comm=internals.fsdp2_collectives.DefaultAllGather(),
+            all_gather_comm=fsdp_collectives.DefaultAllGather(),
         )
         self.assertEqual(result.all_gather_work is not None, async_op)
-        internals.fsdp2_collectives.foreach_all_gather_copy_out(result, group.fsdp_params, over)
+        fsdp_collectives.foreach_all_gather_copy_out(result, group.fsdp_params, over)
         for fsdp_param in group.fsdp_params:
             fsdp_param.init_unsharded_param()
         group._to_unsharded()
@@ -256,7 +258,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
             with self.subTest(new_stream=new_stream):
                 group = self._test_reduce_scatter(self._get_param_sizes(), new_stream, reduce_dtype)
                 shard_group = group.mesh_info.shard_process_group
-                found = internals.fsdp2_collectives._get_gradient_divide_factors(
+                found = fsdp_collectives._get_gradient_divide_factors(
                     shard_group, None, reduce_dtype, device_type=self.device.type, factor=None
                 )
                 self.assertEqual(found, factors)
@@ -283,12 +285,12 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         places = [(torch.arange(p.numel(), device=self.device) % 61).view_as(p) for p in params]
         grads = [(self.rank % 8 + place).float() * 128 for place in places]
         (stream,) = self._streams(new_stream, 1)
-        buffer, *_ = internals.fsdp2_collectives.foreach_reduce(
+        buffer, *_ = fsdp_collectives.foreach_reduce(
             fsdp_params=group.fsdp_params,
             unsharded_grads=grads,
             reduce_scatter_group=group.mesh_info.shard_process_group,
             reduce_scatter_stream=stream,
-            reduce_scatter_comm=internals.fsdp2_collectives.DefaultReduceScatter(),
+            reduce_scatter_comm=fsdp_collectives.DefaultReduceScatter(),
             reduce_dtype=reduce_dtype,
             device=self.device,
             gradient_divide_factor=None,
@@ -313,13 +315,13 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     world_size = 4
 
-    def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[Any, int]]:
+    def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """What the function returns, and how many collectives of each kind it issues."""
         with CommDebugMode() as communication:
             result = function()
-        return result, dict(communication.get_comm_counts())
+        return result, {str(operation): count for operation, count in communication.get_comm_counts().items()}
 
-    def _check_counts(self, model: nn.Module, forward: int, backward: int, **kwargs: Any) -> None:
+    def _check_counts(self, model: nn.Module, forward: int, backward: int) -> None:
         """Two steps, each with these numbers of all-gathers and one reduce-scatter for every FSDP module."""
         for step in range(2):
             output, counts = self._count(functools.partial(model, tokens(self.rank, step, self.device)))
@@ -329,10 +331,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             self.assertEqual(counts, expected | {REDUCE_SCATTER: len(internals.fsdp_modules(model))})
 
     @skip_if_lt_x_gpu(4)
-    def test_fully_shard_communication_count(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2, None]}, self._test_communication_count)
-
-    def _test_communication_count(self, reshard_after_forward: Reshard) -> None:
+    @subtests(reshard_after_forward=[True, False, 2, None])
+    def test_fully_shard_communication_count(self, reshard_after_forward):
         model = transformer(self.device, weight_tying=True)
         blocks = len(model.layers)
         shard_blocks(model, reshard_after_forward=reshard_after_forward)
@@ -370,13 +370,13 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         shard_blocks(model, reshard_after_forward=None if value is None else not value)
         if value is not None:
             model.set_reshard_after_forward(value, recurse=recurse)
-        backward = {
+        backward: dict[Any, int] = {
             (True, True): blocks + 1,
             (True, False): 1,  # the root alone
             (False, True): 0,
             (False, False): blocks,
-        }.get((value, recurse), blocks)
-        self._check_counts(model, blocks + 1, backward)
+        }
+        self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
     @unittest.expectedFailure
     @skip_if_lt_x_gpu(4)
@@ -420,8 +420,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             print(communication.get_comm_counts())  # 3 all-gathers, 2 without the evaluation
         """
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
-        for module in (*model, model):
-            fully_shard(module)
+        shard_each([*model, model])
         inputs = rows(self.rank, 0, self.device, 2, 4)
         for evaluate in (False, True):
             if evaluate:
@@ -457,20 +456,15 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*shape), reshard_after_forward=False)
         model.set_gradient_divide_factor(divide_factor)
         self._force_sum_if_needed(model, shape, divide_factor)
-        optims = optimizers(ref_model, model, cls=ShardAdamW)
-        for step in range(6):  # upstream's 10 for fewer cases
-            ids = tokens(self.rank, step, self.device)
-            ref_loss, loss = ref_model(ids).square().mean(), model(ids).square().mean()
-            self.assertEqual(loss, ref_loss)
-            ref_loss.backward()
-            loss.backward()
+
+        def average(ref_model: nn.Module) -> None:
             average_gradients(ref_model)
             for name, param in ref_model.named_parameters():
                 if not name.startswith("layers."):
                     param.grad.mul_(self.world_size / divide_factor)
-            check_gradients(self, ref_model, model)  # Adam's step hides their scale
-            take_step(optims)
-        check_sharded_parity(self, ref_model, model)
+
+        kwargs: dict[str, Any] = {"iterations": 6, "optim_cls": ShardAdamW}  # upstream's 10 for fewer cases
+        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), average=average, **kwargs)
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
         """Compute in bfloat16, reduce in float32. The setter is called by its old name, which still works."""
@@ -479,8 +473,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         computing = copy.deepcopy(ref_model).to(torch.bfloat16)
         model: Any = copy.deepcopy(ref_model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for mlp in (*model, model):
-            fully_shard(mlp, mp_policy=policy, reshard_after_forward=False)
+        shard_each([*model, model], mp_policy=policy, reshard_after_forward=False)
         for mlp in model:
             with self.assertWarnsRegex(DeprecationWarning, "set_gradient_divide_factor"):
                 mlp.set_reduce_scatter_divide_factor(divide_factor)
@@ -525,26 +518,22 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
     @skip_if_lt_x_gpu(4)
-    def test_set_separate_reduce_scatter_group(self):
+    @subtests(shape=[(4,), (2, 2)])
+    def test_set_separate_reduce_scatter_group(self, shape):
         """Beyond upstream: reductions move to one new group of the same ranks, and gradients stay bit for bit."""
-        self.run_subtests({"shape": [(4,), (2, 2)]}, self._test_set_separate_reduce_scatter_group)
-
-    def _test_set_separate_reduce_scatter_group(self, shape: tuple[int, ...]) -> None:
         mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
             model.layers[0].set_separate_reduce_scatter_group(recurse=False)
-            first = internals.group_of(model.layers[0])._reduce_scatter_process_group
-            self.assertIs(internals.group_of(model.layers[1])._reduce_scatter_process_group, shard_group)
+            first, second = (internals.group_of(layer)._reduce_scatter_process_group for layer in model.layers)
+            self.assertIs(second, shard_group)
             model.set_separate_reduce_scatter_group()
             own = internals.group_of(model)._reduce_scatter_process_group
             created = new_group.call_count
             model.set_separate_reduce_scatter_group(True)
             self.assertEqual(new_group.call_count, created)
-        self.assertEqual(
-            {internals.group_of(m)._reduce_scatter_process_group for m in internals.fsdp_modules(model)}, {own}
-        )
+        self.assertEqual({group._reduce_scatter_process_group for group in internals.groups_of(model)}, {own})
         self.assertIsNot(own, shard_group)
         self.assertIsNot(first, shard_group)
         ranks = [dist.get_process_group_ranks(g) for g in (own, shard_group)]
@@ -570,11 +559,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
-    def test_set_reduce_scatter_max_input_buffers(self):
-        config = {"shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_set_reduce_scatter_max_input_buffers)
-
-    def _test_set_reduce_scatter_max_input_buffers(self, shape: tuple[int, ...], reshard_after_forward: bool) -> None:
+    @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
+    def test_set_reduce_scatter_max_input_buffers(self, shape, reshard_after_forward):
         """All buffers are let go of at the end, and no number changes by a bit.
 
         How many are kept until then is counted in test_fully_shard_memory.
@@ -626,13 +612,14 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
 
     @skip_if_lt_x_gpu(4)
-    def test_set_custom_comms(self):
-        """Beyond upstream: collectives of the user's, which keep their buffers, get every call and train alike."""
-        policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
-        self.run_subtests({"policy": policies, "shape": [(4,), (2, 2)]}, self._test_set_custom_comms)
+    @subtests(
+        policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
+    )
+    def test_set_custom_comms(self, policy, shape):
+        """Beyond upstream: collectives of the user's, which keep their buffers, get every call and train alike.
 
-    def _test_set_custom_comms(self, policy: MixedPrecisionPolicy, shape: tuple[int, ...]) -> None:
-        """Layers of which one is cut unevenly; the even steps accumulate a microbatch without a reduction before."""
+        One of the layers is cut unevenly; the even steps accumulate a microbatch without a reduction before.
+        """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
         computing = copy.deepcopy(ref_model).to(policy.param_dtype or torch.float32)
@@ -843,44 +830,35 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     def _test_backward_prefetch(self, reshard_after_forward: Reshard, checkpoint_impl: str | None) -> None:
         """Two steps in the place of upstream's three of each: the second shows what the first has left behind."""
         models = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
-        self._test_backward_prefetch_forward_backward(*models, reshard_after_forward)
-        self._test_backward_prefetch_multi_forward(*models, reshard_after_forward)
 
-    def _gathers_of(self, reshard_after_forward: Reshard, events: str) -> str:
-        """Without those in which nothing is gathered, since the group, or the root, has kept its parameters."""
-        kept = {False: "U", None: "Ub root"}.get(reshard_after_forward, "none")
-        return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
+        def gathers_of(events: str) -> str:
+            """Without those in which nothing is gathered, since the group, or the root, has kept its parameters."""
+            prefixes: dict[Any, str] = {False: "U", None: "Ub root"}
+            kept = prefixes.get(reshard_after_forward, "none")
+            return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
 
-    def _test_backward_prefetch_forward_backward(
-        self, ref_model: nn.Module, model: nn.Module, reshard_after_forward: Reshard
-    ) -> None:
-        """A block's backward begins with the gather for the next one, and its own was under way before."""
-        backward = "Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root"
-        backward = self._gathers_of(reshard_after_forward, backward)
-        self._train(ref_model, model, self._loss, "Uf root, Uf 0, Uf 1, Uf 2", backward, steps=1)
-
-    def _test_backward_prefetch_multi_forward(
-        self, ref_model: nn.Module, model: nn.Module, reshard_after_forward: Reshard
-    ) -> None:
-        """Two forwards before one backward, which gathers every block twice."""
+        # A block's backward begins with the gather for the next one, and its own was under way before.
         once = "Uf root, Uf 0, Uf 1, Uf 2"
-        forward = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}.get(reshard_after_forward, f"{once}, {once}")
-        second = "Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0"
-        first = "Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root"
-        backward = f"{self._gathers_of(reshard_after_forward, second)}, {first}"
+        backward = gathers_of("Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0")
+        self._train(*models, self._loss, once, f"{backward}, P root", steps=1)
 
-        def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-            return self._loss(model, 2 * step) + self._loss(model, 2 * step + 1)
-
-        self._train(ref_model, model, loss_of, forward, backward, steps=1)
+        # Two forwards before one backward, which gathers every block twice.
+        again: dict[Any, str] = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}
+        self._train(
+            *models,
+            lambda model, step: self._loss(model, 0) + self._loss(model, 1),
+            again.get(reshard_after_forward, f"{once}, {once}"),
+            f"{backward}, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root",
+            steps=1,
+        )
 
     def _test_backward_prefetch_unused_in_backward(self, reshard_after_forward: Reshard) -> None:
         """A backward of the second output alone gathers for the first one in vain, which must not cost the next."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(8, 8), DoubleLinear(8)).to(self.device)
         model: Any = copy.deepcopy(ref_model)
-        for module in (model[0], model[1].lin1, model[1].lin2, model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        modules = [model[0], model[1].lin1, model[1].lin2]
+        shard_each([*modules, model], reshard_after_forward=reshard_after_forward)
         optims = optimizers(ref_model, model)
         with self._recorded("UP") as events:
             for step in range(2):
@@ -893,9 +871,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
                 model.set_is_last_backward(True)
                 first.sum().backward()
                 self._check_events(events, "Ub 0, P 1.lin1, P 0, P 1.lin2")
-                for group in map(
-                    internals.group_of, internals.fsdp_modules(model[0]) + internals.fsdp_modules(model[1])
-                ):
+                for group in map(internals.group_of, modules):
                     self.assertEqual((internals.forward_positions(group), internals.pending_gather(group)), ([], None))
                 ref_first, ref_second = ref_model(inputs)
                 (ref_first.sum() + ref_second.sum()).backward()
@@ -908,7 +884,8 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             self.assertEqual(internals.forward_positions(internals.group_of(model[1].lin2)), [])
 
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_forward_prefetch(self):
+    @subtests(depth=[1, 2])
+    def test_set_modules_to_forward_prefetch(self, depth):
         forward = {
             1: "Uf root, Uf 0, Uf 1, Rf 0, Uf 2, Rf 1, Uf 3, Rf 2, Rf 3, Rf root",
             2: "Uf root, Uf 0, Uf 1, Uf 2, Rf 0, Uf 3, Rf 1, Rf 2, Rf 3, Rf root",
@@ -916,51 +893,39 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         backward = (
             "Ub root, Ub 3, Ub 2, R 3, P 3, Ub 1, R 2, P 2, Ub 0, R 1, P 1, R 0, P 0, R root, P root"  # the default
         )
-        for depth, expected in forward.items():
-            ref_model, model = self._init_transformer(4, True, "utils")
-            layers = list(model.layers)
-            for index, layer in enumerate(layers[:-depth]):
-                layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
-            with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, expected, backward, kinds="URP", steps=2)
+        ref_model, model = self._init_transformer(4, True, "utils")
+        layers = list(model.layers)
+        for index, layer in enumerate(layers[:-depth]):
+            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
+        self._train(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
 
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_backward_prefetch(self):
+    @subtests(depth=[1, 2])
+    def test_set_modules_to_backward_prefetch(self, depth):
         forward = "Uf root, Uf 0, Rf 0, Uf 1, Rf 1, Uf 2, Rf 2, Uf 3, Rf 3, Rf root"
         backward = {
             1: "Ub root, Ub 3, Ub 2, R 3, P 3, Ub 1, R 2, P 2, Ub 0, R 1, P 1, R 0, P 0, R root, P root",
             2: "Ub root, Ub 3, Ub 2, Ub 1, R 3, P 3, Ub 0, R 2, P 2, R 1, P 1, R 0, P 0, R root, P root",
         }
-        for depth, expected in backward.items():
-            ref_model, model = self._init_transformer(4, True, "utils")
-            layers = list(model.layers)
-            for index, layer in enumerate(layers):
-                if index >= depth:
-                    layer.set_modules_to_backward_prefetch(layers[index - depth : index][::-1])
-            with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, forward, expected, kinds="URP", steps=2)
+        ref_model, model = self._init_transformer(4, True, "utils")
+        layers = list(model.layers)
+        for index, layer in enumerate(layers[depth:]):
+            layer.set_modules_to_backward_prefetch(layers[index : index + depth][::-1])
+        self._train(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
 
     @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_backward_prefetch_inside_ac(self):
+    @subtests(explicit=[False, True])
+    def test_set_modules_to_backward_prefetch_inside_ac(self, explicit):
         """Groups inside a checkpoint are gathered for the recomputation, unless told to be prefetched before it."""
-        for explicit in (False, True):
-            with self.subTest(explicit=explicit):
-                self._test_set_modules_to_backward_prefetch_inside_ac(explicit)
-
-    def _test_set_modules_to_backward_prefetch_inside_ac(self, explicit: bool) -> None:
         ref_model, model = (transformer(self.device, n_layers=3) for _ in range(2))
         for kind in (FeedForward, TransformerBlock):
             internals.checkpoint_wrapping.apply_activation_checkpointing(
                 model, check_fn=lambda module, kind=kind: isinstance(module, kind)
             )
         embeddings, ends = [model.tok_embeddings, model.pos_embeddings], [model.norm, model.output]
-        fully_shard(embeddings, reshard_after_forward=True)
-        for layer in model.layers:
-            fully_shard(layer.feed_forward.w1, reshard_after_forward=True)
-            fully_shard(layer, reshard_after_forward=True)
-        fully_shard(ends, reshard_after_forward=True)
-        fully_shard(model, reshard_after_forward=True)
+        blocks = [module for layer in model.layers for module in (layer.feed_forward.w1, layer)]
+        shard_each([embeddings, *blocks, ends, model], reshard_after_forward=True)
         first, second, third = model.layers
         if explicit:
             model.output.set_modules_to_backward_prefetch([third])
@@ -992,8 +957,8 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=True)
         layers = list(model.layers)
-        for modules in (layers[0], layers[1:3], layers[3:5], [model.tok_embeddings, model.pos_embeddings]):
-            fully_shard(modules, reshard_after_forward=True)
+        embeddings = [model.tok_embeddings, model.pos_embeddings]
+        shard_each([layers[0], layers[1:3], layers[3:5], embeddings], reshard_after_forward=True)
         fully_shard([model.norm, model.output], reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=True)
         forward = "Uf tok_embeddings+pos_embeddings, Uf 0, Uf 1+2, Uf 3+4, Uf norm+output"
@@ -1012,9 +977,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         manual_seed(42)
         ref_model = nn.Sequential(HalfUsed(16), HalfUsed(16), nn.Linear(16, 16)).to(self.device)
         model = copy.deepcopy(ref_model)
-        for module in model[:2]:
-            fully_shard([module.unused_lin, module.lin], reshard_after_forward=True)
-        fully_shard(model, reshard_after_forward=True)
+        shard_each([*([module.unused_lin, module.lin] for module in model[:2]), model], reshard_after_forward=True)
 
         def loss_of(model: nn.Module, step: int) -> torch.Tensor:
             return model(rows(self.rank, step, self.device, 4, 16)).sum()
@@ -1030,22 +993,17 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         """A prefetch of a module whose backward is over must not hang, nor spoil the next step."""
         manual_seed(42)
         ref_model = MLP(16, self.device)
-        model: Any = copy.deepcopy(ref_model)
-        for module in (model.in_proj, model.out_proj, model):
-            fully_shard(module)
+        model = copy.deepcopy(ref_model)
+        shard_each([model.in_proj, model.out_proj, model])
         model.in_proj.set_modules_to_backward_prefetch([model.out_proj])
-        optims = optimizers(ref_model, model)
-        for step in range(3):
-            inputs = rows(self.rank, step, self.device, 2, 16)
-            ref_loss, loss = ref_model(inputs).sum(), model(inputs).sum()
-            self.assertEqual(loss, ref_loss)
-            ref_loss.backward()
-            loss.backward()
-            average_gradients(ref_model)
-            check_sharded_parity(self, ref_model, model)
-            for module in (model.in_proj, model.out_proj):
+
+        def step(each: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+            loss = train(each, inputs)
+            for module in internals.fsdp_modules(each)[1:]:
                 self.assertIsNone(internals.pending_gather(internals.group_of(module)))
-            take_step(optims)
+            return loss
+
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 16), step=step)
 
 
 class HalfUsed(nn.Module):
@@ -1116,8 +1074,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
         ref_model = BranchedModel(8).to(device)
         model = copy.deepcopy(ref_model)
         internals.composable.replicate(ref_model, device_ids=device_ids)
-        for mlp in model.mlps.mlps:
-            fully_shard(mlp, reshard_after_forward=False)
+        shard_each(model.mlps.mlps, reshard_after_forward=False)
         fully_shard(model.mlps)
         internals.composable.replicate(model, device_ids=device_ids)
         optims = optimizers(ref_model, model)
@@ -1145,8 +1102,7 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
     def test_unshard_no_param_group(self):
         """A root that owns nothing gives a handle like any other, which gathers nothing."""
         model: Any = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
-        for module in (*model, model):
-            fully_shard(module)
+        shard_each([*model, model])
         self.assertFalse(internals.has_group(model))
         handle = model.unshard(async_op=True)
         self.assertIsNone(handle.wait())
@@ -1169,9 +1125,8 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
 class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
     """Buffers of collectives that the process group allocates, if it can."""
 
-    log_name = ""
-
     world_size = 2
+    log_name = ""
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
@@ -1187,7 +1142,7 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
             return re.search(r"register comm .* buffer", log.read()) is not None
 
     def _comms(self, model: nn.Module) -> set[tuple[type, type]]:
-        groups = [internals.group_of(module) for module in internals.fsdp_modules(model)]
+        groups = internals.groups_of(model)
         return {(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups}
 
     @skip_if_lt_x_gpu(2)
@@ -1198,17 +1153,17 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
         """
         device = self.device
         twin, model = (shard_blocks(transformer(device)) for _ in range(2))
-        default = {(internals.fsdp2_collectives.DefaultAllGather, internals.fsdp2_collectives.DefaultReduceScatter)}
+        default = {(fsdp_collectives.DefaultAllGather, fsdp_collectives.DefaultReduceScatter)}
         from_group = {
             (
-                internals.fsdp2_collectives.ProcessGroupAllocAllGather,
-                internals.fsdp2_collectives.ProcessGroupAllocReduceScatter,
+                fsdp_collectives.ProcessGroupAllocAllGather,
+                fsdp_collectives.ProcessGroupAllocReduceScatter,
             )
         }
         logged = accelerator.current().has("symmetric_memory")
         optims = optimizers(twin, model)
         asked: list[torch.Size] = []
-        allocate = internals.fsdp2_collectives.ProcessGroupAllocMixin.allocate
+        allocate = fsdp_collectives.ProcessGroupAllocMixin.allocate
 
         def record(comm: Any, size: Any, **kwargs: Any) -> torch.Tensor:
             self.assertIs(comm._group, internals.group_of(model).mesh_info.shard_process_group)
@@ -1222,7 +1177,7 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
                     module.set_allocate_memory_from_process_group_for_comm(enable)
                 self.assertEqual(self._comms(model), from_group if enable else default)
             ids = tokens(self.rank, step, device)
-            with mock.patch.object(internals.fsdp2_collectives.ProcessGroupAllocMixin, "allocate", record):
+            with mock.patch.object(fsdp_collectives.ProcessGroupAllocMixin, "allocate", record):
                 model(ids).sum().backward()
             # three groups in forward, the two blocks again in backward, and two buffers for each reduction
             self.assertEqual(len(asked), 3 + 2 + 3 * 2 if enable else 0)
@@ -1244,7 +1199,7 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
             model.set_allocate_memory_from_process_group_for_comm(True)
         self.assertIs(internals.group_of(model)._all_gather_comm, custom)
 
-        model.set_custom_all_gather(internals.fsdp2_collectives.DefaultAllGather())
+        model.set_custom_all_gather(fsdp_collectives.DefaultAllGather())
         model.set_custom_reduce_scatter(mock.MagicMock(spec=fsdp_api.ReduceScatter))
         with self.assertRaisesRegex(AssertionError, "reduce scatter comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
@@ -1266,10 +1221,8 @@ class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
         lambda: None if sm_is_or_higher_than(accelerator.current().device(), 9, 0) else "needs compute capability 9.0"
     )
     @skip_if_lt_x_gpu(2)
-    def test_fully_shard_symm_mem(self):
-        self.run_subtests({"sum_reduction": [True, False]}, self._test_fully_shard_symm_mem)
-
-    def _test_fully_shard_symm_mem(self, sum_reduction: bool) -> None:
+    @subtests(sum_reduction=[True, False])
+    def test_fully_shard_symm_mem(self, sum_reduction):
         """One step; only sums are reduced in shared memory."""
         device = self.device
         model = shard_blocks(transformer(device, dim=4096, max_seq_len=64))
@@ -1277,8 +1230,8 @@ class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
             module.set_force_sum_reduction_for_comms(sum_reduction)
             module.set_symm_mem_for_comm()
             comms = internals.group_of(module)._all_gather_comm, internals.group_of(module)._reduce_scatter_comm
-            self.assertIsInstance(comms[0], internals.fsdp2_collectives.SymmMemAllGather)
-            self.assertEqual(isinstance(comms[1], internals.fsdp2_collectives.SymmMemReduceScatter), sum_reduction)
+            self.assertIsInstance(comms[0], fsdp_collectives.SymmMemAllGather)
+            self.assertEqual(isinstance(comms[1], fsdp_collectives.SymmMemReduceScatter), sum_reduction)
         model(torch.randint(0, 8, (4, 64), device=device)).sum().backward()
         for name, grad in local_grads(model).items():
             self.assertTrue(grad.isfinite().all().item(), name)
@@ -1296,24 +1249,25 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
 
     def _test_force_sum(self, mesh_shape: tuple[int, ...]) -> None:
         """Averages first, then sums alone, then averages again; the gradients are those of a replica throughout."""
-        device = self.device
-        mesh = self._mesh(*mesh_shape)
-        ref_model = transformer(device)
-        model = shard_blocks(copy.deepcopy(ref_model), mesh=mesh)
-        optims = optimizers(ref_model, model)
-        for step, force_sum in enumerate((False, True, True, False)):
-            for module in internals.fsdp_modules(model):
+        ref_model = transformer(self.device)
+        model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*mesh_shape))
+        modules = internals.fsdp_modules(model)
+        forced = iter((False, True, True, False))
+
+        def step(each: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            if each is ref_model:
+                return train(each, ids)
+            force_sum = next(forced)
+            for module in modules:
                 module.set_force_sum_reduction_for_comms(force_sum)
-            ops = [SUM if force_sum else AVG] * len(internals.fsdp_modules(model))
-            ids = tokens(self.rank, step, device)
             with collectives.recorded() as calls:
-                model(ids).sum().backward()
+                loss = train(each, ids)
+            ops = [SUM if force_sum else AVG] * len(modules)
             self.assertEqual(calls.values("RS", "op"), ops)
             self.assertEqual(calls.values("AR", "op"), ops if len(mesh_shape) > 1 else [])
-            ref_model(ids).sum().backward()
-            average_gradients(ref_model)
-            check_gradients(self, ref_model, model)
-            take_step(optims)
+            return loss
+
+        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), step=step, iterations=4)
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_force_sum_reduce_scatter(self):
@@ -1335,22 +1289,11 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
         manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
         model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(1), reshard_after_forward=False)
-        optims = optimizers(ref_model, model)
-        for step in range(3):
-            inputs = rows(self.rank, step, self.device, 17, 16)
-            for module, optim in ((ref_model, optims[0]), (model, optims[1])):
-                optim.zero_grad()
-                module.loss = module(inputs).square().sum()
-                module.loss.backward()
-            self.assertEqual(model.loss, ref_model.loss)
-            self.assertEqual(model.bias.grad.to_local(), ref_model.bias.grad)
-            check_sharded_parity(self, ref_model, model)
-            for optim in optims:
-                optim.step()
+        self._train_and_compare(ref_model, model, lambda: self._inputs(17, 16))
         group = internals.group_of(model).mesh_info.shard_process_group
         pairs = [(group, None), (group, group), (None, group)]
         for reduce_scatter_group, all_reduce_group in pairs[: 3 if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else 2]:
-            factors = internals.fsdp2_collectives._get_gradient_divide_factors(
+            factors = fsdp_collectives._get_gradient_divide_factors(
                 reduce_scatter_group, all_reduce_group, torch.float32
             )
             self.assertEqual(factors, (None, None, SUM, SUM))
