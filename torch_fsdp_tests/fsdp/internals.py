@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
 
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.torch_names import attribute, set_attribute
@@ -34,6 +36,7 @@ fsdp2_init = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_init"
 fsdp2_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
 fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
+sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 
@@ -171,6 +174,23 @@ def clean_name(name: str) -> str:
 def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
     """A mock in the place of the method by which a handle gathers its flat parameter; ``kwargs`` are the mock's."""
     return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
+
+
+def flat_param_of(module: nn.Module) -> FlatParam:
+    """The flat parameter of this FSDP1 instance, which must manage parameters."""
+    found = handle(module)
+    assert found is not None, f"{type(module).__name__} manages no parameters"
+    return found.flat_param
+
+
+def managing_instances(model: nn.Module) -> list[FSDP]:
+    """The FSDP1 instances that manage parameters, in the order of ``modules()``."""
+    return [module for module in FSDP.fsdp_modules(model) if handle(module) is not None]
+
+
+def hybrid_strategies() -> list[ShardingStrategy]:
+    """The strategies that shard within a group of ranks and replicate over such groups; the second keeps gathered."""
+    return [ShardingStrategy.HYBRID_SHARD, attribute(ShardingStrategy, "_HYBRID_SHARD_ZERO2")]
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

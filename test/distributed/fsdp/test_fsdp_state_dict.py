@@ -1086,9 +1086,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
 
 class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_local_state_dict_reshard(self):

@@ -106,9 +106,7 @@ def environment(name: str, is_set: bool) -> Iterator[None]:
 class UseOrigParamsTest(FSDPTest):
     """What the cases of this file have in common: a replica by DDP, and comparisons with it on every rank."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _ddp(self, module: nn.Module, **kwargs: Any) -> DDP:
         return DDP(module, device_ids=None if self.device.index is None else [self.device.index], **kwargs)

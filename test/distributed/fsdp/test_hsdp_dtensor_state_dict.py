@@ -75,9 +75,7 @@ class FakeMPModel(nn.Module):
 
 
 class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device_type, (2, self.world_size // 2))
