@@ -161,12 +161,12 @@ class TestFSDPMixedPrecision(FSDPTest):
         for layer in model.modules():
             if isinstance(layer, LinearMixedPrecision):
                 layer.register_forward_pre_hook(lambda layer, args: self._check_forward(model, layer, args[0], dtypes))
-        handles = internals.handles(model)
-        gathers = len(handles)
-        if model.sharding_strategy is ShardingStrategy.FULL_SHARD:
-            gathers += len(handles) - 1  # in backward, all but the root
-        if model.sharding_strategy is ShardingStrategy.NO_SHARD:
-            gathers = 0
+        instances = len(internals.handles(model))
+        gathers = {
+            ShardingStrategy.FULL_SHARD: 2 * instances - 1,  # the root is gathered once
+            ShardingStrategy.SHARD_GRAD_OP: instances,
+            ShardingStrategy.NO_SHARD: 0,
+        }[model.sharding_strategy]
 
         optim, scaler = torch.optim.Adam(model.parameters(), lr=0.1), self._scaler(enabled=scales)
         torch.manual_seed(self.rank + 1)
@@ -179,7 +179,7 @@ class TestFSDPMixedPrecision(FSDPTest):
                 self.assertEqual(loss.dtype, dtypes.param)
                 loss.backward()
             self.assertEqual(dtypes_of(calls, "all_gather"), [dtypes.param] * gathers)
-            self.assertEqual(dtypes_of(calls, "reduce_scatter", "all_reduce"), [dtypes.reduce] * len(handles))
+            self.assertEqual(dtypes_of(calls, "reduce_scatter", "all_reduce"), [dtypes.reduce] * instances)
             self._check_low_shards_and_buffers(model, dtypes)
             for param in model.parameters():
                 self.assertEqual((param.dtype, param.grad.dtype), (dtypes.full, dtypes.full))
@@ -212,20 +212,16 @@ class TestFSDPMixedPrecision(FSDPTest):
         self.assertEqual(
             [flat.dtype for flat in flat_params], [dtypes.param if each else dtypes.full for each in gathered]
         )
-        self._check_low_shards(model, dtypes)
+        self._check_low_shards_and_buffers(model, dtypes)
 
-    def _check_low_shards(self, model: FSDP, dtypes: Dtypes) -> None:
-        """There are shards in a low dtype if parameters have one, and they hold memory only during a gather."""
+    def _check_low_shards_and_buffers(self, model: FSDP, dtypes: Dtypes) -> None:
+        """Shards in a low dtype are there if parameters have one, and hold memory only in a gather; buffers are low."""
         for flat_param in internals.flat_params(model):
             is_low = dtypes.param != dtypes.full
             self.assertEqual(internals.has_low_precision_shard(flat_param), is_low)
             if is_low:
                 shard = internals.low_precision_shard(flat_param)
                 self.assertEqual((shard.dtype, shard.untyped_storage().size()), (dtypes.param, 0))
-
-    def _check_low_shards_and_buffers(self, model: FSDP, dtypes: Dtypes) -> None:
-        """Outside of forward and backward no low shard is left, and buffers stay low."""
-        self._check_low_shards(model, dtypes)
         buffers = [buffer.dtype for buffer in model.buffers()]
         self.assertEqual(buffers, [dtypes.buffer] * len(internals.handles(model)))
 
@@ -340,7 +336,8 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
                 loss = model.module.get_loss(inputs, output)
                 loss.backward()
             self.assertEqual((output.dtype, loss.dtype), (low, low))
-            self.assertEqual(calls, [("all_gather", low), ("reduce_scatter", mp_config.reduce_dtype or low)])
+            sent = [(call.name, call.dtype) for call in calls]
+            self.assertEqual(sent, [("all_gather", low), ("reduce_scatter", mp_config.reduce_dtype or low)])
             flat_param = internals.flat_param_of(model)
             before = flat_param.detach().clone()
             optim.step()

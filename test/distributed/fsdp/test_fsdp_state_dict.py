@@ -48,7 +48,7 @@ from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_ho
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
-from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
+from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks, full_parameters, named
 
 if TYPE_CHECKING:
     _Base = FSDPTest
@@ -176,8 +176,7 @@ def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()
     }
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = of_all_ranks(mine)
     whole = dict(state_dict)
     for name, value in sharded.items():
         tensor = torch.full(value.size(), torch.nan, dtype=value.dtype)
