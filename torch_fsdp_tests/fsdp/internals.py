@@ -6,13 +6,16 @@ that asked skips, and the reason names it; then this file is the one to mend.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
 
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.torch_names import attribute, set_attribute
@@ -34,7 +37,9 @@ fsdp2_init = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_init"
 fsdp2_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
 fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
+sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+pytree = torch_names.module("torch.utils._pytree")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 
 
@@ -171,6 +176,49 @@ def clean_name(name: str) -> str:
 def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
     """A mock in the place of the method by which a handle gathers its flat parameter; ``kwargs`` are the mock's."""
     return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
+
+
+def flat_param_of(module: nn.Module) -> FlatParam:
+    """The flat parameter of this FSDP1 instance, which must manage parameters."""
+    found = handle(module)
+    assert found is not None, f"{type(module).__name__} manages no parameters"
+    return found.flat_param
+
+
+def managing_instances(model: nn.Module) -> list[FSDP]:
+    """The FSDP1 instances that manage parameters, in the order of ``modules()``."""
+    return [module for module in FSDP.fsdp_modules(model) if handle(module) is not None]
+
+
+def hybrid_strategies() -> list[ShardingStrategy]:
+    """The strategies that shard within a group of ranks and replicate over such groups; the second keeps gathered."""
+    return [ShardingStrategy.HYBRID_SHARD, attribute(ShardingStrategy, "_HYBRID_SHARD_ZERO2")]
+
+
+def instances(model: nn.Module) -> dict[str, FSDP]:
+    """The FSDP1 instances by the names that their modules have in the plain model, the root's first and empty."""
+    return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDP)}
+
+
+def names_managed(model: nn.Module) -> dict[str, list[str]]:
+    """For each FSDP1 instance that manages parameters their names in the plain model, by the instance's own name."""
+    managing = {name: each.flat_param for name, module in instances(model).items() if (each := handle(module))}
+    return {
+        name: [f"{name}.{inner}".lstrip(".") for inner in names_in(flat_param)] for name, flat_param in managing.items()
+    }
+
+
+@contextlib.contextmanager
+def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
+    """Inside the context ``record`` is called with each handle that gathers its flat parameter, before it does."""
+
+    def gather(handle: Handle, *args: Any) -> Any:
+        record(handle)
+        return original(handle, *args)
+
+    original = attribute(flat_param.FlatParamHandle, "_all_gather_flat_param")
+    with patched_gather(new=gather):
+        yield
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

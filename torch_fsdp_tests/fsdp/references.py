@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.fsdp import internals
 
 
@@ -29,6 +32,12 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace the gradients of a plain model by their means over the ranks of the group; None stays None."""
     average([param.grad for param in model.parameters() if param.grad is not None], group)
+
+
+def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
+    """The model, which lies on this rank's device, in DDP; ``kwargs`` are DDP's."""
+    device = rank_device()
+    return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
 
 
 def named(model: nn.Module, wrappers: tuple[str, ...] = ("module.",)) -> dict[str, nn.Parameter]:
@@ -59,3 +68,6 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({internals.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
+def room_in(tensor: torch.Tensor) -> int:
+    """The number of elements for which the tensor's storage has room; a freed one has room for none."""
+    return tensor.untyped_storage().size() // tensor.element_size()

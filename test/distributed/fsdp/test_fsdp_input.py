@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
@@ -133,9 +132,7 @@ class _InputBase(FSDPTest):
 
 
 class TestInput(_InputBase):
-    @property
-    def world_size(self):
-        return 1  # where FSDP shards nothing
+    world_size = 1  # where FSDP shards nothing
 
     @skip_if_lt_x_gpu(1)
     @parametrize("input_cls", [subtest(dict, name="dict"), subtest(list, name="list")])
@@ -149,9 +146,7 @@ def _packed(input_cls):
 
 
 class TestInputSharded(_InputBase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_input_type_sharded(self, device):
@@ -185,7 +180,7 @@ class TestInputSharded(_InputBase):
 
         with mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", counted):
             self._test_parity(reference, model, call, device, steps=2)
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertEqual([ran[handle] for handle in handles], [2] * 2)
 
     @skip_if_lt_x_gpu(2)

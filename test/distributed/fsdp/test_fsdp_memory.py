@@ -11,7 +11,6 @@ import gc
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
@@ -87,9 +86,7 @@ def create_model(with_fsdp, with_checkpoint, model_hidden_dim, **fsdp_kwargs):
 
 
 class TestFSDPMemory(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _sharded(self, hidden_dim, with_checkpoint=False, **fsdp_kwargs):
         model = create_model(True, with_checkpoint, hidden_dim, **fsdp_kwargs)
@@ -153,7 +150,7 @@ class TestFSDPMemory(FSDPTest):
     # What the storages add up to.
 
     def _held(self, model, optim):
-        flat_params = [handle.flat_param for handle in traversal_utils._get_fsdp_handles(model)]
+        flat_params = [handle.flat_param for handle in internals.handles(model)]
         return {
             "shards": bytes_of(flat_params),
             "gathered": bytes_of(getattr(flat_param, "_full_param_padded", None) for flat_param in flat_params),
@@ -165,7 +162,7 @@ class TestFSDPMemory(FSDPTest):
 
     def _shard_bytes(self, model):
         """Of what each unit has, the part of this rank: all ranks have equally much, the last one with padding."""
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertEqual(len(handles), 7)  # stem, blocks, head, and four norms
         self.assertIsNone(model._handle)
         numels = [sum(shape.numel() for shape in handle.flat_param._shapes) for handle in handles]
@@ -207,7 +204,7 @@ class TestFSDPMemory(FSDPTest):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(x).sum()
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         owned = {handle.flat_param._full_param_padded.untyped_storage()._cdata for handle in handles}
         kept = bytes_of(tensor for tensor in saved if tensor.untyped_storage()._cdata not in owned)
         loss.backward()

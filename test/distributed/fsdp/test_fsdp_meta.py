@@ -8,7 +8,6 @@ import copy
 import functools
 
 import torch
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
@@ -114,9 +113,7 @@ def _reset_all(model):
 
 
 class TestFSDPWithMetaDevice(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _compare_fsdp(self, *models):
         """Parameters and buffers are alike, and all are where they can compute."""
@@ -261,7 +258,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
             param_init_fn=init,
             device_id=self.device,
         )
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertEqual([handle.flat_param._fqns for handle in handles], [("2.weight",), ("weight", "bias")])
         self.assertEqual([handle.flat_param.device for handle in handles], [self.device] * 2)
         precision = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
