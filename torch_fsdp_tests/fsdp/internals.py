@@ -208,6 +208,15 @@ def names_managed(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
+def gather_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers of all flat parameters, see :func:`gathered`; a flat parameter has one from its first forward on."""
+    found = []
+    for each in flat_params(model):
+        with contextlib.suppress(AttributeError):
+            found.append(gathered(each))
+    return found
+
+
 @contextlib.contextmanager
 def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
     """Inside the context ``record`` is called with each handle that gathers its flat parameter, before it does."""
