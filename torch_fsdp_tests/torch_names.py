@@ -11,7 +11,7 @@ import importlib
 import sys
 import unittest
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -107,29 +107,18 @@ def _gone(name: str, asked_in: str) -> NameIsGone:
 
 @functools.cache
 def _names_in_fsdp() -> frozenset[str]:
-    """Every name that the code of torch's FSDP mentions, and every one that its classes declare."""
+    """Every name that the code of torch's FSDP mentions."""
     found: set[str] = set()
     for name, loaded in list(sys.modules.items()):
-        if loaded is not None and (name + ".").startswith("torch.distributed.fsdp."):
-            for value in vars(loaded).values():
-                if getattr(value, "__module__", None) == name:
-                    _collect(value, found)
+        if f"{name}.".startswith("torch.distributed.fsdp.") and loaded is not None:
+            _collect(loaded.__spec__.loader.get_code(name), found)  # type: ignore[union-attr]
     return frozenset(found)
 
 
-def _collect(value: Any, found: set[str]) -> None:
-    if isinstance(value, type):
-        found.update(vars(value), vars(value).get("__annotations__", ()))
-        for each in vars(value).values():
-            _collect(getattr(each, "__func__", getattr(each, "fget", each)), found)
-    elif isinstance(value, FunctionType):
-        _collect_code(getattr(value, "__wrapped__", value).__code__, found)
-
-
-def _collect_code(code: CodeType, found: set[str]) -> None:
+def _collect(code: CodeType, found: set[str]) -> None:
     found.update(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            _collect_code(constant, found)
-        elif isinstance(constant, str):
-            found.add(constant)  # setattr(flat_param, "_mp_shard", ...)
+            _collect(constant, found)
+        elif isinstance(constant, str):  # the names of annotated attributes, and setattr(flat_param, "_mp_shard", ...)
+            found.add(constant)

@@ -7,9 +7,11 @@ that asked skips, and the reason names it; then this file is the one to mend.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -106,8 +108,13 @@ def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
 
 def has_low_precision_shard(flat_param: FlatParam) -> bool:
     """Whether the flat parameter has a shard in the dtype of mixed precision, which it has for a low dtype alone."""
+    return _has_optional(flat_param, "_mp_shard")
+
+
+def _has_optional(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute that FSDP gives to some such objects only."""
     try:
-        attribute(flat_param, "_mp_shard")
+        attribute(owner, name)
     except AttributeError:
         return False
     return True
@@ -195,6 +202,20 @@ def hybrid_strategies() -> list[ShardingStrategy]:
     return [ShardingStrategy.HYBRID_SHARD, attribute(ShardingStrategy, "_HYBRID_SHARD_ZERO2")]
 
 
+def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
+    """The buffers that gathers of a flat parameter fill: of :func:`gathered` and its like, those that there are."""
+    return [
+        getattr(flat_param, name)
+        for name in ("_full_param_padded", "_full_prec_full_param_padded")
+        if _has_optional(flat_param, name)
+    ]
+
+
+def switched(variable: str, on: bool) -> AbstractContextManager[Any]:
+    """Turn a switch in the environment on or off, which FSDP1 reads where an instance is constructed."""
+    return mock.patch.dict(os.environ, {variable: "1" if on else "0"})
+
+
 def instances(model: nn.Module) -> dict[str, FSDP]:
     """The FSDP1 instances by the names that their modules have in the plain model, the root's first and empty."""
     return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDP)}
@@ -206,15 +227,6 @@ def names_managed(model: nn.Module) -> dict[str, list[str]]:
     return {
         name: [f"{name}.{inner}".lstrip(".") for inner in names_in(flat_param)] for name, flat_param in managing.items()
     }
-
-
-def gather_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers of all flat parameters, see :func:`gathered`; a flat parameter has one from its first forward on."""
-    found = []
-    for each in flat_params(model):
-        with contextlib.suppress(AttributeError):
-            found.append(gathered(each))
-    return found
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests.common_utils import manual_seed
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full_parameters
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ class ShardedStatesMixin(_Base):
         self.assertEqual(counts, others)
         self.assertEqual(list(dtensors), list(sharded_tensors))
         for name, dtensor in dtensors.items():
-            self.assertEqual((type(dtensor), type(sharded_tensors[name])), (DTensor, ShardedTensor))
+            self.assertEqual(
+                (type(dtensor), type(sharded_tensors[name])), (DTensor, internals.sharded_tensors.ShardedTensor)
+            )
             local, shards = dtensor.to_local(), sharded_tensors[name].local_shards()
             self.assertEqual(local.device.type, _HOST.type if offload_to_cpu else self.device.type)
             if shards:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -28,7 +27,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
@@ -37,6 +35,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full_parameters
 
 FULL, LOCAL, SHARDED = (
@@ -59,11 +58,10 @@ def layers(seed: int, device: torch.device, hidden: int = 3, outputs: int = 1) -
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
     """Copies of this rank's flat shards, without padding."""
-    found = []
-    for handle in _get_fsdp_handles(model):
-        flat_param = handle.flat_param
-        found.append(flat_param.detach()[: flat_param.numel() - flat_param._shard_numel_padded].clone())
-    return found
+    return [
+        flat_param.detach()[: flat_param.numel() - internals.padding_of(flat_param)].clone()
+        for flat_param in internals.flat_params(model)
+    ]
 
 
 @contextlib.contextmanager
@@ -74,9 +72,7 @@ def mode(model: nn.Module, kind: StateDictType, **config: bool) -> Iterator[None
 
 
 class TestDistributedCheckpoint(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
@@ -152,7 +148,7 @@ class TestCheckpointOnDisk(FSDPTest):
         self.assertEqual(full_parameters(other), dict(layers(0, self.device).named_parameters()), rtol=0, atol=0)
         self.assertEqual(other.module.kept.tolist(), [1.0, 1.0])
         self.assertEqual(other.module.saved.tolist(), [0.0, 0.0])
-        self.assertEqual([handle.flat_param.requires_grad for handle in _get_fsdp_handles(other)], [True, False])
+        self.assertEqual([flat_param.requires_grad for flat_param in internals.flat_params(other)], [True, False])
 
     # Training that goes on.
 
@@ -180,7 +176,8 @@ class TestCheckpointOnDisk(FSDPTest):
             self.assertEqual(state_dict, {})
         with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
-        self.assertEqual({type(state["exp_avg"]) for state in state_dict["state"].values()}, {ShardedTensor})
+        kinds = {type(state["exp_avg"]) for state in state_dict["state"].values()}
+        self.assertEqual(kinds, {internals.sharded_tensors.ShardedTensor})
         dcp.save(state_dict, storage_writer=FileSystemWriter(f"{path}/optim"), process_group=group)
 
     def _load(self, path: str, model: FSDP, optim: torch.optim.Optimizer, kind: StateDictType, **config: bool) -> None:

@@ -20,8 +20,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.collectives import of_all_ranks
-from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 
 NUM_ITERS = 2
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]

@@ -25,8 +25,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.fsdp.collectives import of_all_ranks
-from torch_fsdp_tests.fsdp.references import named
+from torch_fsdp_tests.fsdp.references import named, of_all_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
 # Limits and orders of the norm, not all against all: the limit enters by one factor, whatever the order is.

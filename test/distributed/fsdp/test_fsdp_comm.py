@@ -32,8 +32,8 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.collectives import ALL_GATHER, REDUCE_SCATTER, Call, recorded
 from torch_fsdp_tests.fsdp.references import full_parameters, room_in
+from torch_fsdp_tests.fsdp.traffic import Call, recorded_calls
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
@@ -48,9 +48,9 @@ class Traffic:
     """What a rank put into its collectives, in bytes and in the order of the calls."""
 
     def __init__(self, calls: list[Call]) -> None:
-        gathers = [call for call in calls if call.kind == ALL_GATHER]
+        gathers = [call for call in calls if call.name == "all_gather"]
         self.all_gathers = [call.nbytes for call in gathers if call.dtype.is_floating_point]
-        self.reduce_scatters = [call.nbytes for call in calls if call.kind == REDUCE_SCATTER]
+        self.reduce_scatters = [call.nbytes for call in calls if call.name == "reduce_scatter"]
         # All-gathers of indices, by which ranks compare the order of their forwards.
         self.validations = len(gathers) - len(self.all_gathers)
 
@@ -80,9 +80,9 @@ class TestCommunication(FSDPTest):
         inputs = model.module.get_input(get_devtype())
         if requires_grad:
             inputs = tuple(each.requires_grad_() for each in inputs)
-        with recorded() as forward:
+        with recorded_calls() as forward:
             loss = model.module.get_loss(inputs, model(*inputs))
-        with recorded() as backward:
+        with recorded_calls() as backward:
             model.module.run_backward(loss)
         return {PassType.FWD: Traffic(forward), PassType.BWD: Traffic(backward)}
 
@@ -313,7 +313,7 @@ class TestExplicitUnshard(FSDPTest):
         torch.manual_seed(42 + self.rank + 1)
         for _ in range(10):
             inputs = torch.randn(batch, dim, device=device)
-            with recorded(ALL_GATHER, REDUCE_SCATTER) as calls:
+            with recorded_calls("all_gather", "reduce_scatter") as calls:
                 losses = [each(inputs).sum() for each in both]
                 for loss in losses:
                     loss.backward()

@@ -213,7 +213,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     ) -> None:
         path = os.path.join(self.temp_dir, f"{sizes}-{is_even_sharded_model}-{use_orig_params}")
         saving, loading = (DeviceMesh(self.device_type, list(range(size))) for size in sizes)
-        kwargs = {"use_orig_params": use_orig_params}
+        kwargs: dict[str, Any] = {"use_orig_params": use_orig_params}
 
         def state_of(model: FSDP, optim: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, Any]:
             return sharded_state_dicts(model, optim, offload_to_cpu=not use_orig_params, group=mesh.get_group())

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp._flat_param import FlatParamHandle, FlatParamShardMetadata, HandleShardingStrategy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.internals import Handle
+from torch_fsdp_tests.fsdp.references import average_gradients
 
 # Where a parameter's elements are in a shard: the first and the last of them, counted in the flattened parameter.
 Offsets = dict[str, tuple[int, int]]
@@ -53,7 +55,7 @@ class FlattenTest(FSDPTest):
     def _get_default_config(self) -> dict[str, Any]:
         return {
             "device": self.device,
-            "sharding_strategy": HandleShardingStrategy.FULL_SHARD,
+            "sharding_strategy": internals.flat_param.HandleShardingStrategy.FULL_SHARD,
             "offload_params": False,
             "mp_param_dtype": None,
             "mp_reduce_dtype": None,
@@ -63,9 +65,11 @@ class FlattenTest(FSDPTest):
             "fsdp_extension": None,
         }
 
-    def _handle(self, module: nn.Module, **config: Any) -> FlatParamHandle:
+    def _handle(self, module: nn.Module, **config: Any) -> Handle:
         """A handle over all parameters of the module."""
-        return FlatParamHandle(list(module.parameters()), module, **{**self._get_default_config(), **config})
+        return internals.flat_param.FlatParamHandle(
+            list(module.parameters()), module, **{**self._get_default_config(), **config}
+        )
 
     def _get_transformer(self, seed: int = 0) -> Transformer:
         return Transformer(seed).to(self.device)
@@ -87,9 +91,7 @@ class FlattenTest(FSDPTest):
 class TestFlattenParams(FlattenTest):
     """One rank: the flat parameter as a whole."""
 
-    @property
-    def world_size(self) -> int:
-        return 1
+    world_size = 1
 
     def _get_empty_module(self, seed: int = 0) -> EmptyModule:
         torch.manual_seed(seed)
@@ -137,7 +139,7 @@ class TestFlattenParams(FlattenTest):
     def _test_flatten_nothing(self, half: bool) -> None:
         module = self._get_transformer().to(self._dtype(half))
         with self.assertRaisesRegex(ValueError, "Cannot construct a FlatParamHandle with an empty parameter list"):
-            FlatParamHandle([], module, **self._get_default_config())
+            internals.flat_param.FlatParamHandle([], module, **self._get_default_config())
 
     @skip_if_lt_x_gpu(1)
     def test_empty_module(self):
@@ -151,7 +153,7 @@ class TestFlattenParams(FlattenTest):
             self.assertIsNone(fsdp_module._flat_param)
             self.assertEqual(self._get_output(fsdp_module, torch.float32), expected)
 
-    def _test_numel(self, module: nn.Module) -> FlatParamHandle:
+    def _test_numel(self, module: nn.Module) -> Handle:
         expected, dtypes = numel(module.parameters()), {param.dtype for param in module.parameters()}
         handle = self._handle(module)
         self.assertEqual(handle.flat_param.numel(), expected)
@@ -215,17 +217,15 @@ class TestFlattenParams(FlattenTest):
         module, other = (self._get_shared_params_transformer().to(self._dtype(half)) for _ in range(2))
         self.assertEqual(self._get_pnorm_after_step(FSDP(other)), self._get_pnorm_after_step(module))
 
-    def _test_flat_param_shard_metadata(
-        self, handle: FlatParamHandle, start: int, end: int, expected: FlatParamShardMetadata
-    ) -> None:
+    def _test_flat_param_shard_metadata(self, handle: Handle, start: int, end: int, expected: Any) -> None:
         """The metadata of the shard from element ``start`` to ``end``, both inclusive."""
-        handle.flat_param._shard_param_infos = handle._get_shard_metadata(start, end)
+        internals.set_shard_infos(handle.flat_param, handle._get_shard_metadata(start, end))
         self.assertEqual(handle.shard_metadata(), expected)
 
-    def _check_table(self, module: nn.Module, handle: FlatParamHandle, table: dict[tuple[int, int], Offsets]) -> None:
+    def _check_table(self, module: nn.Module, handle: Handle, table: dict[tuple[int, int], Offsets]) -> None:
         shapes = {name: (tuple(param.shape), param.stride()) for name, param in module.named_parameters()}
         for (start, end), offsets in table.items():
-            metadata = FlatParamShardMetadata(
+            metadata = internals.flat_param.FlatParamShardMetadata(
                 tuple(offsets),
                 tuple(torch.Size(shapes[name][0]) for name in offsets),
                 tuple(shapes[name][1] for name in offsets),
@@ -312,7 +312,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     @parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-    def test_flat_param_shard_metadata_with_memory_format(self, memory_format: torch.memory_format):
+    def test_flat_param_shard_metadata_with_memory_format(self, memory_format):
         """A parameter keeps its strides, and is flattened in the order of its memory."""
         module = nn.Sequential(
             nn.Conv2d(10, 20, 3, bias=False), nn.Conv2d(20, 10, 5, bias=False), nn.Conv2d(10, 10, 1, bias=False)
@@ -334,7 +334,7 @@ class TestFlattenParams(FlattenTest):
             (0, 2999, [0, 1], ((0, 1799), (0, 1199))),
             (3000, 6899, [1, 2], ((1200, 4999), (0, 99))),
         ):
-            expected = FlatParamShardMetadata(
+            expected = internals.flat_param.FlatParamShardMetadata(
                 tuple(f"{layer}.weight" for layer in layers),
                 tuple(torch.Size(shapes[layer]) for layer in layers),
                 tuple(strides[layer] for layer in layers),
@@ -348,7 +348,7 @@ class TestFlattenParams(FlattenTest):
     def test_refused(self):
         """Beyond upstream: what has no place in a flat parameter raises ValueError."""
 
-        def flatten(*tensors: torch.Tensor, trainable: Sequence[bool] = (True, True), **config: Any) -> FlatParamHandle:
+        def flatten(*tensors: torch.Tensor, trainable: Sequence[bool] = (True, True), **config: Any) -> Handle:
             params = [
                 nn.Parameter(tensor.to(self.device), requires_grad=requires_grad)
                 for tensor, requires_grad in zip(tensors, trainable)
@@ -369,10 +369,14 @@ class TestFlattenParams(FlattenTest):
             self.assertTrue(handle.flat_param.requires_grad)
         with self.assertRaisesRegex(ValueError, "Cannot flatten a `FlatParameter`"):
             inner = flatten(floats)
-            FlatParamHandle([inner.flat_param], nn.ParameterList([inner.flat_param]), **self._get_default_config())
+            internals.flat_param.FlatParamHandle(
+                [inner.flat_param], nn.ParameterList([inner.flat_param]), **self._get_default_config()
+            )
         with self.assertRaisesRegex(ValueError, "were not found in `module`'s tree"):
             param = nn.Parameter(floats.to(self.device))
-            FlatParamHandle([param], nn.Linear(2, 2, device=self.device), **self._get_default_config())
+            internals.flat_param.FlatParamHandle(
+                [param], nn.Linear(2, 2, device=self.device), **self._get_default_config()
+            )
         for use_orig_params in (False, True):
             module = nn.Linear(2, 2)
             module.scale = nn.Parameter(torch.tensor(1.0))
@@ -422,7 +426,7 @@ class ShardsTest(FlattenTest):
         flat_param = handle.flat_param
         size = math.ceil(total / self.world_size)
         self.assertEqual(flat_param.shape, (size,))
-        self.assertEqual(flat_param._sharded_size, (size,))
+        self.assertEqual(internals.sharded_size(flat_param), (size,))
         everywhere = [torch.empty_like(flat_param) for _ in range(self.world_size)]
         dist.all_gather(everywhere, flat_param.detach())
         whole = torch.cat(everywhere)
@@ -432,7 +436,7 @@ class ShardsTest(FlattenTest):
         # Only the last ranks' shards are padded, and with zeros. With the original parameters in use the padding is a
         # part of the flat parameter already.
         padded = max(0, min(size, (self.rank + 1) * size - total))
-        self.assertEqual(flat_param._shard_numel_padded, 0 if use_orig_params else padded)
+        self.assertEqual(internals.padding_of(flat_param), 0 if use_orig_params else padded)
         if not use_orig_params and padded:
             self.assertEqual(flat_param[size - padded :].detach(), torch.zeros(padded, device=self.device))
 
@@ -465,9 +469,7 @@ class ShardsTest(FlattenTest):
         inputs = [torch.rand(length, 2, 32).to(self.device) for length in (5, 3)]
         for each in (reference, model):
             each(*inputs).pow(3).sum().backward()  # no square: the last norm fixes the squares' sum
-        for param in reference.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(self.world_size)
+        average_gradients(reference)
         if use_orig_params:
             with FSDP.summon_full_params(model, with_grads=True):
                 self.check_sharing(model.module)
@@ -491,15 +493,11 @@ class ShardsTest(FlattenTest):
 
 
 class TestShardsOfTwoRanks(ShardsTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
 
 class TestShardsOfThreeRanks(ShardsTest):
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
 
 del ShardsTest  # the bodies, with no world size of their own

@@ -163,12 +163,16 @@ class TestFSDPMemory(FSDPTest):
         flat_params = internals.flat_params(model)
         return {
             "shards": bytes_of(flat_params),
-            "gathered": bytes_of(internals.gather_buffers(model)),
+            "gathered": bytes_of(self._gathered(model)),
             "gradients": bytes_of(
                 getattr(flat_param, name, None) for flat_param in flat_params for name in ("grad", "_saved_grad_shard")
             ),
             "momentum": bytes_of(value for state in optim.state.values() for value in state.values()),
         }
+
+    def _gathered(self, model: FSDP) -> list[torch.Tensor]:
+        """The buffers of all units for their gathered parameters; none before the first forward."""
+        return [each for flat_param in internals.flat_params(model) for each in internals.gather_buffers(flat_param)]
 
     def _shard_bytes(self, model: FSDP) -> tuple[int, int]:
         """Of what each unit has, the part of this rank: all ranks have equally much, the last one with padding."""
@@ -213,7 +217,7 @@ class TestFSDPMemory(FSDPTest):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(x).sum()
-        owned = set(map(internals.storage_id, internals.gather_buffers(model)))
+        owned = set(map(internals.storage_id, self._gathered(model)))
         kept = bytes_of(tensor for tensor in saved if internals.storage_id(tensor) not in owned)
         loss.backward()
         self.assertGreater(kept, 0)

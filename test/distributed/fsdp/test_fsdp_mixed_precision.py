@@ -323,9 +323,7 @@ def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_no_reshard_after_forward(self):
@@ -824,9 +822,7 @@ class ResidualLayers(nn.Module):
 class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
     """On one rank, for which every strategy becomes NO_SHARD."""
 
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_grads_reduced_precision(self):
@@ -864,9 +860,7 @@ class ModelWithIgnoredModule(nn.Module):
 
 
 class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_with_ignored_module(self):
@@ -886,9 +880,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     Beyond upstream: in bfloat16 as in float16, and the gradients are those of the original dtype.
     """
 
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _run_dtypes(self, test):
         self.run_subtests({"low": LOW_DTYPES}, test)
@@ -1025,9 +1017,7 @@ class TransformerWithEMA(nn.Module):
 
 
 class TestFSDPTrainEval(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_train_ema_eval_flow(self):

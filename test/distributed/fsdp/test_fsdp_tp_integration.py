@@ -21,6 +21,8 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.shards import local_of
 
 SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
 
@@ -72,9 +74,7 @@ def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 
 
 class TestTPFSDPIntegration(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _mesh(self) -> DeviceMesh:
         """Ranks 0 and 1, and 2 and 3, share a model; 0 and 2, and 1 and 3, shard it."""
@@ -104,9 +104,9 @@ class TestTPFSDPIntegration(FSDPTest):
 
     def _local_grads(self, model: FSDP) -> dict[str, torch.Tensor]:
         """This rank's elements of each parameter's gradient, flattened: views of the flat parameter's gradient."""
-        flat_param = model._handle.flat_param
+        flat_param = internals.flat_param_of(model)
         grads = {}
-        for name, info in zip(flat_param._fqns, flat_param._shard_param_infos, strict=True):
+        for name, info in zip(internals.names_in(flat_param), internals.shard_infos(flat_param), strict=True):
             start, count = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
             grads[name] = flat_param.grad[start : start + count]
         return grads
@@ -121,7 +121,7 @@ class TestTPFSDPIntegration(FSDPTest):
             summed = grads[name].to(self.device, copy=True)  # gradients that are offloaded lie elsewhere
             dist.all_reduce(summed, group=tp_group)
             grads[name].copy_(summed)
-        model._handle.flat_param.grad.div_(tp_group.size())
+        internals.flat_param_of(model).grad.div_(tp_group.size())
 
     def _full_grads(self, model: FSDP, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
         """The whole gradients by name, put together from the ranks that shard and then those that split."""
@@ -236,7 +236,7 @@ class TestTPFSDPIntegration(FSDPTest):
         """Which of the parameters that nobody splits are the same on all ranks of the group, bit for bit."""
         with FSDP.summon_full_params(model, writeback=False):
             full = {
-                name: (param.to_local() if isinstance(param, DTensor) else param).detach().cpu().clone()
+                name: local_of(param.detach()).cpu().clone()
                 for name, param in model.module.named_parameters()
                 if name not in SimpleModel.get_sharded_param_names()
             }

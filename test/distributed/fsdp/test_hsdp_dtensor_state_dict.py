@@ -75,9 +75,7 @@ class FakeMPModel(nn.Module):
 
 
 class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device_type, (2, self.world_size // 2))
@@ -252,7 +250,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     ) -> None:
         saving, loading = (meshes[name] for name in way)
         path = os.path.join(self.temp_dir, f"{way}-{use_orig_params}")
-        kwargs = {"model_class": UnevenModel, "use_orig_params": use_orig_params}
+        kwargs: dict[str, Any] = {"model_class": UnevenModel, "use_orig_params": use_orig_params}
 
         def state_of(model: FSDP, optim: torch.optim.Optimizer, size: int) -> dict[str, Any]:
             return sharded_state_dicts(model, optim, offload_to_cpu=not use_orig_params, group=groups[size])

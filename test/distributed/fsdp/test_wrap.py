@@ -72,7 +72,9 @@ def units(model: nn.Module) -> list[str]:
 
 def unit(model: nn.Module, name: str) -> FSDP:
     """The FSDP instance around the module of this name."""
-    instances = {internals.clean_name(each): module for each, module in model.named_modules() if isinstance(module, FSDP)}
+    instances = {
+        internals.clean_name(each): module for each, module in model.named_modules() if isinstance(module, FSDP)
+    }
     return instances[name]
 
 
