@@ -6,8 +6,9 @@ that asked skips, and the reason names it; then this file is the one to mend.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -40,6 +41,7 @@ fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsd
 fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
 sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+pytree = torch_names.module("torch.utils._pytree")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 
 
@@ -212,6 +214,32 @@ def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
 def switched(variable: str, on: bool) -> AbstractContextManager[Any]:
     """Turn a switch in the environment on or off, which FSDP1 reads where an instance is constructed."""
     return mock.patch.dict(os.environ, {variable: "1" if on else "0"})
+
+
+def instances(model: nn.Module) -> dict[str, FSDP]:
+    """The FSDP1 instances by the names that their modules have in the plain model, the root's first and empty."""
+    return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDP)}
+
+
+def names_managed(model: nn.Module) -> dict[str, list[str]]:
+    """For each FSDP1 instance that manages parameters their names in the plain model, by the instance's own name."""
+    managing = {name: each.flat_param for name, module in instances(model).items() if (each := handle(module))}
+    return {
+        name: [f"{name}.{inner}".lstrip(".") for inner in names_in(flat_param)] for name, flat_param in managing.items()
+    }
+
+
+@contextlib.contextmanager
+def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
+    """Inside the context ``record`` is called with each handle that gathers its flat parameter, before it does."""
+
+    def gather(handle: Handle, *args: Any) -> Any:
+        record(handle)
+        return original(handle, *args)
+
+    original = attribute(flat_param.FlatParamHandle, "_all_gather_flat_param")
+    with patched_gather(new=gather):
+        yield
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

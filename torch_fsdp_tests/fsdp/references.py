@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.fsdp import internals
+
+Value = TypeVar("Value")
 
 
 def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -38,6 +40,13 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
     """The model, which lies on this rank's device, in DDP; ``kwargs`` are DDP's."""
     device = rank_device()
     return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
+
+
+def of_all_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """What each rank of the group calls this with, in the order of the ranks. A collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def named(model: nn.Module, wrappers: tuple[str, ...] = ("module.",)) -> dict[str, nn.Parameter]:
@@ -66,3 +75,8 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     """The bytes of the storages under these tensors, each storage once. A freed storage has none."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({internals.storage_id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def room_in(tensor: torch.Tensor) -> int:
+    """The number of elements for which the tensor's storage has room; a freed one has room for none."""
+    return tensor.untyped_storage().size() // tensor.element_size()

@@ -15,16 +15,22 @@ from torch_fsdp_tests import torch_facts
 
 
 class Call(NamedTuple):
-    """One call of a collective: "all_gather", "reduce_scatter" or "all_reduce", and the dtype of what it sends."""
+    """One call of a collective: "all_gather", "reduce_scatter" or "all_reduce", and what this rank puts in."""
 
     name: str
     dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 @contextlib.contextmanager
-def recorded_calls() -> Iterator[list[Call]]:
-    """The collectives that this rank calls within, in order. For ranks that are processes: threads share the patches.
+def recorded_calls(*wanted: str) -> Iterator[list[Call]]:
+    """The collectives that this rank calls within, in order; with ``wanted`` only those of these names.
 
+    Each is carried out. For ranks that are processes: threads share the patches.
     A gather is recorded under one name, whether it fills a list of tensors, as FSDP1 asks for in host memory, or one.
     """
     names = {
@@ -36,15 +42,19 @@ def recorded_calls() -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def record(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [each for arg in args[:2] for each in (arg if isinstance(arg, list) else [arg])]
-        dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)}
-        if len(dtypes) != 1:
-            raise AssertionError(f"{name} with tensors of {dtypes}")
-        calls.append(Call(name, *dtypes))
+        arguments = [*args, *kwargs.values()]
+        *outputs, sent = (each for each in arguments if isinstance(each, torch.Tensor))
+        outputs += [each for argument in arguments if isinstance(argument, list) for each in argument]
+        dtypes = {each.dtype for each in outputs} - {sent.dtype}
+        if dtypes:
+            raise AssertionError(f"{name} of {sent.dtype} into tensors of {dtypes}")
+        calls.append(Call(name, sent.dtype, sent.numel()))
         return collective(*args, **kwargs)
 
     with contextlib.ExitStack() as patches:
         for name, short in names.items():
+            if wanted and short not in wanted:
+                continue
             replacement = functools.partial(record, short, getattr(dist, name))
             patches.enter_context(mock.patch.object(dist, name, replacement))
         yield calls

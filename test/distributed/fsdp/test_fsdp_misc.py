@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy, _init_utils
@@ -216,7 +215,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 self.process_group, FSDPInitMode.RECURSIVE, device_init_mode, {"device_id": device_id}
             )
             model = FSDP(model, device_id=device_id)
-            handles = traversal_utils._get_fsdp_handles(model)
+            handles = internals.handles(model)
             self.assertEqual([handle.flat_param.device for handle in handles], [device] * 4)
             self.assertEqual({module.compute_device for module in FSDP.fsdp_modules(model)}, {device})
 
@@ -462,7 +461,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 model(x, x).sum().backward()
             for optim in optims:
                 optim.step()
-            for handle in traversal_utils._get_fsdp_handles(overlap):
+            for handle in internals.handles(overlap):
                 self.assertIsNone(handle.sharded_grad)
             # Beyond upstream: once for each parameter of which something is in this rank's shard.
             owned = {id(param): 1 for param in overlap.parameters() if param.numel() > 0}
@@ -542,7 +541,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertEqual(full_parameters(fsdp), {name: p.detach() for name, p in ddp.module.named_parameters()})
             alike = everybody if sharding_strategy is ShardingStrategy.NO_SHARD else replicas
             if alike is not None:
-                for handle in traversal_utils._get_fsdp_handles(fsdp):
+                for handle in internals.handles(fsdp):
                     self._assert_alike(handle.flat_param.detach(), alike)
 
     @skip_if_lt_x_gpu(2)
@@ -627,9 +626,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
 
 class TestFSDPMiscMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @property
     def process_group(self):
@@ -669,7 +666,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             )
         found = [module.compute_device for module in FSDP.fsdp_modules(model)]
         self.assertEqual(found, [device] * 5)
-        found = [handle.flat_param.device for handle in traversal_utils._get_fsdp_handles(model)]
+        found = [handle.flat_param.device for handle in internals.handles(model)]
         self.assertEqual(found, [device] * 5)
         self.assertEqual({buffer.device for buffer in model.buffers()}, {device})
 
@@ -693,7 +690,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 device_id=device,
                 use_orig_params=use_orig_params,
             )
-            handles = traversal_utils._get_fsdp_handles(model)
+            handles = internals.handles(model)
             self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
             self.assertEqual([handle.device for handle in handles], [device] * 2)
             return model, handles
@@ -912,9 +909,7 @@ class _RecordsSetattr(nn.Module):
 
 
 class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_world_size_1_sharding_strategy_warning(self):

@@ -102,9 +102,7 @@ def _told_all_gathers(events, model) -> Iterator[None]:
 
 
 class TestForwardOverlapWorldSizeOne(FSDPTest):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_forward_overlap(self):
@@ -215,9 +213,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
 
 
 class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_forward_overlap(self):

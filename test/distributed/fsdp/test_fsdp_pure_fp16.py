@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -96,7 +95,7 @@ class TestPureFP16(FSDPTest):
         param_dtype = mixed_precision.param_dtype or dtype
         reduce_dtype = mixed_precision.reduce_dtype or param_dtype
         self.assertEqual(output.dtype, param_dtype)
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertGreater(len(handles), 0)
         for handle in handles:
             flat_param = handle.flat_param

@@ -12,9 +12,7 @@ from torch_fsdp_tests.common_utils import run_tests
 
 
 class TestTraversal(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _nested(self):
         """A model that is not in FSDP, and the three instances in it, in the order of ``modules()``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
@@ -27,7 +26,7 @@ def _layer(device, seed=0):
 class _UnevenBase(FSDPTest):
     def _assert_layout(self, model, numel):
         """Each rank holds equally many elements, of which the last ranks' are padding, and zero."""
-        (handle,) = traversal_utils._get_fsdp_handles(model)
+        (handle,) = internals.handles(model)
         flat_param = handle.flat_param
         size = -(-numel // self.world_size)
         mine = min(max(numel - self.rank * size, 0), size)
@@ -152,9 +151,7 @@ class TestUnevenParamShard(_UnevenBase):
 
 
 class TestUnevenParamShardFourRanks(_UnevenBase):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_rank_of_padding_alone(self, device):

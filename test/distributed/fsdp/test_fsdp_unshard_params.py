@@ -9,11 +9,10 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -55,7 +54,7 @@ def _open(model, **kwargs):
 
 
 def _flat_params(model):
-    return [handle.flat_param for handle in traversal_utils._get_fsdp_handles(model)]
+    return [handle.flat_param for handle in internals.handles(model)]
 
 
 def _elements(tensor):
@@ -70,7 +69,7 @@ def _gathered(flat_param, mixed_precision):
 
 def _named(model, prefix="module."):
     """The parameters by their names without what wrappers, FSDP or DDP, add to them."""
-    return {clean_tensor_name(name).removeprefix(prefix): param for name, param in model.named_parameters()}
+    return {internals.clean_name(name).removeprefix(prefix): param for name, param in model.named_parameters()}
 
 
 class TestUnshardParamsBase(FSDPTest):
@@ -89,7 +88,7 @@ class TestUnshardParamsBase(FSDPTest):
 
     def _assert_resharded(self, model, mixed_precision=None):
         """Nothing gathered is left, the local shards are in use, and model and handles are idle."""
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertGreater(len(handles), 0)
         for handle in handles:
             flat_param = handle.flat_param
@@ -183,13 +182,13 @@ class TestUnshardParamsBase(FSDPTest):
                     self.assertEqual(param.dtype, torch.float32)
                     self.assertEqual(param.device, host if offload_to_cpu and name not in outside else self.device)
                     self.assertEqual(param, reference[name], rtol=0, atol=0, exact_device=False)
-                for handle in traversal_utils._get_fsdp_handles(model):
+                for handle in internals.handles(model):
                     if handle.uses_sharded_strategy:  # beyond upstream: of what is in host memory nothing is here
                         freed = _elements(_gathered(handle.flat_param, mixed_precision)) == 0
                         offloads = not torch_facts.KEEPS_HOST_TENSORS_IN_PLACE or self.device != host
                         self.assertEqual(freed, offload_to_cpu and offloads)
             else:
-                for handle in traversal_utils._get_fsdp_handles(model):
+                for handle in internals.handles(model):
                     flat_param = handle.flat_param
                     sharded = handle.uses_sharded_strategy
                     size = flat_param._sharded_size if sharded else flat_param._unpadded_unsharded_size
@@ -201,9 +200,7 @@ class TestUnshardParamsBase(FSDPTest):
 
 
 class TestUnshardParams(TestUnshardParamsBase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_writeback(self):
@@ -655,9 +652,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 class TestUnshardParamsSubgroups(TestUnshardParamsBase):
     """FSDP over the pairs (0, 2) and (1, 3): neither global ranks nor the default group are of any use to it."""
 
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     def _pair(self):
         """The group of the calling rank, and which of all the pairs it is."""
@@ -706,9 +701,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
 
 
 class TestUnshardParamsNoShard(TestUnshardParamsBase):
-    @property
-    def world_size(self):
-        return 1  # where FSDP shards nothing
+    world_size = 1  # where FSDP shards nothing
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_params_writeback_no_shard(self):
@@ -723,9 +716,7 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 
 
 class TestUnshardParamsErrors(TestUnshardParamsBase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _assert_refused_in_training(self):
         return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")

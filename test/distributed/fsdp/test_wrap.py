@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._wrap_utils import _validate_frozen_params
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -68,12 +67,14 @@ TRANSFORMER_UNITS = ["", *(f"transformer.{half}.layers.{i}" for half in ("encode
 
 def units(model: nn.Module) -> list[str]:
     """The names, as in the model without FSDP, of the modules that FSDP wraps; the root's is empty."""
-    return [clean_tensor_name(name) for name, module in model.named_modules() if isinstance(module, FSDP)]
+    return [internals.clean_name(name) for name, module in model.named_modules() if isinstance(module, FSDP)]
 
 
 def unit(model: nn.Module, name: str) -> FSDP:
     """The FSDP instance around the module of this name."""
-    instances = {clean_tensor_name(each): module for each, module in model.named_modules() if isinstance(module, FSDP)}
+    instances = {
+        internals.clean_name(each): module for each, module in model.named_modules() if isinstance(module, FSDP)
+    }
     return instances[name]
 
 
@@ -164,9 +165,7 @@ class TestFSDPWrap(FSDPTest):
             case.assertEqual(units(model), cls.PARTIAL)
             case.assertEqual([type(layer) for layer in (model[0], model[1], *model[2].module)], [nn.Linear] * 4)
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _placed(self, model: nn.Module, mode: DEVICEInitMode, when: DEVICEInitMode) -> nn.Module:
         return model.to(self.device) if mode is when else model
