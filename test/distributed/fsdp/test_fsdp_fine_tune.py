@@ -18,7 +18,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks, full_parameters, named
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [

@@ -28,7 +28,6 @@ from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     DummyProcessGroup,
     FSDPInitMode,
-    FSDPTest,
     NestedWrappedModule,
     NonUniformReqGradNWM,
     TransformerWithSharedParams,
@@ -36,6 +35,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
 from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks
 
 params = "cpu_offload,sharding_strategy,mixed_precision,use_orig_params"
@@ -246,11 +246,7 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(moved, [-1.0 if spoilt is None else 1.0] * len(ps))
 
 
-class TestShardedGradScalerParityWithDDP(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return accelerator.current().few_ranks
-
+class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def _get_init_modes_for_test(self, cpu_offload: CPUOffload) -> list[DEVICEInitMode]:
         # Without a memory of its own a device makes no difference between these modes.
         if not accelerator.current().has("device_memory"):

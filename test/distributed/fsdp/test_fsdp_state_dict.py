@@ -48,14 +48,13 @@ from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_ho
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
-from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks, full_parameters, named
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 
 if TYPE_CHECKING:
     _Base = FSDPTest
 else:
     _Base = object
 
-pytree = torch_names.module("torch.utils._pytree")
 remote_device = torch_names.module("torch.distributed.remote_device")
 sharded_metadata = torch_names.module("torch.distributed._shard.sharded_tensor.metadata")
 sharding_spec = torch_names.module("torch.distributed._shard.sharding_spec")
@@ -196,7 +195,7 @@ class HeldMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves((args, kwargs, out)):
+        for leaf in internals.pytree.tree_leaves((args, kwargs, out)):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if internals.storage_id(storage) not in self._storages:

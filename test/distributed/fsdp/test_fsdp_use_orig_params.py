@@ -37,7 +37,7 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
-from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, of_all_ranks, named
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
 inductor_config = torch_names.module("torch._inductor.config")

@@ -26,7 +26,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.references import of_all_ranks, full_parameters
+from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
     ShardedStatesMixin,
