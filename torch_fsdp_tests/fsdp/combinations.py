@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+from torch_fsdp_tests.common_distributed import run_subtests
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW
+
+Test = TypeVar("Test", bound=Callable[..., None])
+Values = Sequence[Any] | Callable[[], Sequence[Any]]
 
 
 def pairwise(
@@ -42,3 +48,34 @@ def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, list[An
     """Each case as a configuration of its own for ``run_subtests``."""
     for case in cases:
         yield {name: [value] for name, value in case.items()}
+
+
+def subtests(**config: Values) -> Callable[[Test], Test]:
+    """Decorate a test method to run for every combination of these values of its parameters, each as a subtest.
+
+    All of them run in one set of ranks, as by ``run_subtests``. In the place of the values may stand a function without
+    arguments that returns them, for what only a rank can know. It is the innermost decorator.
+    """
+    return _in_one_set_of_ranks(lambda: [_known(config)])
+
+
+def pairwise_subtests(valid: Callable[..., bool] = lambda **case: True, **config: Values) -> Callable[[Test], Test]:
+    """As :func:`subtests`, for as many of the combinations as :func:`pairwise` chooses."""
+    return _in_one_set_of_ranks(lambda: one_by_one(pairwise(_known(config), valid)))
+
+
+def _known(config: Mapping[str, Values]) -> dict[str, Sequence[Any]]:
+    return {name: values() if callable(values) else values for name, values in config.items()}
+
+
+def _in_one_set_of_ranks(configs: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[Test], Test]:
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(self: Any) -> None:
+            for config in configs():
+                run_subtests(self, config, functools.partial(test, self))
+
+        run.__signature__ = inspect.Signature()  # type: ignore[attr-defined]  # a runner is not to ask for parameters
+        return run  # type: ignore[return-value]
+
+    return decorate

@@ -36,6 +36,7 @@ from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters
 
 FULL, LOCAL, SHARDED = (
@@ -110,16 +111,15 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @requires_world_size(3)
     @with_temp_dir
-    def test_shards_of_each_rank(self):
+    @subtests(kind=_DISTRIBUTED_STATE_DICT_IMPLS)
+    def test_shards_of_each_rank(self, kind):
         """Beyond upstream: a rank's own shards change to what the saved model's are, also where it has none.
 
         Over three ranks the last layer, of 1 x 3 with a bias, leaves the third rank with nothing of the flat parameter
         and two of them with nothing of its rows. What is not in a state dict stays: buffers that are not persistent,
         and which parameters are trained.
         """
-        self.run_subtests({"kind": _DISTRIBUTED_STATE_DICT_IMPLS}, self._test_shards_of_each_rank)
 
-    def _test_shards_of_each_rank(self, kind: StateDictType) -> None:
         def build(seed: int) -> FSDP:
             model = layers(seed, self.device)
             model[2].requires_grad_(seed == 0)
@@ -374,16 +374,16 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @requires_world_size(2)
     @with_temp_dir
-    def test_damaged_checkpoint(self):
+    @subtests(
+        kind=[FULL, LOCAL, SHARDED],
+        damage=["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"],
+    )
+    def test_damaged_checkpoint(self, kind, damage):
         """Beyond upstream: all ranks hear of what one cannot read, and the model is as it was and trains as it would.
 
         What is loaded into is a copy, as the state dict of every kind but the local one is: of that kind the shards are
         the live ones, and what was read before the damage would be in the model.
         """
-        damages = ["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"]
-        self.run_subtests({"kind": [FULL, LOCAL, SHARDED], "damage": damages}, self._test_damaged_checkpoint)
-
-    def _test_damaged_checkpoint(self, kind: StateDictType, damage: str) -> None:
         path = self._path(kind, damage)
         source = self._wrapped(layers(0, self.device))
         with mode(source, kind):

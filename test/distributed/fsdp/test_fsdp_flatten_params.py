@@ -17,6 +17,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import Handle
 from torch_fsdp_tests.fsdp.references import average_gradients
 
@@ -104,11 +105,9 @@ class TestFlattenParams(FlattenTest):
         return torch.float16 if half else torch.float32
 
     @skip_if_lt_x_gpu(1)
-    def test_partial_flattening(self):
+    @subtests(half=[False, True])
+    def test_partial_flattening(self, half):
         """What is wrapped has one parameter each, what is not keeps its own, and nothing gets lost."""
-        self.run_subtests({"half": [False, True]}, self._test_partial_flattening)
-
-    def _test_partial_flattening(self, half: bool) -> None:
         dtype, other_dtype = self._dtype(half), self._dtype(not half)
         module = self._get_transformer().to(dtype)
         total = numel(module.parameters())
@@ -133,10 +132,8 @@ class TestFlattenParams(FlattenTest):
         self.assertEqual({param.dtype for param in encoder[0].parameters()}, {other_dtype})
 
     @skip_if_lt_x_gpu(1)
-    def test_flatten_nothing(self):
-        self.run_subtests({"half": [False, True]}, self._test_flatten_nothing)
-
-    def _test_flatten_nothing(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_flatten_nothing(self, half):
         module = self._get_transformer().to(self._dtype(half))
         with self.assertRaisesRegex(ValueError, "Cannot construct a FlatParamHandle with an empty parameter list"):
             internals.flat_param.FlatParamHandle([], module, **self._get_default_config())
@@ -161,19 +158,15 @@ class TestFlattenParams(FlattenTest):
         return handle
 
     @skip_if_lt_x_gpu(1)
-    def test_numel_without_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_numel_without_shared_params)
-
-    def _test_numel_without_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_numel_without_shared_params(self, half):
         handle = self._test_numel(self._get_transformer().to(self._dtype(half)))
         self.assertEqual(handle.flat_param._shared_param_infos, ())
 
     @skip_if_lt_x_gpu(1)
-    def test_numel_with_shared_params(self):
+    @subtests(half=[False, True])
+    def test_numel_with_shared_params(self, half):
         """What is shared is counted once."""
-        self.run_subtests({"half": [False, True]}, self._test_numel_with_shared_params)
-
-    def _test_numel_with_shared_params(self, half: bool) -> None:
         handle = self._test_numel(self._get_shared_params_transformer().to(self._dtype(half)))
         shared = handle.flat_param._shared_param_infos
         self.assertEqual(len(shared), 4)
@@ -187,17 +180,13 @@ class TestFlattenParams(FlattenTest):
         self.assertEqual(self._get_output(FSDP(module), dtype), expected)
 
     @skip_if_lt_x_gpu(1)
-    def test_output_without_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_output_without_shared_params)
-
-    def _test_output_without_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_output_without_shared_params(self, half):
         self._test_output(self._get_transformer().to(self._dtype(half)))
 
     @skip_if_lt_x_gpu(1)
-    def test_output_with_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_output_with_shared_params)
-
-    def _test_output_with_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_output_with_shared_params(self, half):
         self._test_output(self._get_shared_params_transformer().to(self._dtype(half)))
 
     def _get_pnorm_after_step(self, module: nn.Module) -> torch.Tensor:
@@ -210,10 +199,8 @@ class TestFlattenParams(FlattenTest):
         return torch.stack([param.detach().norm() for param in module.parameters()]).norm()
 
     @skip_if_lt_x_gpu(1)
-    def test_pnorm_after_step_with_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_pnorm_after_step_with_shared_params)
-
-    def _test_pnorm_after_step_with_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_pnorm_after_step_with_shared_params(self, half):
         module, other = (self._get_shared_params_transformer().to(self._dtype(half)) for _ in range(2))
         self.assertEqual(self._get_pnorm_after_step(FSDP(other)), self._get_pnorm_after_step(module))
 
@@ -400,18 +387,13 @@ class ShardsTest(FlattenTest):
         return module.to(memory_format=torch.channels_last) if case == "channels last" else module
 
     @skip_if_lt_x_gpu(2)
-    def test_shards_make_the_whole(self):
+    @subtests(
+        case=["equal", "uneven", "channels last", "four elements", "one element"],
+        use_orig_params=[False, True],
+        mp_param_dtype=[None, torch.float16],
+    )
+    def test_shards_make_the_whole(self, case, use_orig_params, mp_param_dtype):
         """Beyond upstream: the ranks' shards, one after the other, are the parameters in the order of their memory."""
-        self.run_subtests(
-            {
-                "case": ["equal", "uneven", "channels last", "four elements", "one element"],
-                "use_orig_params": [False, True],
-                "mp_param_dtype": [None, torch.float16],
-            },
-            self._test_shards_make_the_whole,
-        )
-
-    def _test_shards_make_the_whole(self, case: str, use_orig_params: bool, mp_param_dtype: torch.dtype | None) -> None:
         module = self._layers(case)
         alignment = 1 if not use_orig_params else 8 if mp_param_dtype else 4
         pieces, starts, total = {}, {}, 0
@@ -456,11 +438,9 @@ class ShardsTest(FlattenTest):
                 self.assertEqual(param.detach(), pieces[name][begin : end + 1], rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_gradients_of_shared_params(self):
+    @subtests(use_orig_params=[False, True])
+    def test_gradients_of_shared_params(self, use_orig_params):
         """Beyond upstream: a shared parameter gets the gradients of all its uses, and is still shared in the end."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_gradients_of_shared_params)
-
-    def _test_gradients_of_shared_params(self, use_orig_params: bool) -> None:
         reference = self._get_shared_params_transformer().eval()  # without dropout, since inputs differ by rank
         model = FSDP(self._get_shared_params_transformer().eval(), use_orig_params=use_orig_params)
         initial = {name: param.detach().clone() for name, param in reference.named_parameters()}

@@ -28,6 +28,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
@@ -213,24 +214,15 @@ class TestFSDPHybridShard(FSDPTest):
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=use_orig_params)
 
     @skip_if_lt_x_gpu(4)
-    def test_fsdp_hybrid_shard_basic_setup(self):
-        self.run_subtests(
-            {
-                "hsdp_sharding_strategy": internals.hybrid_strategies(),
-                "sharding_strategy_mode": list(ShardingStrategyMode),
-                "use_orig_params": [False, True],
-                "use_device_mesh": [False, True],
-            },
-            self._test_fsdp_hybrid_shard_basic_setup,
-        )
-
-    def _test_fsdp_hybrid_shard_basic_setup(
-        self,
-        hsdp_sharding_strategy: ShardingStrategy,
-        sharding_strategy_mode: ShardingStrategyMode,
-        use_orig_params: bool,
-        use_device_mesh: bool,
-    ) -> None:
+    @subtests(
+        hsdp_sharding_strategy=internals.hybrid_strategies,
+        sharding_strategy_mode=list(ShardingStrategyMode),
+        use_orig_params=[False, True],
+        use_device_mesh=[False, True],
+    )
+    def test_fsdp_hybrid_shard_basic_setup(
+        self, hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, use_device_mesh
+    ):
         """One node: sharded over all ranks and replicated over none, and yet all-reduced."""
         mesh = init_device_mesh(accelerator.current().type, (1, self.world_size)) if use_device_mesh else None
         groups = (
@@ -260,11 +252,8 @@ class TestFSDPHybridShard(FSDPTest):
         self.assertEqual(counts, {"all_reduce": 5, "reduce_scatter": 6 if mixed else 5})
 
     @skip_if_lt_x_gpu(4)
-    def test_fsdp_hybrid_shard_parity(self):
-        config = {"hsdp_sharding_strategy": internals.hybrid_strategies(), "use_orig_params": [False, True]}
-        self.run_subtests(config, self._test_fsdp_hybrid_shard_parity)
-
-    def _test_fsdp_hybrid_shard_parity(self, hsdp_sharding_strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    @subtests(hsdp_sharding_strategy=internals.hybrid_strategies, use_orig_params=[False, True])
+    def test_fsdp_hybrid_shard_parity(self, hsdp_sharding_strategy, use_orig_params):
         groups = init_utils._init_intra_and_inter_node_groups(self.process_group, 2)
         self.assertEqual([group.size() for group in groups], [2, 2])
         fsdp_model = self._init_fsdp_model(use_orig_params)
@@ -285,18 +274,9 @@ class TestFSDPHybridShard(FSDPTest):
             self.assertEqual(*losses)
 
     @skip_if_lt_x_gpu(4)
-    def test_parity_on_data_of_each_rank(self):
+    @subtests(strategy=internals.hybrid_strategies, use_orig_params=[False, True], use_device_mesh=[False, True])
+    def test_parity_on_data_of_each_rank(self, strategy, use_orig_params, use_device_mesh):
         """Beyond upstream: other data on each rank, against FULL_SHARD and against a replica averaged by hand."""
-        config = {
-            "strategy": internals.hybrid_strategies(),
-            "use_orig_params": [False, True],
-            "use_device_mesh": [False, True],
-        }
-        self.run_subtests(config, self._test_parity_on_data_of_each_rank)
-
-    def _test_parity_on_data_of_each_rank(
-        self, strategy: ShardingStrategy, use_orig_params: bool, use_device_mesh: bool
-    ) -> None:
         mesh = init_device_mesh(accelerator.current().type, (2, 2)) if use_device_mesh else None
         groups = None if use_device_mesh else self._groups()
         torch.manual_seed(0)

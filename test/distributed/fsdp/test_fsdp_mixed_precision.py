@@ -36,6 +36,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters, named
 from torch_fsdp_tests.fsdp.traffic import dtypes_of, recorded_calls
 
@@ -495,11 +496,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertTrue(internals.flat_param_of(model.bn).grad.isfinite().all())
 
     @skip_if_lt_x_gpu(2)
-    def test_eval_root_cast_inputs(self):
+    @subtests(full_precision=[True, False])
+    def test_eval_root_cast_inputs(self, full_precision):
         """A root without parameters casts its inputs in eval mode, unless that is to be in full precision."""
-        self.run_subtests({"full_precision": [True, False]}, self._test_eval_root_cast_inputs)
-
-    def _test_eval_root_cast_inputs(self, full_precision: bool) -> None:
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             root = SeesInput(FSDP(nn.Linear(5, 5).to(self.device), mixed_precision=default_mp))
             model = FSDP(root, mixed_precision=default_mp).eval()
@@ -511,11 +510,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual(internals.flat_param_of(root.layer).grad.dtype, torch.float32)
 
     @skip_if_lt_x_gpu(2)
-    def test_full_precision_in_eval(self):
+    @subtests(**IN_EVAL)
+    def test_full_precision_in_eval(self, cast_forward_inputs, full_precision):
         """Eval mode computes in full precision where that is asked for, and training in low precision after it."""
-        self.run_subtests(IN_EVAL, self._test_full_precision_in_eval)
-
-    def _test_full_precision_in_eval(self, cast_forward_inputs: bool, full_precision: bool) -> None:
         config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._transformer(mixed_precision=config)
@@ -538,11 +535,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
                 self.assertEqual(output, reference(*inputs))
 
     @skip_if_lt_x_gpu(2)
-    def test_full_precision_in_eval_buffers(self):
+    @subtests(**IN_EVAL)
+    def test_full_precision_in_eval_buffers(self, cast_forward_inputs, full_precision):
         """So do buffers, which are low again in training."""
-        self.run_subtests(IN_EVAL, self._test_full_precision_in_eval_buffers)
-
-    def _test_full_precision_in_eval_buffers(self, cast_forward_inputs: bool, full_precision: bool) -> None:
         config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._get_simple_nested_model(torch.float32, mixed_precision=config)
@@ -574,11 +569,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             self.assertEqual([buffer.dtype for buffer in model.buffers()], [low, BUFFER_DTYPE])
 
     @skip_if_lt_x_gpu(2)
-    def test_full_precision_in_eval_comm(self):
+    @subtests(**IN_EVAL)
+    def test_full_precision_in_eval_comm(self, cast_forward_inputs, full_precision):
         """And gradients of a model in eval mode are reduced in full precision where that is asked for."""
-        self.run_subtests(IN_EVAL, self._test_full_precision_in_eval_comm)
-
-    def _test_full_precision_in_eval_comm(self, cast_forward_inputs: bool, full_precision: bool) -> None:
         config = MixedPrecision(
             param_dtype=torch.float32,
             buffer_dtype=torch.float32,
@@ -596,16 +589,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual(set(dtypes_of(calls, "all_gather")), {torch.float32})
 
     @skip_if_lt_x_gpu(2)
-    def test_input_grads_with_param_mixed_precision(self):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_input_grads_with_param_mixed_precision(self, sharding_strategy, use_orig_params):
         """The gradient of a float32 input is float32, though it was computed in half of that."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
-            self._test_input_grads_with_param_mixed_precision,
-        )
-
-    def _test_input_grads_with_param_mixed_precision(
-        self, sharding_strategy: ShardingStrategy, use_orig_params: bool
-    ) -> None:
         torch.manual_seed(0)
         layer = nn.Linear(16, 16, bias=False, device=self.device)
         expected = layer.weight.detach().half()
@@ -622,31 +608,24 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual(x.grad, (weight @ expected).float(), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_parity_with_casts_by_hand(self):
+    @subtests(
+        dtypes=[
+            (torch.float16, torch.float32),
+            (torch.bfloat16, torch.float32),
+            (torch.float16, None),
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.float16),
+            (None, torch.float16),
+        ],
+        # Gradients are compared with the original parameters in use; without, only parameters.
+        layout=[*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
+    )
+    def test_parity_with_casts_by_hand(self, dtypes, layout):
         """Beyond upstream: on each rank all gradients, parameters and losses are, bit for bit, those of casts by hand.
 
         The reference computes with a copy in ``param_dtype``, averages its gradients in ``reduce_dtype`` over the ranks
         and steps in float32. Inputs differ by rank; after the first of the three steps so do Adam's moments.
         """
-        self.run_subtests(
-            {
-                "dtypes": [
-                    (torch.float16, torch.float32),
-                    (torch.bfloat16, torch.float32),
-                    (torch.float16, None),
-                    (torch.bfloat16, None),
-                    (torch.bfloat16, torch.float16),
-                    (None, torch.float16),
-                ],
-                # Gradients are compared with the original parameters in use; without, only parameters.
-                "layout": [*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
-            },
-            self._test_parity_with_casts_by_hand,
-        )
-
-    def _test_parity_with_casts_by_hand(
-        self, dtypes: tuple[torch.dtype | None, torch.dtype | None], layout: tuple[ShardingStrategy, bool]
-    ) -> None:
         param_dtype, reduce_dtype = dtypes
         sharding_strategy, use_orig_params = layout
         torch.manual_seed(0)
@@ -681,18 +660,13 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             self.assertEqual(full_parameters(model), dict(reference.named_parameters()), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_overflow_on_one_rank(self):
+    @subtests(overflows=["loss", "output"], on_rank=[0, 1], reduce_dtype=[torch.float16, torch.float32])
+    def test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
         """Beyond upstream: where one rank's scaled loss, or a part of it, overflows, all ranks skip the step.
 
         A loss that is inf spoils all of the gradient. An output that is spoils a row of it, which a single rank holds,
         and only the scaler tells the others.
         """
-        self.run_subtests(
-            {"overflows": ["loss", "output"], "on_rank": [0, 1], "reduce_dtype": [torch.float16, torch.float32]},
-            self._test_overflow_on_one_rank,
-        )
-
-    def _test_overflow_on_one_rank(self, overflows: str, on_rank: int, reduce_dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         config = MixedPrecision(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
         model = FSDP(nn.Linear(8, 8, bias=False).to(self.device), mixed_precision=config)
@@ -871,10 +845,8 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
         self.assertEqual({flat_param.grad.dtype for flat_param in internals.flat_params(model)}, {torch.float32})
 
     @skip_if_lt_x_gpu(2)
-    def test_float16_on_one_submodule(self):
-        self.run_subtests({"low": LOW_DTYPES}, self._test_float16_on_one_submodule)
-
-    def _test_float16_on_one_submodule(self, low: torch.dtype) -> None:
+    @subtests(low=LOW_DTYPES)
+    def test_float16_on_one_submodule(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
         casts = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
         model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts)
@@ -885,10 +857,8 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
         self._check_grads(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_float16_on_one_submodule_skip_inputs(self):
-        self.run_subtests({"low": LOW_DTYPES}, self._test_float16_on_one_submodule_skip_inputs)
-
-    def _test_float16_on_one_submodule_skip_inputs(self, low: torch.dtype) -> None:
+    @subtests(low=LOW_DTYPES)
+    def test_float16_on_one_submodule_skip_inputs(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
         casts_not = MixedPrecision(param_dtype=low, cast_forward_inputs=False)
         model, c1, c2, sharded = self._build(seen, cast_forward_inputs=True, c2=casts_not)
@@ -897,21 +867,17 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
         self._check_grads(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_float16_on_one_submodule_skip_inputs_error(self):
-        self.run_subtests({"low": LOW_DTYPES}, self._test_float16_on_one_submodule_skip_inputs_error)
-
-    def _test_float16_on_one_submodule_skip_inputs_error(self, low: torch.dtype) -> None:
+    @subtests(low=LOW_DTYPES)
+    def test_float16_on_one_submodule_skip_inputs_error(self, low):
         casts_not = MixedPrecision(param_dtype=low, cast_forward_inputs=False)
         *_, sharded = self._build({}, cast_forward_inputs=False, c2=casts_not)
         with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
             self._forward(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_submodules_with_different_precisions_error(self):
+    @subtests(low=LOW_DTYPES)
+    def test_submodules_with_different_precisions_error(self, low):
         """The root casts its own input only: what its first submodule makes of it reaches the second in fp16."""
-        self.run_subtests({"low": LOW_DTYPES}, self._test_submodules_with_different_precisions_error)
-
-    def _test_submodules_with_different_precisions_error(self, low: torch.dtype) -> None:
         casts, root = (
             MixedPrecision(low, cast_forward_inputs=True),
             MixedPrecision(torch.float32, cast_forward_inputs=True),
@@ -921,10 +887,8 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
             self._forward(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_submodules_with_different_precisions(self):
-        self.run_subtests({"low": LOW_DTYPES}, self._test_submodules_with_different_precisions)
-
-    def _test_submodules_with_different_precisions(self, low: torch.dtype) -> None:
+    @subtests(low=LOW_DTYPES)
+    def test_submodules_with_different_precisions(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
         casts, root = (
             MixedPrecision(low, cast_forward_inputs=True),
@@ -936,11 +900,9 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
         self._check_grads(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_submodules_with_external_inputs(self):
+    @subtests(low=LOW_DTYPES)
+    def test_submodules_with_external_inputs(self, low):
         """A submodule's inputs are cast by the root if they come from outside, and not if the model makes them."""
-        self.run_subtests({"low": LOW_DTYPES}, self._test_submodules_with_external_inputs)
-
-    def _test_submodules_with_external_inputs(self, low: torch.dtype) -> None:
         seen: dict[str, torch.dtype] = {}
         model = MakesAnInput(seen).to(self.device)
         l2 = model.l2
@@ -997,14 +959,9 @@ class TestFSDPTrainEval(FSDPTest):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    def test_train_ema_eval_flow(self):
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_train_ema_eval_flow(self, sharding_strategy):
         """Training one part of a model, averaging it into the other, and evaluating that, in turn."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES},
-            self._test_train_ema_eval_flow,
-        )
-
-    def _test_train_ema_eval_flow(self, sharding_strategy: ShardingStrategy) -> None:
         device = self.device
         torch.manual_seed(0)
         model = FSDP(

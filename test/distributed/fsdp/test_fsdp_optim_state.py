@@ -50,6 +50,7 @@ from torch_fsdp_tests.common_distributed import (
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
 from torch_fsdp_tests.fsdp.references import average, full_parameters
 
@@ -561,12 +562,9 @@ class TestFSDPOptimState(FSDPTest):
             FSDP.full_optim_state_dict(model, run.optim)
 
     @skip_if_lt_x_gpu(2)
-    def test_rank0_only_leaves_nothing_elsewhere(self):
+    @subtests(use_orig_params=[False, True], use_legacy=[False, True])
+    def test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params, use_legacy):
         """Beyond upstream: what was gathered for rank 0 is gone on the others, and not merely out of the dict."""
-        config = {"use_orig_params": [False, True], "use_legacy": [False, True]}
-        self.run_subtests(config, self._test_rank0_only_leaves_nothing_elsewhere)
-
-    def _test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params: bool, use_legacy: bool) -> None:
         run = self._init_nested_model("wrap", use_orig_params=use_orig_params)
         self._train(run, 3)
         set_state_dict_type(run.model, FULL_ON_RANK_0)
@@ -647,11 +645,9 @@ class TestFSDPOptimState(FSDPTest):
         self._test_load_optim_state([OptimStateDict(SHARDS)], self._init_nested_model, use_diff_optim_inputs=True)
 
     @requires_world_size(4)
-    def test_use_orig_params(self):
+    @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
+    def test_use_orig_params(self, halve_world_size, wrap_alt):
         """From a model with flat parameters to one with the original ones."""
-        self.run_subtests({"halve_world_size": [True, False], "wrap_alt": [True, False]}, self._test_use_orig_params)
-
-    def _test_use_orig_params(self, halve_world_size: bool, wrap_alt: bool) -> None:
         settings = [full_of_original_parameters(rank0_only) for rank0_only in (False, True)]
         self._test_load_optim_state(
             [OptimStateDict(each) for each in (settings if halve_world_size else [*settings, SHARDS])],
@@ -954,16 +950,9 @@ class TestFSDPOptimState(FSDPTest):
             self.assertEqual(kinds, {(torch.Tensor, host)})
 
     @skip_if_lt_x_gpu(2)
-    def test_state_dict_with_none_tensor_state(self):
+    @subtests(use_orig_params=[False, True], optim_class=[torch.optim.Adam, torch.optim.SGD])
+    def test_state_dict_with_none_tensor_state(self, use_orig_params, optim_class):
         """Numbers and None beside or instead of tensors survive."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "optim_class": [torch.optim.Adam, torch.optim.SGD]},
-            self._test_state_dict_with_none_tensor_state,
-        )
-
-    def _test_state_dict_with_none_tensor_state(
-        self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]
-    ) -> None:
         run = self._dummy(optim_class, use_orig_params=use_orig_params)
         model, optim = run.model, run.optim
         self._train(run)
@@ -981,10 +970,8 @@ class TestFSDPOptimState(FSDPTest):
         self.assertEqual([optim.state[param]["number"] for param in mine], [2.74] * len(mine))
 
     @skip_if_lt_x_gpu(2)
-    def test_with_no_shard(self):
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_with_no_shard)
-
-    def _test_with_no_shard(self, use_orig_params: bool) -> None:
+    @subtests(use_orig_params=[False, True])
+    def test_with_no_shard(self, use_orig_params):
         strategy = ShardingStrategy.NO_SHARD
         run = self._dummy(use_orig_params=use_orig_params, sharding_strategy=strategy)
         model, optim = run.model, run.optim

@@ -36,6 +36,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks
 
 params = "cpu_offload,sharding_strategy,mixed_precision,use_orig_params"
@@ -393,14 +394,12 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
             self._check_scale(scaler, scale)
 
     @skip_if_lt_x_gpu(2)
-    def test_rank_without_gradients(self):
+    @subtests(spoilt=[False, True])
+    def test_rank_without_gradients(self, spoilt):
         """Beyond upstream: a rank that holds nothing to train has a record all the same, and backs off with the rest.
 
         Both parameters that train lie in the second half of a flat parameter, of which the first rank has nothing.
         """
-        self.run_subtests({"spoilt": [False, True]}, self._test_rank_without_gradients)
-
-    def _test_rank_without_gradients(self, spoilt: bool) -> None:
         model = NonUniformReqGradNWM.init(
             self.process_group,
             FSDPInitMode.RECURSIVE,

@@ -47,6 +47,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_host_is_a_copy
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 
@@ -866,12 +867,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(after, before, rtol=0, atol=0, exact_device=False)
 
     @skip_if_lt_x_gpu(2)
-    def test_gathered_storage(self):
+    @subtests(form=FORMS, strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    def test_gathered_storage(self, form, strategy):
         """Beyond upstream: saving frees what it has gathered, and leaves what forward had."""
-        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-        self.run_subtests({"form": FORMS, "strategy": strategies}, self._test_gathered_storage)
-
-    def _test_gathered_storage(self, form: tuple[str, bool], strategy: ShardingStrategy) -> None:
         kind, use_orig_params = form
         model = self._get_simple_nested_model(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
@@ -905,16 +903,13 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                 self.assertEqual(after[name], (before if "non_persistent" in name else wanted)[name], msg=name)
 
     @skip_if_lt_x_gpu(2)
-    def test_damaged_state_dict(self):
+    @subtests(form=FORMS, damage=["missing", "unexpected", "shape"])
+    def test_damaged_state_dict(self, form, damage):
         """Beyond upstream: every rank is told what does not fit, and the model goes on with the rest.
 
         As torch's modules do, it loads what fits and then raises: what the error names is as it was, nothing is left
         gathered, and forward computes with what is there. What was to be loaded is not changed either.
         """
-        damages = ["missing", "unexpected", "shape"]
-        self.run_subtests({"form": FORMS, "damage": damages}, self._test_damaged_state_dict)
-
-    def _test_damaged_state_dict(self, form: tuple[str, bool], damage: str) -> None:
         kind, use_orig_params = form
         plain = self._uneven_layers()
         wrap_kwargs = {"use_orig_params": use_orig_params}

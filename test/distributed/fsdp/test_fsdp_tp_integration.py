@@ -22,6 +22,7 @@ from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
 
@@ -155,18 +156,13 @@ class TestTPFSDPIntegration(FSDPTest):
         return grads
 
     @skip_if_lt_x_gpu(4)
-    def test_fsdp_tp_integration(self):
+    @subtests(
+        cpu_offload=[CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
+        sharding_strategy=[None, ShardingStrategy.SHARD_GRAD_OP],
+        use_orig_params=[False, True],
+    )
+    def test_fsdp_tp_integration(self, **fsdp_kwargs):
         """On two dimensions outputs, gradients and the next outputs are those of sharding over all ranks."""
-        self.run_subtests(
-            {
-                "cpu_offload": [CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
-                "sharding_strategy": [None, ShardingStrategy.SHARD_GRAD_OP],
-                "use_orig_params": [False, True],
-            },
-            self._test_fsdp_tp_integration,
-        )
-
-    def _test_fsdp_tp_integration(self, **fsdp_kwargs: Any) -> None:
         mesh = self._mesh()
         all_ranks = init_device_mesh(accelerator.current().type, (self.world_size,))
         fsdp_model = FSDP(self._model(), device_mesh=all_ranks, **fsdp_kwargs)
@@ -199,11 +195,9 @@ class TestTPFSDPIntegration(FSDPTest):
             self.assertEqual(model(inp), expected)
 
     @skip_if_lt_x_gpu(4)
-    def test_replicas_stay_alike(self):
+    @subtests(synchronizes=[True, False])
+    def test_replicas_stay_alike(self, synchronizes):
         """Beyond upstream: what is not split stays alike where its gradients are synchronized, else it parts."""
-        self.run_subtests({"synchronizes": [True, False]}, self._test_replicas_stay_alike)
-
-    def _test_replicas_stay_alike(self, synchronizes: bool) -> None:
         mesh = self._mesh()
         tp_group = mesh.get_group("tp")
         model = self._tp_fsdp_model(mesh, use_orig_params=True)
@@ -306,11 +300,9 @@ class TestTPFSDPIntegration(FSDPTest):
         return DTensor.from_local(torch.rand(8, 8).to(self.device), tp_mesh, [Replicate()], run_check=False)
 
     @skip_if_lt_x_gpu(4)
-    def test_sharded_state_dict(self):
+    @subtests(use_orig_params=[False, True])
+    def test_sharded_state_dict(self, use_orig_params):
         """Beyond upstream: a sharded state dict has the parameters as DTensors over both dimensions, and loads."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_sharded_state_dict)
-
-    def _test_sharded_state_dict(self, use_orig_params: bool) -> None:
         mesh = self._mesh()
         model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
         reference = {name: param.detach() for name, param in self._model().named_parameters()}

@@ -36,7 +36,7 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
@@ -175,14 +175,9 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         self.assert_same_full_params(fsdp_model, ddp_model)
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_compile(self):
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], skip_fsdp_guards=[True, False])
+    def test_fsdp_compile(self, sharding_strategy, skip_fsdp_guards):
         """What ``torch.compile`` makes of an FSDP model trains as the model does."""
-        self.run_subtests(
-            {"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], "skip_fsdp_guards": [True, False]},
-            self._test_fsdp_compile,
-        )
-
-    def _test_fsdp_compile(self, sharding_strategy: ShardingStrategy, skip_fsdp_guards: bool) -> None:
         # Inductor's C++ compiler is no part of what is tested, and takes minutes: the host does without.
         backend = "inductor" if triton.has_triton() and not accelerator.current().is_host else "aot_eager"
         counter = dynamo_testing.CompileCounterWithBackend(backend)
@@ -291,14 +286,9 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         self._check_train_parity(ddp_model, ddp_optim, fsdp_model, fsdp_optim, set_to_none)
 
     @skip_if_lt_x_gpu(2)
-    def test_diff_trainability(self):
+    @subtests(multi_tensor=[False, True], sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_diff_trainability(self, multi_tensor, sharding_strategy):
         """Biases frozen after wrapping stay as they are; the weights beside them learn."""
-        self.run_subtests(
-            {"multi_tensor": [False, True], "sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]},
-            self._test_diff_trainability,
-        )
-
-    def _test_diff_trainability(self, multi_tensor: bool, sharding_strategy: ShardingStrategy) -> None:
         ddp_model = data_parallel(self._transformer(), find_unused_parameters=True)
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         optims, biases = [], []
@@ -315,11 +305,9 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             self.assertEqual(after, before, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_multiple_optimizers(self):
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP])
+    def test_multiple_optimizers(self, sharding_strategy):
         """One optimizer has the weights and one the biases, and only one of them drops its gradients."""
-        self.run_subtests({"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP]}, self._test_multiple_optimizers)
-
-    def _test_multiple_optimizers(self, sharding_strategy: ShardingStrategy) -> None:
         ddp_model = data_parallel(self._transformer())
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         models = ddp_model, fsdp_model
@@ -511,13 +499,9 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             self.assertEqual(param.grad, grad)
 
     @skip_if_lt_x_gpu(2)
-    def test_access_params_after_forward(self):
+    @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
+    def test_access_params_after_forward(self, sharding_strategy):
         """After forward parameters are local again where forward reshards, after backward everywhere."""
-        self.run_subtests(
-            {"sharding_strategy": [NO_SHARD, FULL_SHARD, SHARD_GRAD_OP]}, self._test_access_params_after_forward
-        )
-
-    def _test_access_params_after_forward(self, sharding_strategy: ShardingStrategy) -> None:
         models = data_parallel(self._model()), self._fsdp(sharding_strategy)
         ddp_model, fsdp_model = models
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
@@ -544,14 +528,9 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
                 optim.zero_grad()
 
     @skip_if_lt_x_gpu(2)
-    def test_parameters_are_views_of_the_local_shard(self):
+    @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
+    def test_parameters_are_views_of_the_local_shard(self, sharding_strategy):
         """Beyond upstream: after backward parameters have the shard's memory, and what was gathered is freed."""
-        self.run_subtests(
-            {"sharding_strategy": [NO_SHARD, FULL_SHARD, SHARD_GRAD_OP]},
-            self._test_parameters_are_views_of_the_local_shard,
-        )
-
-    def _test_parameters_are_views_of_the_local_shard(self, sharding_strategy: ShardingStrategy) -> None:
         model = self._fsdp(sharding_strategy)
         flat_params = internals.flat_params(model)
         self.assertEqual(len(flat_params), 2)  # neither the ReLU nor the root has parameters of its own
@@ -631,11 +610,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         return model.module.lin1 if first else model.module.lin2
 
     @skip_if_lt_x_gpu(2)
-    def test_param_writeback(self):
+    @subtests(change_first_weight=[True, False], change_data=[True, False])
+    def test_param_writeback(self, change_first_weight, change_data):
         """A new parameter, or new data of the old one, replaces what was there."""
-        self.run_subtests({"change_first_weight": [True, False], "change_data": [True, False]}, self._param_writeback)
-
-    def _param_writeback(self, change_first_weight: bool, change_data: bool) -> None:
         models = self._models()
         for model in models:
             layer = self._layer(model, change_first_weight)
@@ -654,18 +631,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         self.assertEqual(self._loss(models[1]), self._loss(models[0]))
 
     @skip_if_lt_x_gpu(2)
-    def test_grad_writeback(self):
+    @subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])
+    def test_grad_writeback(self, change_first_weight_grad, change_data, set_to_none):
         """A gradient that was replaced or dropped is what the optimizer and the next backward go on from."""
-        self.run_subtests(
-            {
-                "change_first_weight_grad": [False, True],
-                "change_data": [False, True],  # of the gradient, which must be there
-                "set_to_none": [False, True],
-            },
-            self._test_grad_writeback,
-        )
-
-    def _test_grad_writeback(self, change_first_weight_grad: bool, change_data: bool, set_to_none: bool) -> None:
         if change_data and set_to_none:
             return  # there is no data of None
         models = self._models()
@@ -734,11 +702,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             writeback.assert_called_once()  # so it would have been seen
 
     @skip_if_lt_x_gpu(2)
-    def test_writeback_shape_mismatch(self):
+    @subtests(change_param=[True, False])
+    def test_writeback_shape_mismatch(self, change_param):
         """A parameter or a gradient of another shape is refused, on the rank where it is."""
-        self.run_subtests({"change_param": [True, False]}, self._test_writeback_shape_mismatch)
-
-    def _test_writeback_shape_mismatch(self, change_param: bool) -> None:
         model = FSDP(self.Model(self.device), use_orig_params=True)
         self._loss(model).backward()
         layer = self._layer(model, first=self.rank == 0)
@@ -755,11 +721,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 pass
 
     @skip_if_lt_x_gpu(2)
-    def test_writeback_between_fwd_and_bwd_for_no_reshard_raises(self):
+    @subtests(change_data=[True, False])
+    def test_writeback_between_fwd_and_bwd_for_no_reshard_raises(self, change_data):
         """While parameters stay unsharded, what they are replaced by could get nowhere, and is refused."""
-        self.run_subtests({"change_data": [True, False]}, self._test_writeback_between_fwd_and_bwd)
-
-    def _test_writeback_between_fwd_and_bwd(self, change_data: bool) -> None:
         model = FSDP(
             self.Model(self.device), sharding_strategy=SHARD_GRAD_OP, auto_wrap_policy=LINEARS, use_orig_params=True
         )
@@ -775,14 +739,10 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             loss.backward()
 
     @skip_if_lt_x_gpu(2)
-    def test_no_reshard_and_mixed_precision(self):
+    @subtests(use_full_prec_in_eval=[False, True], eval_with_grad=[False, True])
+    def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, eval_with_grad):
         """Full parameters, evaluation and loading come in between while low precision parameters stay gathered."""
-        self.run_subtests(
-            {"use_full_prec_in_eval": [False, True], "eval_with_grad": [False, True]},
-            self._test_no_reshard_and_mixed_precision,
-        )
 
-    def _test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval: bool, eval_with_grad: bool) -> None:
         def make_model() -> FSDP:
             with internals.switched("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
                 return FSDP(
@@ -910,10 +870,8 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
     """Gradients that accumulate without being reduced are whole, and each rank's own."""
 
     @skip_if_lt_x_gpu(2)
-    def test_no_sync_correctness(self):
-        self.run_subtests({"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]}, self._test_no_sync_correctness)
-
-    def _test_no_sync_correctness(self, sharding_strategy: ShardingStrategy) -> None:
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_no_sync_correctness(self, sharding_strategy):
         """Parameters and gradients are those of the flat parameter, and after a reduction those of DDP."""
         torch.manual_seed(0)
         plain = nn.Linear(7, 1, bias=False, device=self.device)
@@ -971,12 +929,8 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
         self.assert_same_full_params(orig, flat, ddp_model)
 
     @skip_if_lt_x_gpu(2)
-    def test_no_sync_mixed_precision(self):
-        self.run_subtests(
-            {"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]}, self._test_no_sync_mixed_precision
-        )
-
-    def _test_no_sync_mixed_precision(self, sharding_strategy: ShardingStrategy) -> None:
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_no_sync_mixed_precision(self, sharding_strategy):
         """What accumulates has the parameters' low precision; what is reduced, the full one."""
         torch.manual_seed(0)
         plain = nn.Linear(3, 3, device=self.device)
