@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.fsdp import internals
@@ -131,6 +132,20 @@ class ShardedStatesMixin(_Base):
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         train_on_share(model, optim, steps, self.rank, size)
         return model, optim
+
+    def _check_laid_out(
+        self, model: nn.Module, optim: torch.optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> None:
+        """Sharded state dicts have a DTensor on this mesh for each of eight parameters and for its two moments."""
+        use_sharded_state_dicts(model)
+        found = parameters_and_moments(model, optim)
+        self.assertEqual(len(found), 8 + 16)
+        for name, value in found.items():
+            self.assertIs(type(value), DTensor, name)
+            self.assertEqual((value.device_mesh, value.placements), (mesh, placements))
+        settings = FSDP.get_state_dict_type(model)
+        self.assertTrue(settings.state_dict_config._use_dtensor)
+        self.assertTrue(settings.optim_state_dict_config._use_dtensor)
 
     def _check_same_dtensors(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         """DTensors of the same names with the same values, bit for bit, in every shard."""

@@ -100,7 +100,7 @@ class Dtypes(NamedTuple):
 
 
 class LinearMixedPrecision(nn.Module):
-    """A layer without bias, and a buffer in a dtype of its own. The tensor that it takes and returns is in a tuple."""
+    """A layer without bias, and a buffer in a dtype of its own. It takes and returns a tensor in a tuple."""
 
     def __init__(self, param_dtype: torch.dtype, buffer_name: str = "buffer") -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class TestFSDPMixedPrecision(FSDPTest):
             self._check_low_shards_and_buffers(model, dtypes)
 
     def _check_forward(self, model: FSDP, layer: nn.Module, inputs: tuple[torch.Tensor], dtypes: Dtypes) -> None:
-        """The running layer sees low dtypes; of all instances, those that are gathered are low and the rest full."""
+        """The layer computes in low dtypes. Gathered flat parameters have the low dtype, the others the full one."""
         found = inputs[0].dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
         self.assertEqual(found, (dtypes.param, dtypes.param, dtypes.buffer))
         if model.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -216,7 +216,7 @@ class TestFSDPMixedPrecision(FSDPTest):
         self._check_low_shards_and_buffers(model, dtypes)
 
     def _check_low_shards_and_buffers(self, model: FSDP, dtypes: Dtypes) -> None:
-        """Shards in a low dtype are there if parameters have one, and hold memory only in a gather; buffers are low."""
+        """Flat parameters have a shard in the low dtype if there is one, empty unless gathered. Buffers are low."""
         for flat_param in internals.flat_params(model):
             is_low = dtypes.param != dtypes.full
             self.assertEqual(internals.has_low_precision_shard(flat_param), is_low)
@@ -810,6 +810,8 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     """Which dtypes a model and its two submodules see, with a precision for one of them, or for each.
 
+    FSDP casts the inputs of a module with a precision, unless ``cast_forward_inputs=False`` says otherwise.
+
     Beyond upstream: in bfloat16 as in float16, and the gradients are those of the original dtype.
     """
 
@@ -848,7 +850,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @subtests(low=LOW_DTYPES)
     def test_float16_on_one_submodule(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
-        casts = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
+        casts = MixedPrecision(param_dtype=low)
         model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts)
         output = self._forward(sharded)
         output.sum().backward()
@@ -878,10 +880,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @subtests(low=LOW_DTYPES)
     def test_submodules_with_different_precisions_error(self, low):
         """The root casts its own input only: what its first submodule makes of it reaches the second in fp16."""
-        casts, root = (
-            MixedPrecision(low, cast_forward_inputs=True),
-            MixedPrecision(torch.float32, cast_forward_inputs=True),
-        )
+        casts, root = MixedPrecision(param_dtype=low), MixedPrecision(param_dtype=torch.float32)
         *_, sharded = self._build({}, cast_forward_inputs=False, c1=casts, root=root)
         with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
             self._forward(sharded)
@@ -890,10 +889,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @subtests(low=LOW_DTYPES)
     def test_submodules_with_different_precisions(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
-        casts, root = (
-            MixedPrecision(low, cast_forward_inputs=True),
-            MixedPrecision(torch.float32, cast_forward_inputs=True),
-        )
+        casts, root = MixedPrecision(param_dtype=low), MixedPrecision(param_dtype=torch.float32)
         model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts, root=root)
         self._forward(sharded).sum().backward()
         self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: low})

@@ -194,7 +194,7 @@ class TestDummyModel(nn.Module):
 
 @dataclasses.dataclass
 class Training:
-    """A model, its optimizer, what that was made of, and how many iterations they have trained."""
+    """A model, its optimizer, the input of the optimizer, and the number of iterations so far."""
 
     model: nn.Module
     optim: torch.optim.Optimizer
@@ -202,7 +202,7 @@ class Training:
     iteration: int = 0
 
     def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
-        """The optimizer, as FSDP's older functions take it: by itself, or by what it was made of."""
+        """The optimizer as an argument of FSDP's older functions: itself, or its input."""
         return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
 
 
@@ -291,7 +291,7 @@ def group_of(ranks: range) -> Group:
 
 
 def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
-    """Rank 0's, on every rank."""
+    """The state that rank 0 passes, on every rank."""
     objects = [osd]
     dist.broadcast_object_list(objects, src=0, group=group)
     return objects[0]
@@ -304,7 +304,7 @@ def moments_of(osd: dict[str, Any]) -> list[Any]:
 
 
 def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
-    """Load, in place of what is there, with tensors of the optimizer's own; see ``test_steps_are_apart``."""
+    """Replace the optimizer's state by copies of the given one; for the reason see ``test_steps_are_apart``."""
     state = {
         key: {name: value.clone() if torch.is_tensor(value) else value for name, value in each.items()}
         for key, each in osd["state"].items()
@@ -322,7 +322,7 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 
 class TestFSDPOptimState(FSDPTest):
-    # By older functions, given the optimizer or what it was made of, and by those that replace them.
+    # The older functions, called with the optimizer and with its input, and then the functions that replace them.
     SHARD_FULL = (ShardFull(use_optim_input=False), ShardFull(use_optim_input=True), OptimStateDict(FULL_EVERYWHERE))
     SCATTER_FULL = (
         ScatterFull(use_optim_input=False),
@@ -386,9 +386,9 @@ class TestFSDPOptimState(FSDPTest):
         return model(rows).sum() / len(rows)
 
     def _train(self, training: Training, iterations: int = 1, group: Group = None) -> list[torch.Tensor]:
-        """Train on, with FSDP on this rank's rows and otherwise alone on all rows. Returns the losses.
+        """Train a model in FSDP on this rank's rows, any other model alone on all rows. Returns the losses.
 
-        The gradients of parameters that FSDP does not manage are averaged here.
+        FSDP leaves the gradients of parameters that it does not manage alone, so they are averaged here.
         """
         model, instances = training.model, FSDP.fsdp_modules(training.model)
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if instances else (0, 1)
@@ -407,7 +407,7 @@ class TestFSDPOptimState(FSDPTest):
         return losses
 
     def _train_both(self, run: Training, reference: Training, iterations: int) -> None:
-        """Train both, after which they have the same parameters."""
+        """Train both, and compare their parameters."""
         self._train(run, iterations)
         self._train(reference, iterations)
         self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
@@ -427,7 +427,7 @@ class TestFSDPOptimState(FSDPTest):
         group: Group = None,
         rank0_only: bool = False,
     ) -> None:
-        """By name, states and parameter groups are the reference's; with ``rank0_only`` other ranks have nothing."""
+        """States and parameter groups are the reference's, by name. With ``rank0_only`` other ranks have nothing."""
         if rank0_only and dist.get_rank(group) > 0:
             self.assertEqual(osd, {})
             return
@@ -450,9 +450,10 @@ class TestFSDPOptimState(FSDPTest):
         use_multiple_param_groups: bool = False,
         **target_kwargs: bool,
     ) -> None:
-        """What one model saved is converted to what another one's optimizer has, which trains on with it.
+        """Save a model's state, convert it for another model's optimizer, load it there and train on.
 
-        Both trained as the unwrapped reference does. They save, convert, load and train by each interface in turn.
+        Both models train in FSDP like a reference without it, so their states are that reference's. ``target_kwargs``
+        are for the second model alone.
         """
         groups = {"use_multiple_param_groups": True} if use_multiple_param_groups else {}
         source, reference, target = init("wrap", **groups), init(None, **groups), None
@@ -1137,7 +1138,7 @@ class TestFSDPOptimState(FSDPTest):
                 self.run_subtests(config, self._test_load_from_disk, path, groups)
 
     def _init_two_blocks(self, use_orig_params: bool | None, group: Group = None) -> Training:
-        """In FSDP, or without it if nothing is said about parameters."""
+        """The blocks in FSDP, with original or with flat parameters; without FSDP for None."""
         model = TwoBlocks().to(self.device)
         if use_orig_params is not None:
             # Offloading goes with flat parameters: neither is known to the other's code.

@@ -11,6 +11,7 @@ import copy
 import functools
 import io
 import itertools
+import math
 import unittest
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -1095,7 +1096,9 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
         resharded = {}
         for name, value in flat.items():
             half = value.chunk(2)[self.rank]
-            shard = sharded_tensors.Shard.from_tensor_and_offsets(half, [self.rank * -(-value.numel() // 2)], self.rank)
+            shard = sharded_tensors.Shard.from_tensor_and_offsets(
+                half, [self.rank * math.ceil(value.numel() / 2)], self.rank
+            )
             resharded[name] = sharded_tensors.init_from_local_shards([shard], value.numel(), process_group=pair)
         smaller = FSDP(Model(True, process_group=pair), process_group=pair)
         self.assertNotEqual(self._save(smaller, "state_dict"), whole)
@@ -1120,7 +1123,7 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
         self.assertEqual(sorted(state_dict), sorted(whole))
         for name, value in state_dict.items():
             rows = whole[name].shape[0]
-            chunk = -(-rows // size)
+            chunk = math.ceil(rows / size)
             starts = list(range(0, rows, chunk))
             self.assertEqual(value.size(), whole[name].size())
             self.assertEqual([shard.shard_offsets[0] for shard in value.metadata().shards_metadata], starts)

@@ -105,15 +105,11 @@ class UseOrigParamsTest(FSDPTest):
             joined[name] = torch.cat(pieces) if pieces else None
         return joined
 
-    def assert_shards_of(self, found: Tensors, wanted: Tensors, strategy: ShardingStrategy) -> None:
-        """The ranks' pieces make the wanted tensors, each by name; under NO_SHARD each rank has all of them."""
-        whole = flattened(found) if strategy is NO_SHARD else self._joined(found)
-        self.assertEqual(whole, flattened(wanted))
-
     def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
+        """The gradients are the reference's, by name; under NO_SHARD each rank has all of them, else its pieces."""
         found, wanted = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
         self.assertTrue(any(grad is not None for grad in wanted.values()))
-        self.assert_shards_of(found, wanted, strategy)
+        self.assertEqual(flattened(found) if strategy is NO_SHARD else self._joined(found), flattened(wanted))
 
     def assert_same_full_params(self, model: nn.Module, *others: nn.Module) -> None:
         """The unsharded parameters agree by name with those of the others, in FSDP or not."""
@@ -354,8 +350,8 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 else:
                     self.assertEqual(param.grad is None, of_ddp[name] is None, name)
                     self.assertEqual(param.grad is None, "weight" in name, name)
-            self.assert_shards_of(of_fsdp, of_ddp, sharding_strategy)
-            self.assert_shards_of(named(fsdp_model), named(ddp_model), sharding_strategy)
+            self.assertEqual(self._joined(of_fsdp), flattened(of_ddp))
+            self.assertEqual(self._joined(named(fsdp_model)), flattened(named(ddp_model)))
         backward_and_step(losses)
         # Adam's correction of its bias goes by the number of steps, so a gradient of zeros instead of none shows here.
         backward_and_step(forward())

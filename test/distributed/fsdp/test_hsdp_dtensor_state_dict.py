@@ -104,16 +104,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     def test_hsdp_init_with_device_mesh(self):
         mesh = self._mesh()
-        model, optim = self._create_model(mesh)
-        use_sharded_state_dicts(model)
-        found = parameters_and_moments(model, optim)
-        self.assertEqual(len(found), 8 + 16)
-        for name, value in found.items():
-            self.assertIs(type(value), DTensor, name)
-            self.assertEqual((value.device_mesh, value.placements), (mesh, PLACEMENTS))
-        settings = FSDP.get_state_dict_type(model)
-        self.assertTrue(settings.state_dict_config._use_dtensor)
-        self.assertTrue(settings.optim_state_dict_config._use_dtensor)
+        self._check_laid_out(*self._create_model(mesh), mesh, PLACEMENTS)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
