@@ -810,8 +810,6 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     """Which dtypes a model and its two submodules see, with a precision for one of them, or for each.
 
-    FSDP casts the inputs of a module with a precision, unless ``cast_forward_inputs=False`` says otherwise.
-
     Beyond upstream: in bfloat16 as in float16, and the gradients are those of the original dtype.
     """
 
@@ -850,7 +848,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @subtests(low=LOW_DTYPES)
     def test_float16_on_one_submodule(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
-        casts = MixedPrecision(param_dtype=low)
+        casts = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
         model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts)
         output = self._forward(sharded)
         output.sum().backward()
@@ -880,7 +878,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @subtests(low=LOW_DTYPES)
     def test_submodules_with_different_precisions_error(self, low):
         """The root casts its own input only: what its first submodule makes of it reaches the second in fp16."""
-        casts, root = MixedPrecision(param_dtype=low), MixedPrecision(param_dtype=torch.float32)
+        casts, root = (MixedPrecision(dtype, cast_forward_inputs=True) for dtype in (low, torch.float32))
         *_, sharded = self._build({}, cast_forward_inputs=False, c1=casts, root=root)
         with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
             self._forward(sharded)
@@ -889,7 +887,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @subtests(low=LOW_DTYPES)
     def test_submodules_with_different_precisions(self, low):
         seen: dict[nn.Module, torch.Tensor] = {}
-        casts, root = MixedPrecision(param_dtype=low), MixedPrecision(param_dtype=torch.float32)
+        casts, root = (MixedPrecision(dtype, cast_forward_inputs=True) for dtype in (low, torch.float32))
         model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts, root=root)
         self._forward(sharded).sum().backward()
         self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: low})
