@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -75,7 +74,6 @@ def _in_one_set_of_ranks(configs: Callable[[], Iterable[dict[str, Any]]]) -> Cal
             for config in configs():
                 run_subtests(self, config, functools.partial(test, self))
 
-        run.__signature__ = inspect.Signature()  # type: ignore[attr-defined]  # a runner is not to ask for parameters
         return run  # type: ignore[return-value]
 
     return decorate
