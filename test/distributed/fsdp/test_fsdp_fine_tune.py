@@ -7,7 +7,6 @@ import unittest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -19,7 +18,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [
@@ -109,10 +108,7 @@ class TestFSDPFineTune(FSDPTest):
         for instance, layer in zip(internals.managing_instances(model), layers, strict=True):
             wanted = [None if param.grad is None else param.grad.flatten().cpu() for param in layer.parameters()]
             mine = [None if param.grad is None else param.grad.flatten().cpu() for param in instance.parameters()]
-            everywhere: list[Any] = [mine]
-            if instance.sharding_strategy is not NO_SHARD:
-                everywhere = [None] * self.world_size
-                dist.all_gather_object(everywhere, mine)
+            everywhere = [mine] if instance.sharding_strategy is NO_SHARD else of_all_ranks(mine)
             of_each = [[piece for piece in pieces if piece is not None] for pieces in zip(*everywhere, strict=True)]
             if not any(grad is not None for grad in wanted):
                 self.assertEqual([piece for pieces in of_each for piece in pieces], [])

@@ -28,7 +28,6 @@ from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     DummyProcessGroup,
     FSDPInitMode,
-    FSDPTest,
     NestedWrappedModule,
     NonUniformReqGradNWM,
     TransformerWithSharedParams,
@@ -36,7 +35,8 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.references import data_parallel
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks
 
 params = "cpu_offload,sharding_strategy,mixed_precision,use_orig_params"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
@@ -246,11 +246,7 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(moved, [-1.0 if spoilt is None else 1.0] * len(ps))
 
 
-class TestShardedGradScalerParityWithDDP(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return accelerator.current().few_ranks
-
+class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def _get_init_modes_for_test(self, cpu_offload: CPUOffload) -> list[DEVICEInitMode]:
         # Without a memory of its own a device makes no difference between these modes.
         if not accelerator.current().has("device_memory"):
@@ -261,16 +257,9 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
     def _scaler(self, cls: type[GradScaler] = ShardedGradScaler, **kwargs: Any) -> GradScaler:
         return cls(**{"device": accelerator.current().type, "init_scale": 2.0, **kwargs})
 
-    def _everywhere(self, value: float) -> list[float]:
-        """The numbers that the ranks pass, in order of rank."""
-        here = torch.tensor(float(value), device=self.device)
-        values = [torch.empty_like(here) for _ in range(self.world_size)]
-        dist.all_gather(values, here)
-        return [each.item() for each in values]
-
     def _check_scale(self, scaler: GradScaler, expected: float) -> None:
         """Beyond upstream: it is the expected one on all ranks."""
-        self.assertEqual(self._everywhere(scaler.get_scale()), [float(expected)] * self.world_size)
+        self.assertEqual(of_all_ranks(scaler.get_scale()), [float(expected)] * self.world_size)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
@@ -310,7 +299,7 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
             loss = super()._train_for_several_steps(model, *args, **kwargs)
             loss = loss * kwargs["sharded_grad_scaler_kwargs"].get("init_scale", 2.0**16)
         changed = sum(not torch.equal(param, was) for param, was in zip(model.parameters(), before))
-        self.assertGreater(sum(self._everywhere(changed)), 0)
+        self.assertGreater(sum(of_all_ranks(changed)), 0)
         self.assertTrue(loss.isfinite())
         return loss
 
@@ -425,8 +414,8 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
         inputs = model.module.get_input(self.device)
         scaler.scale(model(*inputs).sum()).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        numels = self._everywhere(sum(grad.numel() for grad in grads))
-        self.assertEqual((numels[0], sum(numels)), (0.0, 4 * 8 + 8))
+        numels = of_all_ranks(sum(grad.numel() for grad in grads))
+        self.assertEqual((numels[0], sum(numels)), (0, 4 * 8 + 8))
         if spoilt and grads:
             grads[0].fill_(math.inf)
         scaler.unscale_(optim)
@@ -451,7 +440,7 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
         scaler.step(optim)
         scaler.update()
         self.assertEqual(param[0].item(), 1.0 if self.rank == 0 else 0.0)
-        self.assertEqual(self._everywhere(scaler.get_scale()), [1.0] + [2.0] * (self.world_size - 1))
+        self.assertEqual(of_all_ranks(scaler.get_scale()), [1.0] + [2.0] * (self.world_size - 1))
 
 
 instantiate_parametrized_tests(TestShardedGradScalerParityWithDDP)

@@ -48,14 +48,13 @@ from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_ho
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
-from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
 
 if TYPE_CHECKING:
     _Base = FSDPTest
 else:
     _Base = object
 
-pytree = torch_names.module("torch.utils._pytree")
 remote_device = torch_names.module("torch.distributed.remote_device")
 sharded_metadata = torch_names.module("torch.distributed._shard.sharded_tensor.metadata")
 sharding_spec = torch_names.module("torch.distributed._shard.sharding_spec")
@@ -176,8 +175,7 @@ def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()
     }
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = of_all_ranks(mine)
     whole = dict(state_dict)
     for name, value in sharded.items():
         tensor = torch.full(value.size(), torch.nan, dtype=value.dtype)
@@ -197,7 +195,7 @@ class HeldMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves((args, kwargs, out)):
+        for leaf in internals.pytree.tree_leaves((args, kwargs, out)):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if internals.storage_id(storage) not in self._storages:

@@ -22,6 +22,7 @@ from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
 
 SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
@@ -126,15 +127,13 @@ class TestTPFSDPIntegration(FSDPTest):
     def _full_grads(self, model: FSDP, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
         """The whole gradients by name, put together from the ranks that shard and then those that split."""
         mine = {name: grad.detach().cpu() for name, grad in self._local_grads(model).items()}
-        shards: list[Any] = [None] * model.process_group.size()
-        dist.all_gather_object(shards, mine, group=model.process_group)
+        shards = of_all_ranks(mine, model.process_group)
         full = {name: torch.cat([shard[name] for shard in shards]) for name in mine}
         shapes = {name: list(param.shape) for name, param in self._model().named_parameters()}
         self.assertEqual(list(full), list(shapes))
         if mesh is not None:
             tp_group = mesh.get_group("tp")
-            splits: list[Any] = [None] * tp_group.size()
-            dist.all_gather_object(splits, full, group=tp_group)
+            splits = of_all_ranks(full, tp_group)
             for name, dim in SimpleModel.get_sharded_param_names().items():
                 shape = [size // (tp_group.size() if index == dim else 1) for index, size in enumerate(shapes[name])]
                 full[name] = torch.cat([split[name].view(shape) for split in splits], dim=dim)
@@ -240,8 +239,7 @@ class TestTPFSDPIntegration(FSDPTest):
                 for name, param in model.module.named_parameters()
                 if name not in SimpleModel.get_sharded_param_names()
             }
-        everywhere: list[Any] = [None] * group.size()
-        dist.all_gather_object(everywhere, full, group=group)
+        everywhere = of_all_ranks(full, group)
         return {name: all(torch.equal(other[name], value) for other in everywhere) for name, value in full.items()}
 
     @skip_if_lt_x_gpu(4)
@@ -292,9 +290,7 @@ class TestTPFSDPIntegration(FSDPTest):
         def local_of_all(module: nn.Module) -> list[list[torch.Tensor]]:
             """For each rank of the group its local tensors."""
             mine = [tensor.to_local().detach().cpu().clone() for tensor in (module.param, module.buffer)]
-            everywhere: list[Any] = [None] * dp_group.size()
-            dist.all_gather_object(everywhere, mine, group=dp_group)
-            return everywhere
+            return of_all_ranks(mine, dp_group)
 
         first, second = local_of_all(model)
         for mine, theirs in zip(first, second, strict=True):

@@ -14,7 +14,6 @@ import unittest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -38,7 +37,7 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
-from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
 inductor_config = torch_names.module("torch._inductor.config")
@@ -98,8 +97,7 @@ class UseOrigParamsTest(FSDPTest):
     def _joined(self, tensors: Tensors) -> Tensors:
         """What the ranks' pieces of each tensor make, one after the other; None where no rank has any."""
         mine = flattened(tensors)
-        of_all: list[Tensors] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(of_all, mine)
+        of_all = of_all_ranks(mine)
         self.assertEqual([list(pieces) for pieces in of_all], [list(mine)] * self.world_size)
         joined: Tensors = {}
         for name in mine:

@@ -26,7 +26,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
     ShardedStatesMixin,
@@ -182,12 +182,10 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         self.assertEqual(set(found), set(wanted))
         for name, value in found.items():
             local = value.to_local().cpu()  # for all ranks
-            of_replicas = [None, None]
-            dist.all_gather_object(of_replicas, local, group=mesh.get_group(0))
-            self.assertEqual(of_replicas[0], of_replicas[1], msg=name, rtol=0, atol=0)
-            of_shards = [None, None]
-            dist.all_gather_object(of_shards, local, group=mesh.get_group(1))
-            self.assertEqual(torch.cat(of_shards), wanted[name], msg=name, exact_device=False)
+            first, second = of_all_ranks(local, mesh.get_group(0))
+            self.assertEqual(first, second, msg=name, rtol=0, atol=0)
+            whole = torch.cat(of_all_ranks(local, mesh.get_group(1)))
+            self.assertEqual(whole, wanted[name], msg=name, exact_device=False)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
