@@ -55,7 +55,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
 
 distributed_optim = torch_names.module("torch.distributed.optim")
-init_utils = torch_names.module("torch.distributed.fsdp._init_utils")
 
 HOST = torch.device("cpu")  # the CPU is the subject
 META = torch.device("meta")
@@ -225,14 +224,14 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """A device without an index stands for the current one, with a warning; the host has no index to miss."""
         current = torch.device("meta", self.rank)
         with self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
-            found = init_utils._get_device_from_device_id(META, self.rank, _stub_handle(current))
+            found = internals.fsdp1_init._get_device_from_device_id(META, self.rank, _stub_handle(current))
         self.assertEqual(found, current)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for device_id in (torch.device("meta", 1), HOST):
-                found = init_utils._get_device_from_device_id(device_id, self.rank, _stub_handle(current))
+                found = internals.fsdp1_init._get_device_from_device_id(device_id, self.rank, _stub_handle(current))
                 self.assertEqual(found, device_id)
-            self.assertIsNone(init_utils._get_device_from_device_id(None, self.rank, _stub_handle(current)))
+            self.assertIsNone(internals.fsdp1_init._get_device_from_device_id(None, self.rank, _stub_handle(current)))
 
     @requires(lambda: None if accelerator.current().is_host else "needs a host without an accelerator")
     def test_device_id_that_is_not_there(self):
@@ -582,12 +581,12 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """What is in host memory is warned about, unless FSDP is told where to move it."""
         module = nn.Linear(2, 2, device=HOST)
         with self.assertWarnsRegex(UserWarning, "passed-in `module` is on CPU"):
-            init_utils._move_module_to_device(module, set(), set(), None)
+            internals.fsdp1_init._move_module_to_device(module, set(), set(), None)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            init_utils._move_module_to_device(module, set(module.parameters()), set(), None)
-            init_utils._move_module_to_device(nn.Linear(2, 2, device=META), set(), set(), None)
-            init_utils._move_module_to_device(module, set(), set(), HOST)
+            internals.fsdp1_init._move_module_to_device(module, set(module.parameters()), set(), None)
+            internals.fsdp1_init._move_module_to_device(nn.Linear(2, 2, device=META), set(), set(), None)
+            internals.fsdp1_init._move_module_to_device(module, set(), set(), HOST)
         self.assertEqual([param.device for param in module.parameters()], [HOST] * 2)
 
     @skip_if_lt_x_gpu(2)
@@ -721,7 +720,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             with self.assertRaisesRegex(ValueError, f"on rank {self.rank}: {device.type} vs {device.type}:0"):
                 FSDP(nn.Linear(2, 2), device_id=torch.device(device.type, 0))
 
-        decide = init_utils._get_compute_device
+        decide = internals.fsdp1_init._get_compute_device
         on_host, on_meta = nn.Linear(1, 1, device=HOST), nn.Linear(1, 1, device=META)
         current = _stub_handle(torch.device("meta", 1))
         # In host memory: the current device decides. Elsewhere: the parameters do, unless they are ignored.
@@ -745,7 +744,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             self.assertEqual({param.device for param in model.parameters()}, {device})
 
         mixed = nn.Sequential(nn.Linear(1, 1, device=META), nn.Linear(1, 1, device=HOST))
-        check = init_utils._check_single_device_module
+        check = internals.fsdp1_init._check_single_device_module
         with self.assertRaisesRegex(RuntimeError, "please pass in device_id"):
             check(mixed, set(), None)
         self.assertIsNone(check(mixed, set(), META))
@@ -808,7 +807,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             params = [mock.Mock(device=device, _fsdp_flattened=False) for device in devices]
             return mock.Mock(parameters=lambda: iter(params))
 
-        check = init_utils._check_single_device_module
+        check = internals.fsdp1_init._check_single_device_module
         first, second = (torch.device("meta", index) for index in range(2))
         for devices in ((first, second), (first, HOST, second)):
             for device_id in (None, first):
