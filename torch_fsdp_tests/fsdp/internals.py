@@ -30,6 +30,7 @@ State = Any  # FSDPState (FSDP2) or _FSDPState (FSDP1)
 
 flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
+fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 fsdp1_traversal = torch_names.module("torch.distributed.fsdp._traversal_utils")
 fsdp2 = torch_names.module("torch.distributed.fsdp._fully_shard._fully_shard")

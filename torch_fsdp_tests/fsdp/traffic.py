@@ -23,6 +23,7 @@ class Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes that this rank puts in."""
         return self.numel * self.dtype.itemsize
 
 

@@ -152,9 +152,9 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @parametrize("cpu_offload", [CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
     @parametrize("offload_activations", [True, False])
     @parametrize("use_orig_params", [False, True])
-    def test_checkpoint_fsdp_wrapping(self, cpu_offload, offload_activations, use_orig_params):
+    def test_checkpoint_fsdp_wrapping(self, **config):
         """One checkpoint around three layers in FSDP, and FSDP around a checkpoint in each of them."""
-        self._test_checkpoint_fsdp_wrapping(cpu_offload, offload_activations, use_orig_params)
+        self._test_checkpoint_fsdp_wrapping(**config)
 
     def _test_checkpoint_fsdp_wrapping(
         self,
@@ -177,9 +177,9 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @parametrize("cpu_offload", [CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
     @parametrize("offload_activations", [True, False])
     @parametrize("use_orig_params", [False, True])
-    def test_basic_checkpoint_end_to_end(self, cpu_offload, offload_activations, use_orig_params):
+    def test_basic_checkpoint_end_to_end(self, **config):
         """A checkpoint around FSDP, FSDP around a checkpoint, and a checkpoint only for the call of FSDP."""
-        self._test_basic_checkpoint_end_to_end(cpu_offload, offload_activations, use_orig_params)
+        self._test_basic_checkpoint_end_to_end(**config)
 
     def _test_basic_checkpoint_end_to_end(
         self,

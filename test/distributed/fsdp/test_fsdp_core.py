@@ -52,20 +52,28 @@ subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 DELAY_MS = 250
-Prefetches = Sequence[tuple[BackwardPrefetch | None, bool]]
-DEFAULT = [(BackwardPrefetch.BACKWARD_PRE, True)]  # as FSDP's default in backward, and also in forward
+Prefetch = dict[str, Any]  # what FSDP gathers ahead, in backward and in forward
+EVERY_PREFETCH: list[Prefetch] = [
+    {"backward_prefetch": backward, "forward_prefetch": forward}
+    for backward, forward in itertools.product(PREFETCHES, [False, True])
+]
+# As FSDP's default in backward, and also in forward.
+DEFAULT: list[Prefetch] = [{"backward_prefetch": BackwardPrefetch.BACKWARD_PRE, "forward_prefetch": True}]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 
 
-def _prefetches() -> Prefetches:
+def _prefetches() -> list[Prefetch]:
     """What is gathered ahead in backward, and whether in forward: all pairs where gathering can run beside computation.
 
     Without streams a prefetch is a gather at another place in the order. Those in forward and those in backward have
     nothing to do with each other then, so each is there once.
     """
     if accelerator.current().has("streams"):
-        return list(itertools.product(PREFETCHES, [False, True]))
-    return list(zip(PREFETCHES, [False, True, False]))
+        return EVERY_PREFETCH
+    return [
+        {"backward_prefetch": backward, "forward_prefetch": forward}
+        for backward, forward in zip(PREFETCHES, [False, True, False])
+    ]
 
 
 class _TwoRanks(FewRanksTest):
@@ -96,63 +104,39 @@ class TestParityWithDDP(_TwoRanks):
         modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
         return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
 
-    def _get_subtest_config(self, cpu_offload: CPUOffload) -> dict[str, list[Any]]:
-        """All that a configuration is trained with; a schedule is both prefetches and ``use_orig_params``."""
-        return {
-            "device_init_mode": self._get_device_init_modes(cpu_offload),
-            "schedule": list(itertools.product(PREFETCHES, [False, True], [False, True])),
-        }
-
     def _check_parity(
         self,
         model_class: type[FSDPTestModel],
         cpu_offload: CPUOffload,
         sharding_strategy: ShardingStrategy | None,
-        prefetches: Prefetches = DEFAULT,
+        prefetches: list[Prefetch] = DEFAULT,
         use_orig_params: Sequence[bool] = (False, True),
         **kwargs: Any,
     ) -> None:
-        """Train with every schedule where they differ in time, or where PYTORCH_TEST_WITH_SLOW=1 asks for it.
+        """Train with every prefetch, with flat and with original parameters, where the device has streams.
 
-        Elsewhere with the given prefetches. Each takes flat or original parameters, so that every two of offload,
-        strategy and ``use_orig_params`` take all their values together, and the next prefetch takes the others. Which
-        comes first in ``use_orig_params`` decides which of both it is, for a test that does much the same as another.
+        There prefetches differ in time. PYTORCH_TEST_WITH_SLOW=1 asks for the same on other devices. Without it, only
+        the given prefetches are used, each with one kind of parameters: chosen so that every pair of values of offload,
+        strategy and ``use_orig_params`` occurs, and the other kind for the next prefetch.
         """
-        config = self._get_subtest_config(cpu_offload)
-        if not accelerator.current().has("streams") and not TEST_WITH_SLOW:
-            orders = itertools.cycle([use_orig_params, use_orig_params[::-1]])
-            config["schedule"] = [
-                (*prefetch, case["use_orig_params"])
-                for prefetch, order in zip(prefetches, orders)
-                for case in pairwise({**CONFIGURATIONS, "use_orig_params": order})
-                if (case["cpu_offload"], case["sharding_strategy"]) == (cpu_offload, sharding_strategy)
-            ]
-        self.run_subtests(
-            config,
-            self._test_parity,
-            model_class,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            **kwargs,
-        )
-
-    def _test_parity(
-        self,
-        model_class: type[FSDPTestModel],
-        fsdp_init_mode: FSDPInitMode,
-        schedule: tuple[BackwardPrefetch | None, bool, bool],
-        **kwargs: Any,
-    ) -> None:
-        backward, forward, use_orig_params = schedule
-        self._test_fsdp_parity(
-            model_class,
-            fsdp_init_mode,
-            backward_prefetch=backward,
-            forward_prefetch=forward,
-            use_orig_params=use_orig_params,
-            **kwargs,
-        )
+        configuration = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
+        every = accelerator.current().has("streams") or TEST_WITH_SLOW
+        for prefetch in EVERY_PREFETCH if every else prefetches:
+            pairs = pairwise({**CONFIGURATIONS, "use_orig_params": use_orig_params})
+            chosen = [case["use_orig_params"] for case in pairs if {**case, **configuration} == case]
+            self.run_subtests(
+                {
+                    "device_init_mode": self._get_device_init_modes(cpu_offload),
+                    "use_orig_params": [False, True] if every else chosen,
+                },
+                self._test_fsdp_parity,
+                model_class,
+                FSDPInitMode.RECURSIVE,
+                **configuration,
+                **prefetch,
+                **kwargs,
+            )
+            use_orig_params = use_orig_params[::-1]
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Beyond upstream: also, nothing gathered is left, and the shards hold each element once, and padding."""
@@ -417,20 +401,17 @@ class TestAutograd(_TwoRanks):
             {
                 "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
                 "use_orig_params": [False, True],
-                "prefetches": _prefetches(),
+                "prefetch": _prefetches(),
             },
             self._test_unshard_params_as_tensors,
         )
 
-    def _test_unshard_params_as_tensors(
-        self, prefetches: tuple[BackwardPrefetch | None, bool], **fsdp_kwargs: Any
-    ) -> None:
-        fsdp_kwargs["backward_prefetch"], fsdp_kwargs["forward_prefetch"] = prefetches
+    def _test_unshard_params_as_tensors(self, prefetch: Prefetch, **fsdp_kwargs: Any) -> None:
         torch.manual_seed(0)
         reference = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
-        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **fsdp_kwargs)
+        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **prefetch, **fsdp_kwargs)
         self.assertEqual(len(FSDP.fsdp_modules(model)), 6)
         torch.manual_seed(1 + self.rank)
         x = torch.randn(2, 3, device=get_devtype())

@@ -25,9 +25,8 @@ from torch_fsdp_tests.fsdp import internals
 META = torch.device("meta")
 Init = Callable[[nn.Module], None]
 
-init_utils = torch_names.module("torch.distributed.fsdp._init_utils")
 torchdistx = torch_names.module("torchdistx.deferred_init")
-needs_torchdistx = requires(lambda: None if init_utils._TORCHDISTX_AVAIL else "needs torchdistX")
+needs_torchdistx = requires(lambda: None if internals.fsdp1_init._TORCHDISTX_AVAIL else "needs torchdistX")
 
 
 def _states(module: nn.Module, recurse: bool = True) -> list[torch.Tensor]:
