@@ -33,7 +33,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
 from torch_fsdp_tests.fsdp.combinations import pairwise
 from torch_fsdp_tests.fsdp.references import average_gradients, named
 
@@ -97,13 +97,6 @@ class _TwoRanks(FewRanksTest):
 class TestParityWithDDP(_TwoRanks):
     """After a few steps parameters and loss are those of DDP, or of a model that averages its gradients by hand."""
 
-    def _get_device_init_modes(self, cpu_offload: CPUOffload) -> list[DEVICEInitMode]:
-        # Without a memory of its own a device makes no difference between these modes.
-        if not accelerator.current().has("device_memory"):
-            return [DEVICEInitMode.DEVICE_BEFORE]
-        modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
-        return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
-
     def _check_parity(
         self,
         model_class: type[FSDPTestModel],
@@ -126,7 +119,7 @@ class TestParityWithDDP(_TwoRanks):
             chosen = [case["use_orig_params"] for case in pairs if {**case, **configuration} == case]
             self.run_subtests(
                 {
-                    "device_init_mode": self._get_device_init_modes(cpu_offload),
+                    "device_init_mode": device_init_modes(cpu_offload),
                     "use_orig_params": [False, True] if every else chosen,
                 },
                 self._test_fsdp_parity,

@@ -35,7 +35,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks
 
@@ -248,13 +248,6 @@ class TestShardGradScaler(TestCase):
 
 
 class TestShardedGradScalerParityWithDDP(FewRanksTest):
-    def _get_init_modes_for_test(self, cpu_offload: CPUOffload) -> list[DEVICEInitMode]:
-        # Without a memory of its own a device makes no difference between these modes.
-        if not accelerator.current().has("device_memory"):
-            return [DEVICEInitMode.DEVICE_BEFORE]
-        modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
-        return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
-
     def _scaler(self, cls: type[GradScaler] = ShardedGradScaler, **kwargs: Any) -> GradScaler:
         return cls(**{"device": accelerator.current().type, "init_scale": 2.0, **kwargs})
 
@@ -278,7 +271,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         if mixed_precision:
             scale = {"init_scale": 2.0**8}
         self.run_subtests(
-            {"device_init_mode": self._get_init_modes_for_test(cpu_offload)},
+            {"device_init_mode": device_init_modes(cpu_offload)},
             self._test_fsdp_parity,
             model_class,
             FSDPInitMode.RECURSIVE,
