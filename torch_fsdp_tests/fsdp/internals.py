@@ -6,13 +6,18 @@ that asked skips, and the reason names it; then this file is the one to mend.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
 
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.torch_names import attribute, set_attribute
@@ -25,6 +30,7 @@ State = Any  # FSDPState (FSDP2) or _FSDPState (FSDP1)
 
 flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
+fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 fsdp1_traversal = torch_names.module("torch.distributed.fsdp._traversal_utils")
 fsdp2 = torch_names.module("torch.distributed.fsdp._fully_shard._fully_shard")
@@ -34,8 +40,10 @@ fsdp2_init = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_init"
 fsdp2_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
 fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
+sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 composable = torch_names.module("torch.distributed._composable")
+pytree = torch_names.module("torch.utils._pytree")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 
 
@@ -102,8 +110,13 @@ def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
 
 def has_low_precision_shard(flat_param: FlatParam) -> bool:
     """Whether the flat parameter has a shard in the dtype of mixed precision, which it has for a low dtype alone."""
+    return _has_optional(flat_param, "_mp_shard")
+
+
+def _has_optional(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute that FSDP gives to some such objects only."""
     try:
-        attribute(flat_param, "_mp_shard")
+        attribute(owner, name)
     except AttributeError:
         return False
     return True
@@ -172,6 +185,63 @@ def clean_name(name: str) -> str:
 def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
     """A mock in the place of the method by which a handle gathers its flat parameter; ``kwargs`` are the mock's."""
     return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
+
+
+def flat_param_of(module: nn.Module) -> FlatParam:
+    """The flat parameter of this FSDP1 instance, which must manage parameters."""
+    found = handle(module)
+    assert found is not None, f"{type(module).__name__} manages no parameters"
+    return found.flat_param
+
+
+def managing_instances(model: nn.Module) -> list[FSDP]:
+    """The FSDP1 instances that manage parameters, in the order of ``modules()``."""
+    return [module for module in FSDP.fsdp_modules(model) if handle(module) is not None]
+
+
+def hybrid_strategies() -> list[ShardingStrategy]:
+    """The strategies that shard within a group of ranks and replicate over such groups; the second keeps gathered."""
+    return [ShardingStrategy.HYBRID_SHARD, attribute(ShardingStrategy, "_HYBRID_SHARD_ZERO2")]
+
+
+def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
+    """The buffers that gathers of a flat parameter fill: of :func:`gathered` and its like, those that there are."""
+    return [
+        getattr(flat_param, name)
+        for name in ("_full_param_padded", "_full_prec_full_param_padded")
+        if _has_optional(flat_param, name)
+    ]
+
+
+def switched(variable: str, on: bool) -> AbstractContextManager[Any]:
+    """Turn a switch in the environment on or off, which FSDP1 reads where an instance is constructed."""
+    return mock.patch.dict(os.environ, {variable: "1" if on else "0"})
+
+
+def instances(model: nn.Module) -> dict[str, FSDP]:
+    """The FSDP1 instances by the names that their modules have in the plain model, the root's first and empty."""
+    return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDP)}
+
+
+def names_managed(model: nn.Module) -> dict[str, list[str]]:
+    """For each FSDP1 instance that manages parameters their names in the plain model, by the instance's own name."""
+    managing = {name: each.flat_param for name, module in instances(model).items() if (each := handle(module))}
+    return {
+        name: [f"{name}.{inner}".lstrip(".") for inner in names_in(flat_param)] for name, flat_param in managing.items()
+    }
+
+
+@contextlib.contextmanager
+def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
+    """Inside the context ``record`` is called with each handle that gathers its flat parameter, before it does."""
+
+    def gather(handle: Handle, *args: Any) -> Any:
+        record(handle)
+        return original(handle, *args)
+
+    original = attribute(flat_param.FlatParamHandle, "_all_gather_flat_param")
+    with patched_gather(new=gather):
+        yield
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

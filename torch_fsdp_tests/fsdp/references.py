@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.fsdp import internals
+
+Value = TypeVar("Value")
 
 
 def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -32,6 +35,19 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace the gradients of a plain model by their means over the ranks of the group; None stays None."""
     average([param.grad for param in model.parameters() if param.grad is not None], group)
+
+
+def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
+    """The model, which lies on this rank's device, in DDP; ``kwargs`` are DDP's."""
+    device = rank_device()
+    return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
+
+
+def of_all_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """What each rank of the group calls this with, in the order of the ranks. A collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def named(model: nn.Module, wrappers: tuple[str, ...] = ("module.",)) -> dict[str, nn.Parameter]:
@@ -76,3 +92,8 @@ def mean_backward(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     """
     for inp in inputs:
         (model(inp).square().sum() / len(inputs)).backward()
+
+
+def room_in(tensor: torch.Tensor) -> int:
+    """The number of elements for which the tensor's storage has room; a freed one has room for none."""
+    return tensor.untyped_storage().size() // tensor.element_size()

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from torch_fsdp_tests.common_utils import manual_seed
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full_parameters
 
 if TYPE_CHECKING:
@@ -132,6 +133,20 @@ class ShardedStatesMixin(_Base):
         train_on_share(model, optim, steps, self.rank, size)
         return model, optim
 
+    def _check_laid_out(
+        self, model: nn.Module, optim: torch.optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> None:
+        """Sharded state dicts have a DTensor on this mesh for each of eight parameters and for its two moments."""
+        use_sharded_state_dicts(model)
+        found = parameters_and_moments(model, optim)
+        self.assertEqual(len(found), 8 + 16)
+        for name, value in found.items():
+            self.assertIs(type(value), DTensor, name)
+            self.assertEqual((value.device_mesh, value.placements), (mesh, placements))
+        settings = FSDP.get_state_dict_type(model)
+        self.assertTrue(settings.state_dict_config._use_dtensor)
+        self.assertTrue(settings.optim_state_dict_config._use_dtensor)
+
     def _check_same_dtensors(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         """DTensors of the same names with the same values, bit for bit, in every shard."""
         self.assertEqual(list(found), list(wanted))
@@ -151,7 +166,9 @@ class ShardedStatesMixin(_Base):
         self.assertEqual(counts, others)
         self.assertEqual(list(dtensors), list(sharded_tensors))
         for name, dtensor in dtensors.items():
-            self.assertEqual((type(dtensor), type(sharded_tensors[name])), (DTensor, ShardedTensor))
+            self.assertEqual(
+                (type(dtensor), type(sharded_tensors[name])), (DTensor, internals.sharded_tensors.ShardedTensor)
+            )
             local, shards = dtensor.to_local(), sharded_tensors[name].local_shards()
             self.assertEqual(local.device.type, _HOST.type if offload_to_cpu else self.device.type)
             if shards:

@@ -12,33 +12,39 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    OffloadWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.fsdp import internals
 
 _SAVED_PREFIX = "_saved_"
 GRAD_FN_NEXT_FUNCTIONS = "next_functions"
 
-REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
-NO_REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "reentrant": REENTRANT,
-    "no_reentrant": NO_REENTRANT,
-    "offload": offload_wrapper,
-}
+wrapping = internals.checkpoint_wrapping
+Wrapper = Callable[..., nn.Module]
+
+
+def reentrant(module: nn.Module, **kwargs: Any) -> nn.Module:
+    return wrapping.checkpoint_wrapper(module, checkpoint_impl=wrapping.CheckpointImpl.REENTRANT, **kwargs)
+
+
+def no_reentrant(module: nn.Module, **kwargs: Any) -> nn.Module:
+    return wrapping.checkpoint_wrapper(module, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT, **kwargs)
+
+
+def offload(module: nn.Module) -> nn.Module:
+    return wrapping.offload_wrapper(module)
+
+
+WRAPPERS: dict[str, Wrapper] = {"reentrant": reentrant, "no_reentrant": no_reentrant, "offload": offload}
+
+
+def kind_of(wrapper: Wrapper) -> type:
+    return wrapping.OffloadWrapper if wrapper is offload else wrapping.CheckpointWrapper
 
 
 class LinearWithBatchNorm(nn.Module):
@@ -85,10 +91,10 @@ class LiveStorage(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-        for tensor in tree_leaves(out):
+        for tensor in internals.pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._live[internals.storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return out
 
@@ -114,7 +120,7 @@ class CheckpointWrapperTest(TestCase):
     def test_load_activation_checkpointed_module(self):
         """The state dict of a wrapped module loads into a plain one, and the other way round."""
         plain = nn.Linear(10, 10, bias=False)
-        wrapped = checkpoint_wrapper(
+        wrapped = wrapping.checkpoint_wrapper(
             nn.Linear(10, 10, bias=False), checkpoint_fn=checkpoint, use_reentrant=True, preserve_rng_state=False
         )
         self.assertNotEqual(plain.weight, wrapped.weight)
@@ -141,7 +147,7 @@ class CheckpointWrapperTest(TestCase):
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 model = wrapper(MyModel())
-                self.assertIs(type(model), OffloadWrapper if wrapper is offload_wrapper else CheckpointWrapper)
+                self.assertIs(type(model), kind_of(wrapper))
                 # All are different, so that one in the place of another is seen.
                 a, b, c, d, e, f = (torch.full((4, 10), float(i), requires_grad=True) for i in range(6))
                 out = model(a, b, c=c, d=d, e=e, f=f)
@@ -160,7 +166,7 @@ class CheckpointWrapperTest(TestCase):
             def forward(self, *, a: Any = None, b: Any = None) -> tuple[Any, Any]:
                 return self.lin(a), self.lin(b)
 
-        model = REENTRANT(ModelEnforceKwarg())
+        model = reentrant(ModelEnforceKwarg())
         a, b = (torch.full((4, 10), value, requires_grad=True) for value in (1.0, 2.0))
         self.assertEqual(model(b=b, a=a), (model.lin(a), model.lin(b)))
 
@@ -177,7 +183,7 @@ class CheckpointWrapperTest(TestCase):
         def get_ctx_mgrs() -> tuple[Any, Any]:
             return ctx_manager(), ctx_manager()
 
-        wrapped = checkpoint_wrapper(
+        wrapped = wrapping.checkpoint_wrapper(
             nn.Linear(1, 1), checkpoint_fn=checkpoint, use_reentrant=False, context_fn=get_ctx_mgrs
         )
         loss = wrapped(torch.randn(2, 1)).sum()
@@ -207,7 +213,7 @@ class CheckpointWrapperTest(TestCase):
                 super().__init__(*(nn.Linear(width, width) for _ in range(3)))
 
         class Model(nn.Module):
-            def __init__(self, call: Callable[..., Any] | None, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+            def __init__(self, call: Callable[..., Any] | None, wrapper: Wrapper) -> None:
                 super().__init__()
                 self.blocks = nn.ModuleList(wrapper(Block()) for _ in range(8))
                 self.call = call
@@ -217,7 +223,7 @@ class CheckpointWrapperTest(TestCase):
                     x = block(x) if self.call is None else self.call(block, x)
                 return x
 
-        def test(call: Callable[..., Any] | None = None, wrapper: Callable[..., nn.Module] = nn.Sequential) -> int:
+        def test(call: Callable[..., Any] | None = None, wrapper: Wrapper = nn.Sequential) -> int:
             model = Model(call, wrapper).to(self.device)
             x = torch.randn(rows, width, device=self.device, requires_grad=True)
             with peak_memory() as peak:
@@ -225,7 +231,7 @@ class CheckpointWrapperTest(TestCase):
                 return peak()
 
         without = test()
-        for use_reentrant, wrapper in ((False, NO_REENTRANT), (True, REENTRANT)):
+        for use_reentrant, wrapper in ((False, no_reentrant), (True, reentrant)):
             with self.subTest(use_reentrant=use_reentrant):
                 functional = test(functools.partial(checkpoint, use_reentrant=use_reentrant))
                 self.assertEqual(test(wrapper=wrapper), functional)
@@ -236,7 +242,7 @@ class CheckpointWrapperTest(TestCase):
     def test_forward_missing_attributes(self):
         lin = nn.Linear(1, 1)
         inner = nn.Sequential(lin, lin)
-        wrapped = CheckpointWrapper(inner)
+        wrapped = wrapping.CheckpointWrapper(inner)
         self.assertIs(wrapped[0], lin)
         inner.foo = "bar"
         self.assertEqual(wrapped.foo, "bar")
@@ -250,18 +256,16 @@ class CheckpointWrapperTest(TestCase):
             return isinstance(module, nn.Linear)
 
         for name, wrapper in WRAPPERS.items():
-            chosen = {"check_fn": check_fn}
-            if wrapper is REENTRANT:
+            chosen: dict[str, Any] = {"check_fn": check_fn}
+            if wrapper is reentrant:
                 chosen = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
             with self.subTest(wrapper=name):
                 self._test_apply_activation_checkpointing(wrapper, chosen)
 
-    def _test_apply_activation_checkpointing(
-        self, wrapper: Callable[[nn.Module], nn.Module], chosen: dict[str, Any]
-    ) -> None:
-        kind = OffloadWrapper if wrapper is offload_wrapper else CheckpointWrapper
+    def _test_apply_activation_checkpointing(self, wrapper: Wrapper, chosen: dict[str, Any]) -> None:
+        kind = kind_of(wrapper)
         model = ThreeBlocks()
-        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, **chosen)
+        wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, **chosen)
         modules = [type(module) for module in model.modules()]
         self.assertEqual((modules.count(nn.Linear), modules.count(kind)), (6, 6))
         layers = [layer for block in model.seq for layer in (block.lin, block.nested_linear[0])]
@@ -282,10 +286,10 @@ class CheckpointWrapperTest(TestCase):
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 plain, model = ThreeBlocks(), ThreeBlocks()
-                apply_activation_checkpointing(
+                wrapping.apply_activation_checkpointing(
                     model, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, (nn.Linear, nn.Sequential))
                 )
-                self.assertGreater(sum(isinstance(m, (CheckpointWrapper, OffloadWrapper)) for m in model.modules()), 6)
+                self.assertGreater(sum(isinstance(m, kind_of(wrapper)) for m in model.modules()), 6)
                 self.assertEqual(list(model.state_dict()), list(plain.state_dict()))
                 for source, target in ((plain, model), (model, plain)):
                     with torch.no_grad():
@@ -304,26 +308,28 @@ class CheckpointWrapperTest(TestCase):
             {"auto_wrap_policy": CustomPolicy(lambda module: True)},
         ):
             model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-            apply_activation_checkpointing(model, **chosen)
+            wrapping.apply_activation_checkpointing(model, **chosen)
             inner = model[1]._checkpoint_wrapped_module
             found = [type(module) for module in (model, model[0], model[1], inner, inner[0])]
-            kind = CheckpointWrapper
+            kind = wrapping.CheckpointWrapper
             self.assertEqual(found, [nn.Sequential, kind, kind, nn.Sequential, kind])
         with self.assertRaisesRegex(ValueError, "to be callable or be a pre-defined wrap policy"):
-            apply_activation_checkpointing(model, auto_wrap_policy={nn.Linear})
+            wrapping.apply_activation_checkpointing(model, auto_wrap_policy={nn.Linear})
 
     def test_custom_policy_gives_arguments_to_the_wrapper(self):
         """Beyond upstream: with a policy each module may have arguments of its own."""
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-        given = {model[0]: {"checkpoint_impl": CheckpointImpl.REENTRANT}, model[2]: True}
-        apply_activation_checkpointing(model, auto_wrap_policy=CustomPolicy(lambda module: given.get(module, False)))
-        self.assertEqual([type(layer) for layer in model], [CheckpointWrapper, nn.Linear, CheckpointWrapper])
+        given = {model[0]: {"checkpoint_impl": wrapping.CheckpointImpl.REENTRANT}, model[2]: True}
+        policy = CustomPolicy(lambda module: given.get(module, False))
+        wrapping.apply_activation_checkpointing(model, auto_wrap_policy=policy)
+        kind, impl = wrapping.CheckpointWrapper, wrapping.CheckpointImpl
+        self.assertEqual([type(layer) for layer in model], [kind, nn.Linear, kind])
         impls = [layer.checkpoint_impl for layer in (model[0], model[2])]
-        self.assertEqual(impls, [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT])
+        self.assertEqual(impls, [impl.REENTRANT, impl.NO_REENTRANT])
 
     def test_fqn(self):
         """The names of parameters are those of the state dict."""
-        wrapped = checkpoint_wrapper(nn.Linear(10, 10, bias=False))
+        wrapped = wrapping.checkpoint_wrapper(nn.Linear(10, 10, bias=False))
         names = [name for name, _ in wrapped.named_parameters()]
         self.assertEqual(names, ["weight"])
         self.assertEqual(names, list(wrapped.state_dict()))
@@ -335,7 +341,7 @@ class CheckpointWrapperTest(TestCase):
         is. Where the device is the host, that is seen by the memory alone: none is that of the tensor saved.
         """
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3))).to(self.device)
-        wrapped = offload_wrapper(model)
+        wrapped = offload(model)
         original_init = saved_tensors_hooks.__init__
         saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -395,13 +401,14 @@ class CheckpointWrapperTest(TestCase):
             with self.subTest(wrapper=name):
                 plain = nn.Sequential(Counting(), nn.Tanh(), Counting())
                 wrapped = copy.deepcopy(plain)
-                apply_activation_checkpointing(
+                wrapping.apply_activation_checkpointing(
                     wrapped, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Counting)
                 )
                 optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
+                tolerance = None if wrapper is offload else 0
                 for _ in range(3):
                     wanted, found = self._run(plain), self._run(wrapped)
-                    self.assertEqual(found, wanted, **({} if wrapper is offload_wrapper else {"rtol": 0, "atol": 0}))
+                    self.assertEqual(found, wanted, rtol=tolerance, atol=tolerance)
                     self.assertGreater(wanted[1][0].abs().sum().item(), 0)
                     for optim in optims:
                         optim.step()
@@ -414,7 +421,7 @@ class CheckpointWrapperTest(TestCase):
                 model = wrapper(inner)
                 for iteration in (1, 2):
                     self._run(model)
-                    self.assertEqual(inner.calls, iteration * (1 if wrapper is offload_wrapper else 2))
+                    self.assertEqual(inner.calls, iteration * (1 if wrapper is offload else 2))
                 inner.calls = 0
                 with torch.no_grad():
                     model(torch.randn(4, 8, device=self.device))

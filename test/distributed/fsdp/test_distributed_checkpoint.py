@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -28,7 +27,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
@@ -37,6 +35,8 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters
 
 FULL, LOCAL, SHARDED = (
@@ -59,11 +59,10 @@ def layers(seed: int, device: torch.device, hidden: int = 3, outputs: int = 1) -
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
     """Copies of this rank's flat shards, without padding."""
-    found = []
-    for handle in _get_fsdp_handles(model):
-        flat_param = handle.flat_param
-        found.append(flat_param.detach()[: flat_param.numel() - flat_param._shard_numel_padded].clone())
-    return found
+    return [
+        flat_param.detach()[: flat_param.numel() - internals.padding_of(flat_param)].clone()
+        for flat_param in internals.flat_params(model)
+    ]
 
 
 @contextlib.contextmanager
@@ -74,9 +73,7 @@ def mode(model: nn.Module, kind: StateDictType, **config: bool) -> Iterator[None
 
 
 class TestDistributedCheckpoint(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
@@ -114,16 +111,15 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @requires_world_size(3)
     @with_temp_dir
-    def test_shards_of_each_rank(self):
+    @subtests(kind=_DISTRIBUTED_STATE_DICT_IMPLS)
+    def test_shards_of_each_rank(self, kind):
         """Beyond upstream: a rank's own shards change to what the saved model's are, also where it has none.
 
         Over three ranks the last layer, of 1 x 3 with a bias, leaves the third rank with nothing of the flat parameter
         and two of them with nothing of its rows. What is not in a state dict stays: buffers that are not persistent,
         and which parameters are trained.
         """
-        self.run_subtests({"kind": _DISTRIBUTED_STATE_DICT_IMPLS}, self._test_shards_of_each_rank)
 
-    def _test_shards_of_each_rank(self, kind: StateDictType) -> None:
         def build(seed: int) -> FSDP:
             model = layers(seed, self.device)
             model[2].requires_grad_(seed == 0)
@@ -152,7 +148,7 @@ class TestCheckpointOnDisk(FSDPTest):
         self.assertEqual(full_parameters(other), dict(layers(0, self.device).named_parameters()), rtol=0, atol=0)
         self.assertEqual(other.module.kept.tolist(), [1.0, 1.0])
         self.assertEqual(other.module.saved.tolist(), [0.0, 0.0])
-        self.assertEqual([handle.flat_param.requires_grad for handle in _get_fsdp_handles(other)], [True, False])
+        self.assertEqual([flat_param.requires_grad for flat_param in internals.flat_params(other)], [True, False])
 
     # Training that goes on.
 
@@ -180,7 +176,8 @@ class TestCheckpointOnDisk(FSDPTest):
             self.assertEqual(state_dict, {})
         with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
-        self.assertEqual({type(state["exp_avg"]) for state in state_dict["state"].values()}, {ShardedTensor})
+        kinds = {type(state["exp_avg"]) for state in state_dict["state"].values()}
+        self.assertEqual(kinds, {internals.sharded_tensors.ShardedTensor})
         dcp.save(state_dict, storage_writer=FileSystemWriter(f"{path}/optim"), process_group=group)
 
     def _load(self, path: str, model: FSDP, optim: torch.optim.Optimizer, kind: StateDictType, **config: bool) -> None:
@@ -377,16 +374,16 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @requires_world_size(2)
     @with_temp_dir
-    def test_damaged_checkpoint(self):
+    @subtests(
+        kind=[FULL, LOCAL, SHARDED],
+        damage=["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"],
+    )
+    def test_damaged_checkpoint(self, kind, damage):
         """Beyond upstream: all ranks hear of what one cannot read, and the model is as it was and trains as it would.
 
         What is loaded into is a copy, as the state dict of every kind but the local one is: of that kind the shards are
         the live ones, and what was read before the damage would be in the model.
         """
-        damages = ["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"]
-        self.run_subtests({"kind": [FULL, LOCAL, SHARDED], "damage": damages}, self._test_damaged_checkpoint)
-
-    def _test_damaged_checkpoint(self, kind: StateDictType, damage: str) -> None:
         path = self._path(kind, damage)
         source = self._wrapped(layers(0, self.device))
         with mode(source, kind):

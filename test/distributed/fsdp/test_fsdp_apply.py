@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 import unittest
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -25,13 +21,13 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.shards import owners
 
 
 class TestApply(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @torch.no_grad()
     def _init_linear_weights(self, module: nn.Module) -> None:
@@ -126,14 +122,12 @@ class TestApply(FSDPTest):
                     param.fill_(self.rank)
 
             model.apply(fn)
-            handles = traversal_utils._get_fsdp_handles(model)
-            self.assertGreater(len(handles), 2)
+            flat_params = internals.flat_params(model)
+            self.assertGreater(len(flat_params), 2)
             with FSDP.summon_full_params(model, recurse=True, writeback=False):
-                for handle in handles:
-                    flat_param = handle.flat_param
-                    numel = sum(shape.numel() for shape in flat_param._shapes)
-                    owners = torch.arange(numel, device=self.device) // math.ceil(numel / self.world_size)
-                    self.assertEqual(flat_param.flatten(), owners.float(), rtol=0, atol=0)
+                for flat_param in flat_params:
+                    ranks = owners(internals.numel_of(flat_param), self.world_size, self.device)
+                    self.assertEqual(flat_param.flatten(), ranks.float(), rtol=0, atol=0)
 
     def _two_layers(self) -> tuple[nn.Sequential, FSDP]:
         """A plain model, and a copy in which its first layer, and around it the whole, is in FSDP."""
@@ -145,11 +139,8 @@ class TestApply(FSDPTest):
 
     def _check_unsharded(self, model: FSDP, root: bool) -> None:
         """Only the root may have its parameters unsharded, and has them if ``root``."""
-        kept = [handle.flat_param._full_param_padded.untyped_storage().size() > 0 for handle in self._handles(model)]
+        kept = [internals.is_gathered(flat_param) for flat_param in internals.flat_params(model)]
         self.assertEqual(kept, [root, False])
-
-    def _handles(self, model: FSDP) -> list[Any]:
-        return [model._handle, model.module[0]._handle]
 
     def _check_training(self, plain: nn.Module, model: FSDP) -> None:
         """Over three steps on data that differs by rank the model must do as the plain one with averaged gradients."""
@@ -166,9 +157,7 @@ class TestApply(FSDPTest):
             self._check_unsharded(model, root=True)
             for loss in losses:
                 loss.backward()
-            for param in plain.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(plain)
             for optim in optims:
                 optim.step()
             self._check_unsharded(model, root=False)
@@ -184,7 +173,7 @@ class TestApply(FSDPTest):
                 if first == "inner":
                     each[0].apply(self._init_linear_weights)
                 self.assertIs(each.apply(self._init_linear_weights), each)
-            self.assertEqual([state._is_root for state in FSDP.fsdp_modules(model)], [None, None])
+            self.assertEqual([internals.is_root(state) for state in FSDP.fsdp_modules(model)], [None, None])
             self._check_unsharded(model, root=False)
             with torch.no_grad():  # layers of ones alone would stay alike
                 for each in (plain, model):
@@ -203,13 +192,15 @@ class TestApply(FSDPTest):
     def test_function_raises(self):
         """Beyond upstream: after an exception FSDP is idle and sharded, nothing is written, and the model trains."""
         plain, model = self._two_layers()
+        states = internals.fsdp1_common
         with self.assertRaisesRegex(KeyError, "on purpose"):
             model.apply(self._break)
-        self.assertEqual({state.training_state for state in FSDP.fsdp_modules(model)}, {TrainingState.IDLE})
-        for handle in self._handles(model):
-            self.assertIs(handle._training_state, HandleTrainingState.IDLE)
-            self.assertEqual(handle.flat_param.data_ptr(), handle.flat_param._local_shard.data_ptr())
-            self.assertEqual(handle.flat_param.shape, handle.flat_param._sharded_size)
+        self.assertEqual({state.training_state for state in FSDP.fsdp_modules(model)}, {states.TrainingState.IDLE})
+        for handle in internals.handles(model):
+            flat_param = handle.flat_param
+            self.assertIs(internals.training_state(handle), states.HandleTrainingState.IDLE)
+            self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
+            self.assertEqual(flat_param.shape, internals.sharded_size(flat_param))
         self._check_unsharded(model, root=False)
         self._check_training(plain, model)
 

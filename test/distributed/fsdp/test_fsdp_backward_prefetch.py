@@ -6,35 +6,30 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
-from unittest import mock
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as fsdp_runtime
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import HandleTrainingState, _get_handle_fqns_from_root
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 
 NUM_ITERS = 2
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
-STATES = {
-    BackwardPrefetch.BACKWARD_PRE: HandleTrainingState.BACKWARD_PRE,
-    BackwardPrefetch.BACKWARD_POST: HandleTrainingState.BACKWARD_POST,
-}
 
 # The parameters of a layer of ``nn.Transformer`` in the order in which FSDP flattens them.
 _ATTENTION = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 
 
-def _weight_and_bias(*modules):
+def _weight_and_bias(*modules: str) -> list[str]:
     return [f"{module}.{name}" for module in modules for name in ("weight", "bias")]
 
 
@@ -55,7 +50,7 @@ ENCODER_BEGIN_INDEX_FOR_POST = 5
 ENCODER_PREFETCH_NUM = 5  # the number of the last layer
 
 
-def _expected(backward_prefetch):
+def _expected(backward_prefetch: BackwardPrefetch | None) -> list[list[str] | None]:
     """What is chosen for each unit of one backward, by name; the last units find nothing left to gather."""
     if backward_prefetch is None:
         return []
@@ -73,22 +68,24 @@ def _expected(backward_prefetch):
 class InOrder(nn.Module):
     """Four layers, (4) to (4), which run in the order that the caller wants."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
-    def forward(self, x, order):
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
         for number in order:
             x = self.layers[number](x)
         return x
 
 
 class TestBackwardPrefetch(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _transformer(self, backward_prefetch, sharding_strategy=ShardingStrategy.FULL_SHARD):
+    def _transformer(
+        self,
+        backward_prefetch: BackwardPrefetch | None,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    ) -> FSDP:
         """Thirteen instances: six encoder layers, six decoder layers and the root with the two final norms.
 
         The order of layers does not depend on their width, which is therefore small.
@@ -103,53 +100,51 @@ class TestBackwardPrefetch(FSDPTest):
             use_orig_params=True,
         )
 
-    def _inputs(self):
+    def _inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(self.rank + 1)
         return torch.randn(10, 1, 8, device=self.device), torch.randn(20, 1, 8, device=self.device)
 
     @contextlib.contextmanager
-    def _recorded_choices(self, backward_prefetch) -> Iterator[list]:
+    def _recorded_choices(self, backward_prefetch: BackwardPrefetch | None) -> Iterator[list[list[str] | None]]:
         """The names of what is chosen for prefetching, in the training state that the mode is about."""
-        record = []
-        original = fsdp_runtime._get_handle_to_prefetch
+        record: list[list[str] | None] = []
+        original = internals.fsdp1_runtime._get_handle_to_prefetch
+        fsdp1_common = internals.fsdp1_common
+        states = {
+            BackwardPrefetch.BACKWARD_PRE: fsdp1_common.HandleTrainingState.BACKWARD_PRE,
+            BackwardPrefetch.BACKWARD_POST: fsdp1_common.HandleTrainingState.BACKWARD_POST,
+        }
 
-        def patched_get_handle_to_prefetch(*args, **kwargs):
+        def get_handle_to_prefetch(*args: Any, **kwargs: Any) -> Any:
             self.assertEqual((len(args), kwargs), (2, {}))
             state, current = args
             chosen = original(state, current)
-            if current._training_state is STATES.get(backward_prefetch):
-                record.append(_get_handle_fqns_from_root(state, chosen) if chosen else None)
+            if internals.training_state(current) is states.get(backward_prefetch):
+                record.append(fsdp1_common._get_handle_fqns_from_root(state, chosen) if chosen else None)
             return chosen
 
-        with mock.patch.object(fsdp_runtime, "_get_handle_to_prefetch", patched_get_handle_to_prefetch):
+        with torch_names.patched(internals.fsdp1_runtime, "_get_handle_to_prefetch", get_handle_to_prefetch):
             yield record
 
-    def _dist_train(self, backward_prefetch, sharding_strategy):
+    def _dist_train(
+        self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
+    ) -> Iterator[tuple[list[list[str] | None], int, int]]:
+        """For each iteration the choices, and how many all-gathers there were in forward and in backward."""
         model = self._transformer(backward_prefetch, sharding_strategy)
         optim = torch.optim.SGD(model.parameters(), lr=1e-2)
         inputs = self._inputs()
         for _ in range(NUM_ITERS):
             optim.zero_grad()
+            in_forward: list[internals.Handle] = []
+            in_backward: list[internals.Handle] = []
             with self._recorded_choices(backward_prefetch) as record:
-                with self._counted_all_gathers() as in_forward:
+                with internals.recorded_gathers(in_forward.append):
                     loss = model(*inputs).sum()
-                with self._counted_all_gathers() as in_backward:
+                with internals.recorded_gathers(in_backward.append):
                     loss.backward()
             optim.step()
-            self.assertEqual(model._exec_order_data.handles_post_forward_order, [])
+            self.assertEqual(internals.execution_order(model).handles_post_forward_order, [])
             yield record, len(in_forward), len(in_backward)
-
-    @contextlib.contextmanager
-    def _counted_all_gathers(self) -> Iterator[list]:
-        calls = []
-        original = FlatParamHandle._all_gather_flat_param
-
-        def counting(handle, *args):
-            calls.append(handle)
-            return original(handle, *args)
-
-        with mock.patch.object(FlatParamHandle, "_all_gather_flat_param", counting):
-            yield calls
 
     @skip_if_lt_x_gpu(2)
     def test_backward_prefetch(self):
@@ -162,7 +157,9 @@ class TestBackwardPrefetch(FSDPTest):
             self._test_backward_prefetch,
         )
 
-    def _test_backward_prefetch(self, backward_prefetch, sharding_strategy):
+    def _test_backward_prefetch(
+        self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
+    ) -> None:
         # Beyond upstream: under SHARD_GRAD_OP the choices are the same, and what is chosen is gathered already.
         gathers_again = sharding_strategy is ShardingStrategy.FULL_SHARD
         for record, in_forward, in_backward in self._dist_train(backward_prefetch, sharding_strategy):
@@ -174,35 +171,34 @@ class TestBackwardPrefetch(FSDPTest):
         """Beyond upstream: with a mode a layer's parameters are there when its backward begins; without, none are."""
         self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_what_is_there_in_time)
 
-    def _test_what_is_there_in_time(self, backward_prefetch):
+    def _test_what_is_there_in_time(self, backward_prefetch: BackwardPrefetch | None) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), backward_prefetch=backward_prefetch)
-        names = {layer._handle: index for index, layer in enumerate(model.module)}
-        events = []
+        names = {handle: index for index, handle in enumerate(internals.handles(model))}
+        events: list[tuple[str, int, list[int]]] = []
 
-        def gathered():
+        def gathered() -> list[int]:
             """Which layers' parameters are in memory as a whole."""
-            storages = [handle.flat_param._full_param_padded.untyped_storage() for handle in names]
-            return [index for index, storage in enumerate(storages) if storage.size() > 0]
+            return [index for handle, index in names.items() if internals.is_gathered(handle.flat_param)]
 
-        def pre_backward(original, state, module, handle, *args):
+        def pre_backward(original: Any, state: Any, module: Any, handle: Any, *args: Any) -> Any:
             if handle and not handle._ran_pre_backward_hook:
                 events.append(("begin", names[handle], gathered()))
             return original(state, module, handle, *args)
 
-        def post_backward(original, state, handle, *args):
+        def post_backward(original: Any, state: Any, handle: Any, *args: Any) -> Any:
             events.append(("end", names[handle], gathered()))
             return original(state, handle, *args)
 
         with contextlib.ExitStack() as stack:
             for name, hook in (("_pre_backward_hook", pre_backward), ("_post_backward_hook", post_backward)):
-                patched = functools.partial(hook, getattr(fsdp_runtime, name))
-                stack.enter_context(mock.patch.object(fsdp_runtime, name, patched))
+                patched = functools.partial(hook, getattr(internals.fsdp1_runtime, name))
+                stack.enter_context(torch_names.patched(internals.fsdp1_runtime, name, patched))
             model(torch.ones(2, 4, device=self.device)).sum().backward()
 
         # PRE gathers the next layer before this one's gradients, so two are there; POST as soon as they are done.
-        expected = []
+        expected: list[tuple[str, int, list[int]]] = []
         for index in (3, 2, 1, 0):
             begin = [index] if backward_prefetch is not None and index < 3 else []
             end = [index - 1, index] if backward_prefetch is BackwardPrefetch.BACKWARD_PRE and index else [index]
@@ -215,13 +211,14 @@ class TestBackwardPrefetch(FSDPTest):
         """Beyond upstream: backward gathers in the reversed order of its own forward, whatever ran before that."""
         self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_order_that_changes)
 
-    def _test_order_that_changes(self, backward_prefetch):
+    def _test_order_that_changes(self, backward_prefetch: BackwardPrefetch | None) -> None:
         policy = ModuleWrapPolicy({nn.Linear})
         model = FSDP(InOrder().to(self.device), auto_wrap_policy=policy, backward_prefetch=backward_prefetch)
-        handles = [layer._handle for layer in model.layers]
+        handles = [internals.handle(layer) for layer in model.layers]
         for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1], [1, 3, 0]):
             loss = model(torch.ones(2, 4, device=self.device), order).sum()
-            with self._counted_all_gathers() as in_backward:
+            in_backward: list[internals.Handle] = []
+            with internals.recorded_gathers(in_backward.append):
                 loss.backward()
             self.assertEqual([handles.index(handle) for handle in in_backward], order[::-1])
 
@@ -244,20 +241,17 @@ class TestBackwardPrefetch(FSDPTest):
         self.assertEqual(of_modes[2], of_modes[0], rtol=0, atol=0)
         self._assert_averaged(of_modes[0][0])
 
-    def _assert_averaged(self, shards):
+    def _assert_averaged(self, shards: list[torch.Tensor | None]) -> None:
         """The shards of the first step are those of the mean over ranks of what a plain model computes."""
         torch.manual_seed(0)
         plain = nn.Transformer(d_model=8, nhead=2, dim_feedforward=8, dropout=0.0, device=self.device)
         plain(*self._inputs()).square().sum().backward()
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, [None if shard is None else shard.flatten().cpu() for shard in shards])
+        of_ranks = of_all_ranks([None if shard is None else shard.flatten().cpu() for shard in shards])
         wholes = [torch.cat([part for part in parts if part is not None]) for parts in zip(*of_ranks)]
-        expected = [param.grad.flatten() for param in plain.parameters()]
-        for grad in expected:
-            dist.all_reduce(grad)
-            grad.div_(self.world_size)
+        average_gradients(plain)
         # FSDP lists the parameters of the model in the model's own order.
-        self.assertEqual(wholes, [grad.cpu() for grad in expected], rtol=1e-4, atol=1e-5)
+        expected = [param.grad.flatten().cpu() for param in plain.parameters()]
+        self.assertEqual(wholes, expected, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -5,35 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from unittest import mock
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as wrappers
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
 
 _save_on_cpu_called = False
 
 
-def get_patched_save_on_cpu():
+def get_patched_save_on_cpu() -> Callable[..., Any]:
     """``save_on_cpu`` itself, which tells that it was called."""
     original = torch.autograd.graph.save_on_cpu
 
-    def patched_save_on_cpu(*args, **kwargs):
+    def patched_save_on_cpu(*args: Any, **kwargs: Any) -> Any:
         global _save_on_cpu_called
         _save_on_cpu_called = True
         return original(*args, **kwargs)
@@ -41,29 +39,18 @@ def get_patched_save_on_cpu():
     return patched_save_on_cpu
 
 
-@contextlib.contextmanager
-def patch_save_on_cpu(new_save_on_cpu):
+def patch_save_on_cpu(new_save_on_cpu: Callable[..., Any]) -> AbstractContextManager[Any]:
     """What the wrapper for offload calls is replaced in the context."""
-    with mock.patch.object(wrappers, "save_on_cpu", new_save_on_cpu):
-        yield
+    return torch_names.patched(internals.checkpoint_wrapping, "save_on_cpu", new_save_on_cpu)
 
 
-def _wrapper(offload_activations):
-    return offload_wrapper if offload_activations else checkpoint_wrapper
+def _wrapper(offload_activations: bool) -> Callable[[nn.Module], nn.Module]:
+    wrapping = internals.checkpoint_wrapping
+    return wrapping.offload_wrapper if offload_activations else wrapping.checkpoint_wrapper
 
 
-def _handles(model):
-    return traversal_utils._get_fsdp_handles(model)
-
-
-class _CheckpointTest(FSDPTest):
-    """On the CPU two ranks are enough; a device is tested with all that there are."""
-
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _input(self, *shape):
+class _CheckpointTest(FewRanksTest):
+    def _input(self, *shape: int) -> torch.Tensor:
         """Every rank has its own."""
         return torch.randn(shape).to(self.device).requires_grad_()
 
@@ -74,52 +61,55 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
         def __init__(
             self,
-            checkpoint_layer=False,
-            offload_activations=False,
-            wrap_fsdp=False,
-            *fsdp_args,
-            widths=(3, 3, 3, 3),
-            **fsdp_kwargs,
-        ):
+            checkpoint_layer: bool = False,
+            offload_activations: bool = False,
+            wrap_fsdp: bool = False,
+            *fsdp_args: Any,
+            widths: Sequence[int] = (3, 3, 3, 3),
+            **fsdp_kwargs: Any,
+        ) -> None:
             super().__init__()
             torch.manual_seed(0)
             device = accelerator.current().device(dist.get_rank())
-            layers = [nn.Linear(inputs, outputs, device=device) for inputs, outputs in itertools.pairwise(widths)]
+            layers: list[nn.Module] = [
+                nn.Linear(inputs, outputs, device=device) for inputs, outputs in itertools.pairwise(widths)
+            ]
             if checkpoint_layer:
-                layers = map(_wrapper(offload_activations), layers)
+                layers = [_wrapper(offload_activations)(layer) for layer in layers]
             if wrap_fsdp:
-                layers = (FSDP(layer, *fsdp_args, **fsdp_kwargs) for layer in layers)
+                layers = [FSDP(layer, *fsdp_args, **fsdp_kwargs) for layer in layers]
             self.ffn = nn.Sequential(*layers)
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.ffn(x)
 
-    def _full_grads(self, model):
+    def _full_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The gradients of all elements, by the names of the parameters without wrappers."""
-        if not isinstance(model, DDP) and not _handles(model)[0]._use_orig_params:
+        handles = internals.handles(model)
+        if handles and not handles[0]._use_orig_params:
             return self._gathered_grads(model)
         # Each layer that is in FSDP may be a root of its own, so each is opened for itself.
         with contextlib.ExitStack() as stack:
             for root in FSDP.fsdp_modules(model, root_only=True):
                 stack.enter_context(FSDP.summon_full_params(root, with_grads=True, writeback=False))
-            named = [(clean_tensor_name(name), param.grad.clone()) for name, param in model.named_parameters()]
-        return {name.removeprefix("module."): grad for name, grad in named}
+            return {name: param.grad.clone() for name, param in named(model).items()}
 
-    def _gathered_grads(self, model):
+    def _gathered_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:
         grads = {}
-        for name, module in model.named_modules():
-            if isinstance(module, FSDP) and module._handle is not None:
-                flat_param = module._handle.flat_param
-                grad = flat_param.grad.to(self.device)  # which may be offloaded
-                shards = [torch.empty_like(grad) for _ in range(self.world_size)]
-                dist.all_gather(shards, grad)
-                numels = [shape.numel() for shape in flat_param._shapes]
-                pieces = torch.cat(shards)[: sum(numels)].split(numels)
-                for fqn, shape, piece in zip(flat_param._fqns, flat_param._shapes, pieces):
-                    grads[clean_tensor_name(f"{name}.{fqn}".strip("."))] = piece.view(shape)
+        for unit, names in internals.names_managed(model).items():
+            flat_param = internals.flat_param_of(internals.instances(model)[unit])
+            grad = flat_param.grad.to(self.device)  # which may be offloaded
+            shards = [torch.empty_like(grad) for _ in range(self.world_size)]
+            dist.all_gather(shards, grad)
+            shapes = internals.shapes_in(flat_param)
+            pieces = torch.cat(shards)[: internals.numel_of(flat_param)].split([shape.numel() for shape in shapes])
+            for name, shape, piece in zip(names, shapes, pieces):
+                grads[internals.clean_name(name)] = piece.view(shape)
         return grads
 
-    def _verify_parity(self, losses, outputs, models):
+    def _verify_parity(
+        self, losses: list[torch.Tensor], outputs: list[torch.Tensor], models: Sequence[nn.Module]
+    ) -> None:
         """All are like the first, which is the one without FSDP and without checkpoints."""
         self.assertGreater(len(losses), 1)
         self.assertEqual([len(outputs), len(models)], [len(losses)] * 2)
@@ -129,12 +119,15 @@ class TestFSDPCheckpoint(_CheckpointTest):
             self.assertEqual(output, outputs[0])
             self.assertEqual(grad, grads[0], exact_device=False)
 
-    def _ddp(self, widths):
-        device = self.device
-        plain = self.SequentialModule(widths=widths)
-        return DDP(plain, device_ids=None if device.index is None else [device.index])
-
-    def _check_iterations(self, calls, models, num_iters, cpu_offload, offload_activations, offloading):
+    def _check_iterations(
+        self,
+        calls: Sequence[Callable[..., torch.Tensor]],
+        models: Sequence[nn.Module],
+        num_iters: int,
+        cpu_offload: CPUOffload,
+        offload_activations: bool,
+        offloading: Sequence[int],
+    ) -> None:
         """Train by ``calls``, and compare after each iteration; see who offloads activations, in the first."""
         global _save_on_cpu_called
         torch.manual_seed(self.rank + 1)
@@ -142,7 +135,8 @@ class TestFSDPCheckpoint(_CheckpointTest):
             x = self._input(10, 3)
             if cpu_offload.offload_params:
                 models[0].zero_grad()  # since offloaded gradients do not accumulate
-            losses, outputs = [], []
+            losses: list[torch.Tensor] = []
+            outputs: list[torch.Tensor] = []
             for index, call in enumerate(calls):
                 _save_on_cpu_called = False
                 output = call(x)
@@ -158,14 +152,20 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @parametrize("cpu_offload", [CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
     @parametrize("offload_activations", [True, False])
     @parametrize("use_orig_params", [False, True])
-    def test_checkpoint_fsdp_wrapping(self, cpu_offload, offload_activations, use_orig_params):
+    def test_checkpoint_fsdp_wrapping(self, **config):
         """One checkpoint around three layers in FSDP, and FSDP around a checkpoint in each of them."""
-        self._test_checkpoint_fsdp_wrapping(cpu_offload, offload_activations, use_orig_params)
+        self._test_checkpoint_fsdp_wrapping(**config)
 
-    def _test_checkpoint_fsdp_wrapping(self, cpu_offload, offload_activations, use_orig_params, widths=(3, 3, 3, 3)):
+    def _test_checkpoint_fsdp_wrapping(
+        self,
+        cpu_offload: CPUOffload,
+        offload_activations: bool,
+        use_orig_params: bool,
+        widths: Sequence[int] = (3, 3, 3, 3),
+    ) -> None:
         kwargs = {"cpu_offload": cpu_offload, "use_orig_params": use_orig_params, "widths": widths}
         models = [
-            self._ddp(widths),
+            data_parallel(self.SequentialModule(widths=widths)),
             _wrapper(offload_activations)(self.SequentialModule(wrap_fsdp=True, **kwargs)),
             self.SequentialModule(True, offload_activations, True, **kwargs),
             self.SequentialModule(wrap_fsdp=True, **kwargs),
@@ -177,16 +177,22 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @parametrize("cpu_offload", [CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
     @parametrize("offload_activations", [True, False])
     @parametrize("use_orig_params", [False, True])
-    def test_basic_checkpoint_end_to_end(self, cpu_offload, offload_activations, use_orig_params):
+    def test_basic_checkpoint_end_to_end(self, **config):
         """A checkpoint around FSDP, FSDP around a checkpoint, and a checkpoint only for the call of FSDP."""
-        self._test_basic_checkpoint_end_to_end(cpu_offload, offload_activations, use_orig_params)
+        self._test_basic_checkpoint_end_to_end(**config)
 
-    def _test_basic_checkpoint_end_to_end(self, cpu_offload, offload_activations, use_orig_params, widths=(3, 3, 3, 3)):
+    def _test_basic_checkpoint_end_to_end(
+        self,
+        cpu_offload: CPUOffload,
+        offload_activations: bool,
+        use_orig_params: bool,
+        widths: Sequence[int] = (3, 3, 3, 3),
+    ) -> None:
         kwargs = {"cpu_offload": cpu_offload, "use_orig_params": use_orig_params}
         wrapper = _wrapper(offload_activations)
         plain = self.SequentialModule(widths=widths)
         models = [
-            self._ddp(widths),
+            data_parallel(copy.deepcopy(plain)),
             FSDP(copy.deepcopy(plain), **kwargs),
             wrapper(FSDP(copy.deepcopy(plain), **kwargs)),
             FSDP(wrapper(copy.deepcopy(plain)), **kwargs),
@@ -194,7 +200,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
         ]
         save_on_cpu = get_patched_save_on_cpu()
 
-        def call_in_checkpoint(x):
+        def call_in_checkpoint(x: torch.Tensor) -> torch.Tensor:
             context = save_on_cpu(pin_memory=True) if offload_activations else contextlib.nullcontext()
             with context:
                 return checkpoint(models[-1], x, use_reentrant=True)
@@ -210,38 +216,32 @@ class TestFSDPCheckpoint(_CheckpointTest):
         for test in (self._test_checkpoint_fsdp_wrapping, self._test_basic_checkpoint_end_to_end):
             self.run_subtests(config, test, cpu_offload=CPUOffload(offload_params=False), widths=(3, 4, 5, 2))
 
-    @contextlib.contextmanager
-    def _counted_all_gathers(self):
-        original = FlatParamHandle._all_gather_flat_param
-        with mock.patch.object(FlatParamHandle, "_all_gather_flat_param", autospec=True, side_effect=original) as calls:
-            yield calls
-
     @skip_if_lt_x_gpu(2)
     def test_how_often_recomputation_gathers(self):
         """Beyond upstream: a checkpoint around FSDP gathers anew to recompute, one within FSDP uses what is there."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_how_often_recomputation_gathers)
 
-    def _test_how_often_recomputation_gathers(self, sharding_strategy):
+    def _test_how_often_recomputation_gathers(self, sharding_strategy: ShardingStrategy) -> None:
         kwargs = {"sharding_strategy": sharding_strategy, "backward_prefetch": None}
         torch.manual_seed(self.rank)
         x = self._input(10, 3)
         models = {
             "without": FSDP(self.SequentialModule(wrap_fsdp=True, **kwargs), **kwargs),
             "within": FSDP(self.SequentialModule(True, False, True, **kwargs), **kwargs),
-            "around": FSDP(checkpoint_wrapper(self.SequentialModule(wrap_fsdp=True, **kwargs)), **kwargs),
+            "around": FSDP(_wrapper(False)(self.SequentialModule(wrap_fsdp=True, **kwargs)), **kwargs),
         }
         found = {}
         # Recomputation ends as soon as it has all it needs, within the last layer, or goes on to the end.
         for name, stops_early in (("without", True), ("within", True), ("around", True), ("around", False)):
             model = models[name]
-            with self._counted_all_gathers() as calls, set_checkpoint_early_stop(stops_early):
+            gathers: list[internals.Handle] = []
+            with internals.recorded_gathers(gathers.append), set_checkpoint_early_stop(stops_early):
                 loss = model(x).sum()
-                in_forward = calls.call_count
+                in_forward = len(gathers)
                 loss.backward()
-            found[name, stops_early] = in_forward, calls.call_count - in_forward
-            for handle in _handles(model):
-                self.assertEqual(handle.flat_param._full_param_padded.untyped_storage().size(), 0)
+            found[name, stops_early] = in_forward, len(gathers) - in_forward
+            self.assertFalse(any(map(internals.is_gathered, internals.flat_params(model))))
         if sharding_strategy is ShardingStrategy.FULL_SHARD:
             # Of the three layers the last is there already when recomputation begins, and stays; the first two are
             # gathered for it, freed, and gathered again for their own backward.
@@ -252,18 +252,18 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
 
 class CheckpointModule(nn.Module):
-    def __init__(self, checkpoint: bool = False, use_reentrant: bool = True):
+    def __init__(self, checkpoint: bool = False, use_reentrant: bool = True) -> None:
         super().__init__()
         self.seq = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
         self.checkpoint = checkpoint
         self.use_reentrant = use_reentrant
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.seq, x, use_reentrant=self.use_reentrant) if self.checkpoint else self.seq(x)
 
 
 class ModelWithCheckpointSubmodule(nn.Module):
-    def __init__(self, checkpoint: bool = False, use_reentrant: bool = True):
+    def __init__(self, checkpoint: bool = False, use_reentrant: bool = True) -> None:
         super().__init__()
         self.l1 = nn.Linear(100, 100)
         self.s1 = CheckpointModule(checkpoint, use_reentrant)
@@ -271,12 +271,12 @@ class ModelWithCheckpointSubmodule(nn.Module):
         self.relu = nn.ReLU()
         self.l2 = nn.Linear(100, 100)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.l2(self.relu(self.s2(self.s1(self.l1(x)))))
 
 
 class TestModel(nn.Module):
-    def __init__(self, checkpoint: bool = False, use_reentrant: bool = True):
+    def __init__(self, checkpoint: bool = False, use_reentrant: bool = True) -> None:
         super().__init__()
         self.l1 = nn.Linear(100, 100)
         self.relu = nn.ReLU()
@@ -284,12 +284,12 @@ class TestModel(nn.Module):
         self.checkpoint2 = ModelWithCheckpointSubmodule(checkpoint, use_reentrant)
         self.l2 = nn.Linear(100, 100)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.l2(self.relu(self.checkpoint2(self.checkpoint1(self.l1(x)))))
 
 
 class TestFSDPCheckpointSubmodule(_CheckpointTest):
-    def _models(self, use_reentrant, sharding_strategy):
+    def _models(self, use_reentrant: bool, sharding_strategy: ShardingStrategy) -> tuple[TestModel, ...]:
         """Without FSDP, with FSDP, and with FSDP and checkpoints."""
         torch.manual_seed(0)
         plain = TestModel(use_reentrant=use_reentrant).to(self.device)
@@ -317,30 +317,29 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_checkpoint_submodule, use_reentrant=False)
 
-    def _test_checkpoint_submodule(self, use_reentrant, sharding_strategy):
+    def _test_checkpoint_submodule(self, use_reentrant: bool, sharding_strategy: ShardingStrategy) -> None:
         plain, without, within = self._models(use_reentrant, sharding_strategy)
         torch.manual_seed(1 + self.rank)
         x = self._input(2, 100)
         for model in (plain, without, within):
             model(x).sum().backward()
-        names = [[name for name, _ in model.named_parameters()] for model in (without, within)]
-        self.assertEqual(*names)
-        self.assertEqual(*[[param.grad for param in model.parameters()] for model in (without, within)])
+        grads = [{name: param.grad for name, param in model.named_parameters()} for model in (without, within)]
+        self.assertEqual(list(grads[1]), list(grads[0]))
+        self.assertEqual(grads[1], grads[0])
 
         # Against gradients that are averaged by hand, where FSDP averages.
         for model in (without, within):
             self.assertEqual(model.l1.weight.grad, plain.l1.weight.grad)
         for name in ("checkpoint1", "checkpoint2"):
+            average_gradients(getattr(plain, name))
             mean = torch.cat([param.grad.flatten() for param in getattr(plain, name).parameters()])
-            dist.all_reduce(mean)
-            mean /= self.world_size
             for model in (without, within):
-                flat_param = getattr(model, name)._handle.flat_param
+                flat_param = internals.flat_param_of(getattr(model, name))
                 if sharding_strategy is ShardingStrategy.NO_SHARD:
                     self.assertEqual(flat_param.grad, mean)
                 else:
                     self.assertEqual(flat_param.grad, mean.chunk(self.world_size)[self.rank])
-                    self.assertEqual(flat_param._full_param_padded.untyped_storage().size(), 0)
+                    self.assertFalse(internals.is_gathered(flat_param))
 
 
 instantiate_parametrized_tests(TestFSDPCheckpoint)

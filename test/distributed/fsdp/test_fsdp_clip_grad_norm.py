@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import unittest
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
@@ -24,6 +25,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.references import named, of_all_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
 # Limits and orders of the norm, not all against all: the limit enters by one factor, whatever the order is.
@@ -31,21 +33,18 @@ LIMITS = [(1, 1), (2.5, 2), (1, math.inf)]
 EPSILON = 1e-6  # is added to the norm before dividing by it
 
 
-def _named(model):
-    return {clean_tensor_name(name).removeprefix("module."): param for name, param in model.named_parameters()}
+Strategy = Any  # one of STRATEGIES
 
 
-def _norm(grads, norm_type):
+def _norm(grads: Iterable[torch.Tensor], norm_type: float) -> float:
     """The norm of several gradients as one vector, in float64."""
     return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), norm_type).item()
 
 
 class TestClipGradNorm(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _transformer(self, sharding_strategy, **fsdp_kwargs):
+    def _transformer(self, sharding_strategy: Strategy, **fsdp_kwargs: Any) -> FSDP:
         """The transformer by a strategy; the mixed one leaves the encoder whole on every rank and shards the rest."""
         mixed = sharding_strategy == "mixed_strategy"
         if not mixed:
@@ -64,26 +63,24 @@ class TestClipGradNorm(FSDPTest):
         layers.decoder = FSDP(layers.decoder, sharding_strategy=ShardingStrategy.FULL_SHARD, **fsdp_kwargs)
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, **fsdp_kwargs)
 
-    def _tokens(self, device, step=0):
+    def _tokens(self, device: str, step: int = 0) -> tuple[torch.Tensor, ...]:
         """Tokens of this rank's own; those that the model brings are alike on all ranks."""
         generator = torch.Generator().manual_seed(100 * (step + 1) + self.rank)
         return tuple(torch.randint(23, (length, 2), generator=generator).to(device) for length in (6, 4))
 
-    def _assert_same_on_all_ranks(self, value):
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, value)
-        self.assertEqual(of_ranks, [value] * self.world_size, rtol=0, atol=0)
+    def _assert_same_on_all_ranks(self, value: float) -> None:
+        self.assertEqual(of_all_ranks(value), [value] * self.world_size, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_non_root(self, device):
         """Only the root knows all gradients."""
 
         class Model(nn.Module):
-            def __init__(self):
+            def __init__(self) -> None:
                 super().__init__()
                 self.lin1, self.lin2 = nn.Linear(5, 5), nn.Linear(5, 5)
 
-            def forward(self, x):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.lin2(self.lin1(x))
 
         model = Model().to(device)
@@ -109,7 +106,14 @@ class TestClipGradNorm(FSDPTest):
                 self._test_ddp_parity,
             )
 
-    def _test_ddp_parity(self, device, limit, sharding_strategy, use_orig_params, offload_params):
+    def _test_ddp_parity(
+        self,
+        device: str,
+        limit: tuple[float, float],
+        sharding_strategy: Strategy,
+        use_orig_params: bool,
+        offload_params: bool,
+    ) -> None:
         max_norm, norm_type = limit
         model = self._transformer(
             sharding_strategy,
@@ -123,7 +127,7 @@ class TestClipGradNorm(FSDPTest):
         # Not Adam, which would make up for gradients that are scaled wrongly.
         optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, reference)]
 
-        def clip():
+        def clip() -> None:
             found = model.clip_grad_norm_(max_norm=max_norm, norm_type=norm_type)
             expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm=max_norm, norm_type=norm_type)
             self.assertEqual(found, expected, exact_device=not offload_params)
@@ -160,9 +164,9 @@ class TestClipGradNorm(FSDPTest):
                 optim.step()
         self._assert_same_params(model, reference)
 
-    def _assert_same_params(self, model, reference):
+    def _assert_same_params(self, model: FSDP, reference: DDP) -> None:
         with FSDP.summon_full_params(model):
-            found, expected = _named(model), _named(reference)
+            found, expected = named(model), named(reference)
             self.assertEqual(list(found), list(expected))
             for name, param in found.items():
                 torch.testing.assert_close(param.detach(), expected[name].detach(), rtol=1e-5, atol=1e-5)
@@ -182,8 +186,15 @@ class TestClipGradNorm(FSDPTest):
             self._test_low_precision_grads,
         )
 
-    def _test_low_precision_grads(self, device, max_norm, norm_type, sharding_strategy, use_orig_params):
-        fsdp_kwargs = {
+    def _test_low_precision_grads(
+        self,
+        device: str,
+        max_norm: float,
+        norm_type: float,
+        sharding_strategy: ShardingStrategy,
+        use_orig_params: bool,
+    ) -> None:
+        fsdp_kwargs: dict[str, Any] = {
             "sharding_strategy": sharding_strategy,
             "use_orig_params": use_orig_params,
             "mixed_precision": MixedPrecision(
@@ -231,21 +242,21 @@ class TestClipGradNorm(FSDPTest):
             expected = torch.full_like(grad, 1000 * 1000 / norm)
             self.assertEqual(grad, expected, rtol=2 * torch.finfo(torch.float16).eps, atol=0)
 
-    def _norm_of_shards(self, grads, norm_type, sharding_strategy):
+    def _norm_of_shards(
+        self, grads: list[torch.Tensor], norm_type: float, sharding_strategy: ShardingStrategy
+    ) -> float:
         """The norm over all ranks, from those of their shards, in float64."""
         mine = _norm(grads, norm_type)
         if sharding_strategy is ShardingStrategy.NO_SHARD:
             return mine
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, mine)
-        return torch.linalg.vector_norm(torch.tensor(of_ranks, dtype=torch.float64), norm_type).item()
+        return _norm([torch.tensor(of_all_ranks(mine), dtype=torch.float64)], norm_type)
 
     @skip_if_lt_x_gpu(2)
     def test_no_gradients(self, device):
         """Without any gradient the norm is 0, in float32 for want of a better dtype, and a warning says so."""
         self.run_subtests({"device": [device], "use_orig_params": [False, True]}, self._test_no_gradients)
 
-    def _test_no_gradients(self, device, use_orig_params):
+    def _test_no_gradients(self, device: str, use_orig_params: bool) -> None:
         model = FSDP(
             nn.Linear(24, 24).to(device),
             sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
@@ -272,14 +283,14 @@ class TestClipGradNorm(FSDPTest):
             self._test_norm_of_the_whole_gradient,
         )
 
-    def _test_norm_of_the_whole_gradient(self, device, sharding_strategy, norm_type):
+    def _test_norm_of_the_whole_gradient(self, device: str, sharding_strategy: Strategy, norm_type: float) -> None:
         model = self._transformer(sharding_strategy, use_orig_params=True)
         model(*self._tokens(device)).square().sum().backward()
         with FSDP.summon_full_params(model, writeback=False, with_grads=True):
             expected = _norm([param.grad for param in model.parameters()], norm_type)
         before = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
 
-        def grads():
+        def grads() -> list[torch.Tensor | None]:
             return [param.grad for param in model.parameters()]
 
         found = model.clip_grad_norm_(max_norm=2 * expected, norm_type=norm_type)
@@ -299,7 +310,7 @@ class TestClipGradNorm(FSDPTest):
         """Beyond upstream: gradients that FSDP ignores count once, and not once a rank, and are clipped as well."""
         self.run_subtests({"device": [device], "norm_type": [1, 2, math.inf]}, self._test_parameters_outside_of_fsdp)
 
-    def _test_parameters_outside_of_fsdp(self, device, norm_type):
+    def _test_parameters_outside_of_fsdp(self, device: str, norm_type: float) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)).to(device)
         model = FSDP(layers, ignored_modules=[layers[1]], use_orig_params=True)
@@ -313,7 +324,7 @@ class TestClipGradNorm(FSDPTest):
         self.assertEqual(found.item(), expected, rtol=1e-5, atol=0)
         self.assertEqual(ignored.grad, before / 2)
 
-    def _half_frozen(self, device):
+    def _half_frozen(self, device: str) -> FSDP:
         """Two layers in one flat parameter; the second one, which is all of rank 1's shard, is frozen."""
         layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device)
         with torch.no_grad():
@@ -324,7 +335,7 @@ class TestClipGradNorm(FSDPTest):
         self.assertEqual([param.numel() for param in model.parameters()], [16, 0] if self.rank == 0 else [0, 16])
         return model
 
-    def _clip_half_frozen(self, model, scale, norm_type):
+    def _clip_half_frozen(self, model: FSDP, scale: float, norm_type: float) -> float:
         """Returns the norm after a backward whose gradient is ``4 * scale`` in each of the 16 trainable elements."""
         model.zero_grad()
         model(torch.full((4,), float(scale), device=self.device)).sum().backward()
@@ -338,7 +349,7 @@ class TestClipGradNorm(FSDPTest):
         model = self._half_frozen(device)
         self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)
 
-    def _test_rank_without_gradients(self, device, norm_type):
+    def _test_rank_without_gradients(self, device: str, norm_type: float) -> None:
         model = self._half_frozen(device)
         for scale in (2, 1):
             found = self._clip_half_frozen(model, scale, norm_type)

@@ -6,22 +6,18 @@ Every collective is counted on its way and carried out, so that what is counted 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
-import functools
-from collections.abc import Iterator
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
@@ -35,6 +31,9 @@ from torch_fsdp_tests.common_fsdp import (
     get_devtype,
 )
 from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import full_parameters, room_in
+from torch_fsdp_tests.fsdp.traffic import Call, recorded_calls
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
@@ -45,49 +44,23 @@ class PassType(enum.Enum):
     BWD = enum.auto()
 
 
-@dataclasses.dataclass
 class Traffic:
     """What a rank put into its collectives, in bytes and in the order of the calls."""
 
-    all_gathers: list[int] = dataclasses.field(default_factory=list)
-    reduce_scatters: list[int] = dataclasses.field(default_factory=list)
-    validations: int = 0  # all-gathers of indices, by which ranks compare the order of their forwards
+    def __init__(self, calls: list[Call]) -> None:
+        gathers = [call for call in calls if call.name == "all_gather"]
+        self.all_gathers = [call.nbytes for call in gathers if call.dtype.is_floating_point]
+        self.reduce_scatters = [call.nbytes for call in calls if call.name == "reduce_scatter"]
+        # All-gathers of indices, by which ranks compare the order of their forwards.
+        self.validations = len(gathers) - len(self.all_gathers)
 
     @property
     def counts(self) -> tuple[int, int, int]:
         return len(self.all_gathers), self.validations, len(self.reduce_scatters)
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[Traffic]:
-    traffic = Traffic()
-
-    def gather(original, output, input, *args, **kwargs):
-        if input.is_floating_point():
-            traffic.all_gathers.append(input.nbytes)
-        else:
-            traffic.validations += 1
-        return original(output, input, *args, **kwargs)
-
-    def scatter(original, output, input, *args, **kwargs):
-        traffic.reduce_scatters.append(input.nbytes)
-        return original(output, input, *args, **kwargs)
-
-    # Where the CPU computes, parameters are gathered into a list of tensors; everywhere else, into one.
-    gather_name, scatter_name = torch_facts.all_gather_name(), torch_facts.reduce_scatter_name()
-    recorders = {"all_gather": gather, gather_name: gather, scatter_name: scatter}
-    with contextlib.ExitStack() as stack:
-        for name, recorder in recorders.items():
-            stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))
-        yield traffic
-
-
-def _handles(model):
-    return traversal_utils._get_fsdp_handles(model)
-
-
 class TestCommunication(FSDPTest):
-    def _init_model(self, nested_model, sharding_strategy, **fsdp_kwargs):
+    def _init_model(self, nested_model: bool, sharding_strategy: ShardingStrategy | None, **fsdp_kwargs: Any) -> FSDP:
         """One FSDP instance for each of 4 (nested) or 5 (transformer) flat parameters, in training mode."""
         fsdp_kwargs["sharding_strategy"] = sharding_strategy
         if not nested_model:
@@ -103,23 +76,34 @@ class TestCommunication(FSDPTest):
         )
         return FSDP(inner, self.process_group, **fsdp_kwargs).to(get_devtype())
 
-    def _run_iter(self, model, requires_grad=False) -> dict[PassType, Traffic]:
+    def _run_iter(self, model: FSDP, requires_grad: bool = False) -> dict[PassType, Traffic]:
         inputs = model.module.get_input(get_devtype())
         if requires_grad:
             inputs = tuple(each.requires_grad_() for each in inputs)
-        with recorded() as forward:
+        with recorded_calls() as forward:
             loss = model.module.get_loss(inputs, model(*inputs))
-        with recorded() as backward:
+        with recorded_calls() as backward:
             model.module.run_backward(loss)
-        return {PassType.FWD: forward, PassType.BWD: backward}
+        return {PassType.FWD: Traffic(forward), PassType.BWD: Traffic(backward)}
 
-    def _get_ref_num_all_gathers_in_pass(self, num_fsdp, sharding_strategy, pass_type, is_gathered):
+    def _get_ref_num_all_gathers_in_pass(
+        self, num_fsdp: int, sharding_strategy: ShardingStrategy | None, pass_type: PassType, is_gathered: bool
+    ) -> int:
         if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:
             return num_fsdp if pass_type is PassType.FWD and not is_gathered else 0
         # The root stays gathered from forward to backward.
         return num_fsdp if pass_type is PassType.FWD else num_fsdp - 1
 
-    def _assert_counts(self, traffic, num_fsdp, sharding_strategy, *, first=False, in_no_sync=False, is_gathered=False):
+    def _assert_counts(
+        self,
+        traffic: dict[PassType, Traffic],
+        num_fsdp: int,
+        sharding_strategy: ShardingStrategy | None,
+        *,
+        first: bool = False,
+        in_no_sync: bool = False,
+        is_gathered: bool = False,
+    ) -> None:
         for pass_type in PassType:
             gathers = self._get_ref_num_all_gathers_in_pass(num_fsdp, sharding_strategy, pass_type, is_gathered)
             validations = 2 * num_fsdp if first and pass_type is PassType.FWD else 0
@@ -134,7 +118,7 @@ class TestCommunication(FSDPTest):
         """Collectives of each pass, in iterations inside and then outside of ``no_sync()``."""
         with debug_level(dist.DebugLevel.DETAIL):
             model = self._init_model(nested_model, sharding_strategy)
-        num_fsdp = len(_handles(model))
+        num_fsdp = len(internals.handles(model))
         self.assertEqual(num_fsdp, 4 if nested_model else 5)
 
         schedule = [True] * 3 * use_no_sync + [False] * 3
@@ -169,7 +153,9 @@ class TestCommunication(FSDPTest):
             self._test_bytes,
         )
 
-    def _test_bytes(self, sharding_strategy, use_orig_params, mixed_precision):
+    def _test_bytes(
+        self, sharding_strategy: ShardingStrategy, use_orig_params: bool, mixed_precision: MixedPrecision | None
+    ) -> None:
         model = self._init_model(
             True, sharding_strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision
         )
@@ -180,7 +166,7 @@ class TestCommunication(FSDPTest):
         # The instances of the nested model in the order of their forwards; the first is the root, with two layers.
         numels = [(8 * 4 + 4) + gap + (4 * 8 + 8), 16 * 16 + 16, 4 * 16 + 16, 16 * 4 + 4]
         shards = [-(-numel // self.world_size) for numel in numels]
-        self.assertEqual(sum(handle.flat_param.numel() for handle in _handles(model)), sum(shards))
+        self.assertEqual(sum(flat_param.numel() for flat_param in internals.flat_params(model)), sum(shards))
         gathered = [shard * param_dtype.itemsize for shard in shards]
         reduced = [self.world_size * shard * reduce_dtype.itemsize for shard in shards]
         for _ in range(2):
@@ -203,7 +189,13 @@ class TestCommunication(FSDPTest):
             self._test_prefetch_adds_nothing,
         )
 
-    def _test_prefetch_adds_nothing(self, forward_prefetch, backward_prefetch, sharding_strategy, use_no_sync):
+    def _test_prefetch_adds_nothing(
+        self,
+        forward_prefetch: bool,
+        backward_prefetch: BackwardPrefetch | None,
+        sharding_strategy: ShardingStrategy,
+        use_no_sync: bool,
+    ) -> None:
         model = self._init_model(
             True, sharding_strategy, forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch
         )
@@ -219,7 +211,7 @@ class TestCommunication(FSDPTest):
             # With forward prefetch, SHARD_GRAD_OP gathers nothing either that is there already.
             self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=in_no_sync, is_gathered=was_in_no_sync)
             was_in_no_sync = in_no_sync
-        grads, expected = ([handle.flat_param.grad for handle in _handles(each)] for each in (model, reference))
+        grads, expected = ([flat.grad for flat in internals.flat_params(each)] for each in (model, reference))
         self.assertEqual(grads, expected, rtol=0, atol=0)
         self.assertTrue(all(grad.count_nonzero() > 0 for grad in grads if grad.numel() > 1))
 
@@ -228,43 +220,39 @@ class TestCommunication(FSDPTest):
         """Beyond upstream: without trainable parameters nothing is reduced; backward still gathers, and frees."""
         self.run_subtests({"sharding_strategy": STRATEGIES, "backward_prefetch": PREFETCHES}, self._test_frozen_model)
 
-    def _test_frozen_model(self, sharding_strategy, backward_prefetch):
+    def _test_frozen_model(
+        self, sharding_strategy: ShardingStrategy, backward_prefetch: BackwardPrefetch | None
+    ) -> None:
         model = self._init_model(True, sharding_strategy, backward_prefetch=backward_prefetch)
         for param in model.parameters():
             param.requires_grad_(False)
         for _ in range(2):
             traffic = self._run_iter(model, requires_grad=True)
             self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=True)
-            self.assertEqual([_storage(handle) for handle in _handles(model)], [0] * 4)
-
-
-def _storage(handle) -> int:
-    """Elements of the storage for the gathered parameters; 0 once it is freed."""
-    gathered = handle.flat_param._full_param_padded
-    return gathered.untyped_storage().size() // gathered.element_size()
+            self.assertEqual([internals.is_gathered(each) for each in internals.flat_params(model)], [False] * 4)
 
 
 class ReduceModule(nn.Module):
     """A layer whose output is summed over the ranks while the caller goes on."""
 
-    def __init__(self, dim, group):
+    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.weight = nn.Parameter(torch.randn(dim, dim))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         y = torch.relu(x @ self.weight)
         # The sum is none of autograd's business; the model under test and its reference neglect it alike.
         return y, dist.all_reduce(y.detach(), group=self.group, async_op=True)
 
 
 class MLPs(nn.Module):
-    def __init__(self, dim):
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.mlp1, self.mlp2, self.mlp3 = (MLP(dim) for _ in range(3))
 
-    def forward(self, ys, works):
-        total = 0
+    def forward(self, ys: list[torch.Tensor], works: list[dist.Work]) -> torch.Tensor:
+        total = torch.zeros_like(ys[0])
         for mlp, y, work in zip(self.children(), ys, works, strict=True):
             work.wait()
             total = total + mlp(y)
@@ -274,20 +262,20 @@ class MLPs(nn.Module):
 class ReduceModel(nn.Module):
     """Three reductions under way, during each of which the parameters of the MLP that takes its result are gathered."""
 
-    def __init__(self, dim, group):
+    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.reduce1, self.reduce2, self.reduce3 = (ReduceModule(dim, group) for _ in range(3))
         self.mlps = MLPs(dim)
         self.sizes: list[int] = []  # of the MLPs' gathered parameters, as found when the gathering was asked for
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         ys, works = [], []
         for number in (1, 2, 3):
             y, work = getattr(self, f"reduce{number}")(x)
             mlp = getattr(self.mlps, f"mlp{number}")
             if isinstance(mlp, FSDP):
                 mlp._unshard(async_op=True)
-                self.sizes.append(_storage(mlp._handle))
+                self.sizes.append(room_in(internals.gathered(internals.flat_param_of(mlp))))
             ys.append(y)
             works.append(work)
         return self.mlps(ys, works)
@@ -295,7 +283,7 @@ class ReduceModel(nn.Module):
 
 class TestExplicitUnshard(FSDPTest):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return min(accelerator.current().ranks, 2)
 
     @skip_if_lt_x_gpu(2)
@@ -319,37 +307,36 @@ class TestExplicitUnshard(FSDPTest):
         DDP._set_params_and_buffers_to_ignore_for_model(model, ignored)
         both = reference, DDP(model)
         optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in both]
-        handles = _handles(model.mlps)
+        flat_params = internals.flat_params(model.mlps)
         numel = 2 * dim * 4 * dim + 5 * dim  # of one MLP, with its biases; even, so nothing is padded
 
         torch.manual_seed(42 + self.rank + 1)
         for _ in range(10):
             inputs = torch.randn(batch, dim, device=device)
-            with recorded() as traffic:
+            with recorded_calls("all_gather", "reduce_scatter") as calls:
                 losses = [each(inputs).sum() for each in both]
                 for loss in losses:
                     loss.backward()
             self.assertEqual(losses[1], losses[0])
-            self.assertEqual(traffic.counts, (3, 0, 3))
+            self.assertEqual(Traffic(calls).counts, (3, 0, 3))
             self.assertEqual(model.sizes, [numel] * 3)
             model.sizes.clear()
-            self.assertEqual([_storage(handle) for handle in handles], [0] * 3)
-            self._assert_same_grads(handles, reference.module.mlps, numel)
+            self.assertEqual([internals.is_gathered(each) for each in flat_params], [False] * 3)
+            self._assert_same_grads(flat_params, reference.module.mlps, numel)
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
             model.mlps._wait_unshard_streams_on_current_stream()
 
-        with FSDP.summon_full_params(model.mlps, writeback=False):
-            trained = [param.detach().clone() for param in model.parameters()]
+        trained = list(full_parameters(model).values())
         self.assertEqual(trained, [param.detach() for param in reference.parameters()])
 
-    def _assert_same_grads(self, handles, mlps, numel):
+    def _assert_same_grads(self, flat_params: list[internals.FlatParam], mlps: MLPs, numel: int) -> None:
         shard = numel // self.world_size
-        for handle, mlp in zip(handles, mlps.children(), strict=True):
+        for flat_param, mlp in zip(flat_params, mlps.children(), strict=True):
             whole = torch.cat([param.grad.flatten() for param in mlp.parameters()])
             self.assertEqual(whole.numel(), numel)
-            self.assertEqual(handle.flat_param.grad, whole[self.rank * shard : (self.rank + 1) * shard])
+            self.assertEqual(flat_param.grad, whole[self.rank * shard : (self.rank + 1) * shard])
 
 
 instantiate_device_type_tests(TestCommunication, globals(), allow_xpu=True)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average, full_parameters
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
+
+default_hooks = torch_names.module("torch.distributed.algorithms._comm_hooks.default_hooks")
 
 STRATEGIES = [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 NOISE = 1234.0
@@ -31,7 +34,12 @@ NOT_ROOT = r"^register_comm_hook can only be called on a root instance\.$"
 class Net(nn.Module):
     """Three layers, 8 to 4; with ``has_wrapping`` the first two are an FSDP instance, and the second another in it."""
 
-    def __init__(self, has_wrapping, sharding_strategy, mixed_precision=None):
+    def __init__(
+        self,
+        has_wrapping: bool,
+        sharding_strategy: ShardingStrategy | None,
+        mixed_precision: MixedPrecision | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         wrap = functools.partial(FSDP, sharding_strategy=sharding_strategy, mixed_precision=mixed_precision)
@@ -43,39 +51,41 @@ class Net(nn.Module):
             self.net = wrap(self.net)
         self.out = nn.Linear(8, 4)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.relu(self.net(x)))
 
 
 class DummyState:
     __slots__ = ["calls", "noise", "process_group"]
 
-    def __init__(self, process_group=None, noise=NOISE):
+    def __init__(self, process_group: dist.ProcessGroup | None = None, noise: float = NOISE) -> None:
         self.process_group = process_group
         self.noise = noise
-        self.calls = []  # the numbers of elements of the gradient, and of the output if there is one
+        self.calls: list[
+            tuple[int, int | None]
+        ] = []  # the numbers of elements of the gradient, and of the output if there is one
 
 
 class DummyHook:
     """A hook of each kind: both sum the gradients over the ranks and add noise."""
 
-    def dummy_hook_for_no_shard_fsdp(self, state, grad):
+    def dummy_hook_for_no_shard_fsdp(self, state: DummyState, grad: torch.Tensor) -> None:
         state.calls.append((grad.numel(), None))
         dist.all_reduce(grad, group=state.process_group)
         grad.add_(state.noise)
 
-    def dummy_hook_for_sharded_fsdp(self, state, grad, output):
+    def dummy_hook_for_sharded_fsdp(self, state: DummyState, grad: torch.Tensor, output: torch.Tensor) -> None:
         state.calls.append((grad.numel(), output.numel()))
-        getattr(dist, torch_facts.reduce_scatter_name())(output, grad, group=state.process_group)
+        internals.reduce_scatter()(output, grad, group=state.process_group)
         output.add_(state.noise)
 
-    def for_strategy(self, sharding_strategy):
+    def for_strategy(self, sharding_strategy: ShardingStrategy) -> Callable[..., None]:
         sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
         return self.dummy_hook_for_sharded_fsdp if sharded else self.dummy_hook_for_no_shard_fsdp
 
 
-def _grads(model):
-    return [handle.flat_param.grad for handle in traversal_utils._get_fsdp_handles(model)]
+def _grads(model: FSDP) -> list[torch.Tensor]:
+    return [flat_param.grad for flat_param in internals.flat_params(model)]
 
 
 @contextlib.contextmanager
@@ -91,39 +101,25 @@ def _memory_in_order() -> Iterator[None]:
             yield
 
 
-@contextlib.contextmanager
-def _reduced_dtypes() -> Iterator[list[torch.dtype]]:
-    """The dtypes of what is reduced in the context, on its way."""
-    dtypes = []
-
-    def reduce_scatter(original, output, input, *args, **kwargs):
-        dtypes.append(input.dtype)
-        return original(output, input, *args, **kwargs)
-
-    def all_reduce(original, tensor, *args, **kwargs):
-        dtypes.append(tensor.dtype)
-        return original(tensor, *args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        for name, recorder in ((torch_facts.reduce_scatter_name(), reduce_scatter), ("all_reduce", all_reduce)):
-            stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))
-        yield dtypes
-
-
 class TestCommunicationHooks(FSDPTest):
-    def _init_model(self, core, sharding_strategy, mixed_precision=None):
+    def _init_model(
+        self, core: nn.Module, sharding_strategy: ShardingStrategy, mixed_precision: MixedPrecision | None = None
+    ) -> FSDP:
         return FSDP(core, sharding_strategy=sharding_strategy, mixed_precision=mixed_precision).to(self.device)
 
-    def _get_submodules(self, fsdp_net):
-        return [
-            module for module in FSDP.fsdp_modules(fsdp_net) if isinstance(module, FSDP) and not module.check_is_root()
-        ]
+    def _get_submodules(self, fsdp_net: FSDP) -> list[FSDP]:
+        return [module for module in FSDP.fsdp_modules(fsdp_net) if not module.check_is_root()]
 
-    def _net(self, sharding_strategy, has_wrapping=True, mixed_precision=None):
+    def _net(
+        self,
+        sharding_strategy: ShardingStrategy,
+        has_wrapping: bool = True,
+        mixed_precision: MixedPrecision | None = None,
+    ) -> FSDP:
         core = Net(has_wrapping, sharding_strategy, mixed_precision)
         return self._init_model(core, sharding_strategy, mixed_precision)
 
-    def _mine(self, whole, sharding_strategy):
+    def _mine(self, whole: torch.Tensor, sharding_strategy: ShardingStrategy) -> torch.Tensor:
         """This rank's part of a flattened tensor as FSDP cuts it: equal parts, the last ones padded with zeros."""
         if sharding_strategy is ShardingStrategy.NO_SHARD:
             return whole
@@ -181,7 +177,7 @@ class TestCommunicationHooks(FSDPTest):
     def test_registering_hook_hybrid_strategy(self):
         """Refused, also where every replica is a group of one (the mesh's first dimension)."""
         mesh = init_device_mesh(self.device.type, (1, self.world_size), mesh_dim_names=("replicate", "shard"))
-        for sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        for sharding_strategy in internals.hybrid_strategies():
             model = FSDP(
                 Net(False, None).to(self.device),
                 auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
@@ -205,7 +201,9 @@ class TestCommunicationHooks(FSDPTest):
         with self.assertRaisesRegex(AssertionError, REGISTERED):
             model.register_comm_hook(DummyState(), hook)
 
-    def _check_low_precision_hook(self, hook, dtype, has_wrapping, sharding_strategy):
+    def _check_low_precision_hook(
+        self, hook: Callable[..., None], dtype: torch.dtype, has_wrapping: bool, sharding_strategy: ShardingStrategy
+    ) -> None:
         """The hook does bitwise what ``reduce_dtype`` does, and reduces nothing in another dtype."""
         state = default_hooks.LowPrecisionState(process_group=self.process_group)
         hooked = self._net(sharding_strategy, has_wrapping)
@@ -219,9 +217,9 @@ class TestCommunicationHooks(FSDPTest):
             before = self._oracle(hooked, inputs, has_wrapping)
             for each, optim in zip((hooked, mixed), optims):
                 optim.zero_grad()
-                with _memory_in_order(), _reduced_dtypes() as dtypes:
+                with _memory_in_order(), recorded_calls("reduce_scatter", "all_reduce") as reductions:
                     each(inputs).sum().backward()
-                self.assertEqual(dtypes, [dtype] * instances)
+                self.assertEqual([call.dtype for call in reductions], [dtype] * instances)
             grads = _grads(hooked)
             self.assertEqual([grad.dtype for grad in grads], [state.parameter_type] * instances)
             self.assertEqual(grads, _grads(mixed), rtol=0, atol=0)
@@ -230,11 +228,10 @@ class TestCommunicationHooks(FSDPTest):
             for optim in optims:
                 optim.step()
 
-    def _oracle(self, model, inputs, has_wrapping):
+    def _oracle(self, model: FSDP, inputs: torch.Tensor, has_wrapping: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each instance the mean over ranks of its gradient, in float64, and what the largest sum can come to."""
-        with FSDP.summon_full_params(model, writeback=False):
-            values = [param.detach().double().clone().requires_grad_() for param in model.parameters()]
-        weight0, bias0, weight1, bias1, weight2, bias2 = self._by_layer(values, has_wrapping)
+        values = [value.double().requires_grad_() for value in full_parameters(model).values()]
+        weight0, bias0, weight1, bias1, weight2, bias2 = self._by_layer(values)
         hidden = torch.relu(inputs.double() @ weight0.T + bias0)
         hidden = torch.relu(hidden @ weight1.T + bias1)
         (hidden @ weight2.T + bias2).sum().backward()
@@ -244,17 +241,24 @@ class TestCommunicationHooks(FSDPTest):
         for unit in units:
             mean = torch.cat([param.grad.flatten() for param in unit])
             bound = mean.abs()
-            dist.all_reduce(mean)
-            dist.all_reduce(bound)
-            result.append((mean / self.world_size, bound / self.world_size))
+            average([mean, bound])
+            result.append((mean, bound))
         return result
 
-    def _by_layer(self, values, has_wrapping):
+    def _by_layer(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         shapes = [tuple(value.shape) for value in values]
-        self.assertEqual(sorted(shapes), sorted([(16, 8), (16,), (8, 16), (8,), (4, 8), (4,)]))
-        return [values[shapes.index(shape)] for shape in [(16, 8), (16,), (8, 16), (8,), (4, 8), (4,)]]
+        in_order = [(16, 8), (16,), (8, 16), (8,), (4, 8), (4,)]
+        self.assertEqual(sorted(shapes), sorted(in_order))
+        return [values[shapes.index(shape)] for shape in in_order]
 
-    def _assert_within(self, grad, mean, bound, dtype, sharding_strategy):
+    def _assert_within(
+        self,
+        grad: torch.Tensor,
+        mean: torch.Tensor,
+        bound: torch.Tensor,
+        dtype: torch.dtype,
+        sharding_strategy: ShardingStrategy,
+    ) -> None:
         # Each rank rounds its gradient once and each addition its result, none by more than eps of the largest sum.
         # What is below the normal numbers of float16 is rounded by no more than the smallest of them.
         info = torch.finfo(dtype)
@@ -283,7 +287,7 @@ class TestCommunicationHooks(FSDPTest):
             {"sharding_strategy": STRATEGIES, "has_wrapping": [True, False]}, self._test_custom_hook_reduces
         )
 
-    def _test_custom_hook_reduces(self, sharding_strategy, has_wrapping):
+    def _test_custom_hook_reduces(self, sharding_strategy: ShardingStrategy, has_wrapping: bool) -> None:
         plain, hooked = (self._net(sharding_strategy, has_wrapping) for _ in range(2))
         state = DummyState(self.process_group)
         hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))
@@ -307,7 +311,7 @@ class TestCommunicationHooks(FSDPTest):
         """Beyond upstream: in ``no_sync()`` a hook has nothing to do; after it, it gets what was accumulated."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_hook_and_no_sync)
 
-    def _test_hook_and_no_sync(self, sharding_strategy):
+    def _test_hook_and_no_sync(self, sharding_strategy: ShardingStrategy) -> None:
         plain, hooked = (self._net(sharding_strategy) for _ in range(2))
         state = DummyState(self.process_group, noise=0.0)
         hooked.register_comm_hook(state, DummyHook().for_strategy(sharding_strategy))

@@ -6,21 +6,16 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from unittest import mock
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as fsdp_runtime
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
@@ -28,7 +23,7 @@ from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     DummyDDP,
     FSDPInitMode,
-    FSDPTest,
+    FSDPTestModel,
     MixtureOfExperts,
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
@@ -37,10 +32,15 @@ from torch_fsdp_tests.common_fsdp import (
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
+from torch_fsdp_tests.fsdp.combinations import pairwise
+from torch_fsdp_tests.fsdp.references import average_gradients, named
 
 params = "cpu_offload,sharding_strategy"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 sharding_strategy_config = [None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+CONFIGURATIONS = {"cpu_offload": cpu_offload_config, "sharding_strategy": sharding_strategy_config}
 configs = list(itertools.product(cpu_offload_config, sharding_strategy_config))
 test_name_mapping = {
     str(CPUOffload(offload_params=True)): "offload_true",
@@ -52,103 +52,98 @@ subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 DELAY_MS = 250
-DEFAULT = [(BackwardPrefetch.BACKWARD_PRE, True)]  # as FSDP's default in backward, and also in forward
+Prefetch = dict[str, Any]  # what FSDP gathers ahead, in backward and in forward
+EVERY_PREFETCH: list[Prefetch] = [
+    {"backward_prefetch": backward, "forward_prefetch": forward}
+    for backward, forward in itertools.product(PREFETCHES, [False, True])
+]
+# As FSDP's default in backward, and also in forward.
+DEFAULT: list[Prefetch] = [{"backward_prefetch": BackwardPrefetch.BACKWARD_PRE, "forward_prefetch": True}]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 
 
-def _prefetches():
+def _prefetches() -> list[Prefetch]:
     """What is gathered ahead in backward, and whether in forward: all pairs where gathering can run beside computation.
 
     Without streams a prefetch is a gather at another place in the order. Those in forward and those in backward have
     nothing to do with each other then, so each is there once.
     """
     if accelerator.current().has("streams"):
-        return list(itertools.product(PREFETCHES, [False, True]))
-    return list(zip(PREFETCHES, [False, True, False]))
+        return EVERY_PREFETCH
+    return [
+        {"backward_prefetch": backward, "forward_prefetch": forward}
+        for backward, forward in zip(PREFETCHES, [False, True, False])
+    ]
 
 
-def _handles(model):
-    return traversal_utils._get_fsdp_handles(model)
-
-
-def _named(model):
-    """The parameters under the names that they have without wrappers."""
-    return {clean_tensor_name(name): param for name, param in model.named_parameters()}
-
-
-class _TwoRanks(FSDPTest):
-    """On the CPU two ranks are enough; a device is tested with all that there are."""
-
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _transformer(self, device_init_mode=DEVICEInitMode.DEVICE_BEFORE, deterministic=False, **fsdp_kwargs):
+class _TwoRanks(FewRanksTest):
+    def _transformer(
+        self,
+        device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_BEFORE,
+        deterministic: bool = False,
+        **fsdp_kwargs: Any,
+    ) -> FSDP:
         return TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.RECURSIVE, device_init_mode, fsdp_kwargs, deterministic=deterministic
+        )
+
+    def _plain_transformer(self) -> TransformerWithSharedParams:
+        """What ``_transformer(deterministic=True)`` shards."""
+        return TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
 
 
 class TestParityWithDDP(_TwoRanks):
     """After a few steps parameters and loss are those of DDP, or of a model that averages its gradients by hand."""
 
-    def _get_device_init_modes(self, cpu_offload):
-        # Without a memory of its own a device makes no difference between these modes.
-        if not accelerator.current().has("device_memory"):
-            return [DEVICEInitMode.DEVICE_BEFORE]
-        modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
-        return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
+    def _check_parity(
+        self,
+        model_class: type[FSDPTestModel],
+        cpu_offload: CPUOffload,
+        sharding_strategy: ShardingStrategy | None,
+        prefetches: list[Prefetch] = DEFAULT,
+        use_orig_params: Sequence[bool] = (False, True),
+        **kwargs: Any,
+    ) -> None:
+        """Train with every prefetch, with flat and with original parameters, where the device has streams.
 
-    def _get_subtest_config(self, cpu_offload):
-        """All that a configuration is trained with; a schedule is both prefetches and ``use_orig_params``."""
-        return {
-            "device_init_mode": self._get_device_init_modes(cpu_offload),
-            "schedule": list(itertools.product(PREFETCHES, [False, True], [False, True])),
-        }
-
-    def _check_parity(self, model_class, cpu_offload, sharding_strategy, prefetches=DEFAULT, turn=0, **kwargs):
-        """Train with every schedule where they differ in time, or where PYTORCH_TEST_WITH_SLOW=1 asks for it.
-
-        Elsewhere with the given prefetches. These take flat and original parameters in turn, beginning with another in
-        the next configuration, so that each two of offload, strategy, prefetch and ``use_orig_params`` take all their
-        values together.
+        There prefetches differ in time. PYTORCH_TEST_WITH_SLOW=1 asks for the same on other devices. Without it, only
+        the given prefetches are used, each with one kind of parameters: chosen so that every pair of values of offload,
+        strategy and ``use_orig_params`` occurs, and the other kind for the next prefetch.
         """
-        config = self._get_subtest_config(cpu_offload)
-        if not accelerator.current().has("streams") and not TEST_WITH_SLOW:
-            turn += configs.index((cpu_offload, sharding_strategy))
-            config["schedule"] = [(*prefetch, (turn + index) % 2 == 1) for index, prefetch in enumerate(prefetches)]
-        self.run_subtests(
-            config,
-            self._test_fsdp_parity,
-            model_class,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            **kwargs,
-        )
+        configuration = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
+        every = accelerator.current().has("streams") or TEST_WITH_SLOW
+        for prefetch in EVERY_PREFETCH if every else prefetches:
+            pairs = pairwise({**CONFIGURATIONS, "use_orig_params": use_orig_params})
+            chosen = [case["use_orig_params"] for case in pairs if {**case, **configuration} == case]
+            self.run_subtests(
+                {
+                    "device_init_mode": device_init_modes(cpu_offload),
+                    "use_orig_params": [False, True] if every else chosen,
+                },
+                self._test_fsdp_parity,
+                model_class,
+                FSDPInitMode.RECURSIVE,
+                **configuration,
+                **prefetch,
+                **kwargs,
+            )
+            use_orig_params = use_orig_params[::-1]
 
-    def _test_fsdp_parity(self, *args, schedule, **kwargs):
-        backward, forward, use_orig_params = schedule
-        super()._test_fsdp_parity(
-            *args, backward_prefetch=backward, forward_prefetch=forward, use_orig_params=use_orig_params, **kwargs
-        )
-
-    def _dummy_ddp_fn(self, model):
-        return DummyDDP(model)
-
-    def _train_for_several_steps(self, model, *args, **kwargs):
+    def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Beyond upstream: also, nothing gathered is left, and the shards hold each element once, and padding."""
         loss = super()._train_for_several_steps(model, *args, **kwargs)
         if not isinstance(model, FSDP):
             self._numel = sum(param.numel() for param in model.parameters())  # of the reference, which comes first
             return loss
         numel = 0
-        for handle in _handles(model):
+        for handle in internals.handles(model):
             flat_param = handle.flat_param
-            numel += sum(shape.numel() for shape in flat_param._shapes)
+            numel += internals.numel_of(flat_param)
             unsharded = sum(flat_param._numels_with_padding)
             if handle.uses_sharded_strategy:
-                self.assertEqual(flat_param._full_param_padded.untyped_storage().size(), 0)
+                self.assertFalse(internals.is_gathered(flat_param))
                 self.assertEqual(flat_param.numel(), math.ceil(unsharded / handle.process_group.size()))
                 self.assertLess(flat_param.numel() * handle.process_group.size() - unsharded, self.world_size)
             else:
@@ -194,7 +189,10 @@ class TestParityWithDDP(_TwoRanks):
     def test_delayed_reduce_scatter(self, **config):
         """Backward ends only after the reduction, though the device is late with it, if it can be. As above."""
         self._check_parity(
-            NestedWrappedModuleWithDelay, **config, turn=1, init_kwargs={"delay_before_reduction_ms": DELAY_MS}
+            NestedWrappedModuleWithDelay,
+            **config,
+            use_orig_params=(True, False),
+            init_kwargs={"delay_before_reduction_ms": DELAY_MS},
         )
 
     @skip_if_lt_x_gpu(2)
@@ -207,11 +205,11 @@ class TestParityWithDDP(_TwoRanks):
     @parametrize(params, configs, subtest_name)
     def test_mixture_of_experts_with_delay_before_free(self, **config):
         """What is freed late in forward is gathered anew all the same, if it can be late."""
-        self._check_experts_parity(**config, turn=1, init_kwargs={"delay_before_free_ms": DELAY_MS})
+        delay = {"delay_before_free_ms": DELAY_MS}
+        self._check_experts_parity(**config, use_orig_params=(True, False), init_kwargs=delay)
 
-    def _check_experts_parity(self, **kwargs):
-        device_id = self.device
-        self._check_parity(MixtureOfExperts, ref_init_fn=self._dummy_ddp_fn, device_id=device_id, **kwargs)
+    def _check_experts_parity(self, **kwargs: Any) -> None:
+        self._check_parity(MixtureOfExperts, ref_init_fn=DummyDDP, device_id=self.device, **kwargs)
 
     @skip_if_lt_x_gpu(2)
     def test_every_step(self):
@@ -220,10 +218,8 @@ class TestParityWithDDP(_TwoRanks):
             {"sharding_strategy": sharding_strategy_config, "use_orig_params": [False, True]}, self._test_every_step
         )
 
-    def _test_every_step(self, sharding_strategy, use_orig_params):
-        reference = TransformerWithSharedParams.init(
-            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
-        )
+    def _test_every_step(self, sharding_strategy: ShardingStrategy | None, use_orig_params: bool) -> None:
+        reference = self._plain_transformer()
         model = self._transformer(
             deterministic=True, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params
         )
@@ -237,15 +233,13 @@ class TestParityWithDDP(_TwoRanks):
                 optim.zero_grad()
                 losses.append(reference.get_loss(tokens, each(*tokens)))
                 losses[-1].backward()
-            for param in reference.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(reference)
             for optim in optims:
                 optim.step()
             self.assertEqual(losses[1], losses[0])
             expected = dict(reference.named_parameters())
             with FSDP.summon_full_params(model, with_grads=use_orig_params):
-                found = _named(model)
+                found = named(model)
                 self.assertEqual(list(found), list(expected))
                 # With the tolerance of fp32: two ranks add up exactly as here, more of them in an order of their own.
                 self.assertEqual(found, expected)
@@ -272,16 +266,14 @@ class TestParamInit(_TwoRanks):
         unchanged, model = init(), init()
         tokens = unchanged.module.get_input(get_devtype())
         local = next(model.parameters())
-        self.assertIs(local, model._handle.flat_param)
+        self.assertIs(local, internals.flat_param_of(model))
         values = torch.arange(self.world_size * local.numel(), device=local.device).sin()
         with torch.no_grad():
             local.copy_(values.chunk(self.world_size)[self.rank])
         output = model(*tokens)
         self.assertNotEqual(output, unchanged(*tokens))
 
-        reference = TransformerWithSharedParams.init(
-            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
-        )
+        reference = self._plain_transformer()
         apart = (".layers.", "bn.") if mixed_precision else (".layers.",)  # what the root does not hold itself
         held = [p for name, p in reference.named_parameters() if not any(part in name for part in apart)]
         offset = 0
@@ -308,10 +300,10 @@ class TestHooks(_TwoRanks):
         model.load_state_dict(model.state_dict())
         self._test_pre_backward_hook_registration(model)
 
-    def _init_mode(self, cuda_first):
+    def _init_mode(self, cuda_first: bool) -> DEVICEInitMode:
         return DEVICEInitMode.DEVICE_BEFORE if cuda_first else DEVICEInitMode.DEVICE_AFTER
 
-    def _test_pre_backward_hook_registration(self, model):
+    def _test_pre_backward_hook_registration(self, model: FSDP) -> None:
         optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         inputs = model.module.get_input(get_devtype())
         output = model(*inputs)
@@ -322,7 +314,7 @@ class TestHooks(_TwoRanks):
         optim.step()
         self.assertEqual(len(output._backward_hooks), 1)
         # The hook did its work: it is what makes FSDP gather, and then free again.
-        self.assertTrue(all(handle.flat_param.grad is not None for handle in _handles(model)))
+        self.assertTrue(all(each.grad is not None for each in internals.flat_params(model)))
 
     @skip_if_lt_x_gpu(2)
     @parametrize("cuda_first", [False, True])
@@ -333,19 +325,20 @@ class TestHooks(_TwoRanks):
             self._init_mode(cuda_first), mixed_precision=MixedPrecision() if mixed_precision else None
         )
         # The root and two layers each of encoder and decoder; mixed precision keeps the batch norm apart.
-        handles = _handles(model)
+        handles = internals.handles(model)
         self.assertEqual(len(handles), 6 if mixed_precision else 5)
         inputs = model.module.get_input(get_devtype())
         calls = []
-        register = fsdp_runtime._register_pre_backward_hooks
+        runtime = internals.fsdp1_runtime
+        register = runtime._register_pre_backward_hooks
 
-        def _register_pre_backward_hooks_with_count(state, module, outputs, handle):
+        def register_with_count(state: Any, module: nn.Module, outputs: Any, handle: internals.Handle) -> Any:
             calls.append(handle)
             return register(state, module, outputs, handle)
 
         with (
-            mock.patch.object(fsdp_runtime, "_register_pre_backward_hooks", _register_pre_backward_hooks_with_count),
-            mock.patch.object(fsdp_runtime, "_register_post_backward_hook") as register_post_backward,
+            torch_names.patched(runtime, "_register_pre_backward_hooks", register_with_count),
+            torch_names.patched(runtime, "_register_post_backward_hook") as register_post_backward,
         ):
             self.assertEqual(len(calls), 0)
             register_post_backward.assert_not_called()
@@ -364,12 +357,13 @@ class TestHooks(_TwoRanks):
         with torch.no_grad():
             output = model(*inputs)
         self.assertIsNone(output._backward_hooks)
-        registered = [hasattr(handle.flat_param, "_post_backward_hook_state") for handle in _handles(model)]
-        self.assertEqual(registered, [False] * 5)
+        self.assertEqual(self._has_post_backward_hooks(model), [False] * 5)
         output = model(*inputs)
         self.assertEqual(len(output._backward_hooks), 1)
-        registered = [hasattr(handle.flat_param, "_post_backward_hook_state") for handle in _handles(model)]
-        self.assertEqual(registered, [True] * 5)
+        self.assertEqual(self._has_post_backward_hooks(model), [True] * 5)
+
+    def _has_post_backward_hooks(self, model: FSDP) -> list[bool]:
+        return [hasattr(flat_param, "_post_backward_hook_state") for flat_param in internals.flat_params(model)]
 
 
 class TestNoGrad(_TwoRanks):
@@ -400,18 +394,17 @@ class TestAutograd(_TwoRanks):
             {
                 "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
                 "use_orig_params": [False, True],
-                "prefetches": _prefetches(),
+                "prefetch": _prefetches(),
             },
             self._test_unshard_params_as_tensors,
         )
 
-    def _test_unshard_params_as_tensors(self, prefetches, **fsdp_kwargs):
-        fsdp_kwargs["backward_prefetch"], fsdp_kwargs["forward_prefetch"] = prefetches
+    def _test_unshard_params_as_tensors(self, prefetch: Prefetch, **fsdp_kwargs: Any) -> None:
         torch.manual_seed(0)
         reference = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
-        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **fsdp_kwargs)
+        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **prefetch, **fsdp_kwargs)
         self.assertEqual(len(FSDP.fsdp_modules(model)), 6)
         torch.manual_seed(1 + self.rank)
         x = torch.randn(2, 3, device=get_devtype())
@@ -428,14 +421,15 @@ class TestAutograd(_TwoRanks):
     def _patch_use_unsharded_views(self) -> Iterator[list[bool]]:
         """Fail when parameters and not tensors are asked for; yield what was asked for."""
         asked: list[bool] = []
-        use_unsharded_views = FlatParamHandle._use_unsharded_views
+        handle_class = internals.flat_param.FlatParamHandle
+        use_unsharded_views = handle_class._use_unsharded_views
 
-        def _use_unsharded_views_assert_as_tensors(handle, as_params):
+        def use_views_of_tensors(handle: internals.Handle, as_params: bool) -> Any:
             self.assertFalse(as_params)
             asked.append(as_params)
             return use_unsharded_views(handle, as_params)
 
-        with mock.patch.object(FlatParamHandle, "_use_unsharded_views", _use_unsharded_views_assert_as_tensors):
+        with torch_names.patched(handle_class, "_use_unsharded_views", use_views_of_tensors):
             yield asked
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
@@ -93,16 +93,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @EVEN
     def test_fsdp_init_with_device_mesh(self, is_even_sharded_model):
         mesh = self._mesh()
-        model, optim = self._create_model(is_even_sharded_model, mesh)
-        use_sharded_state_dicts(model)
-        found = parameters_and_moments(model, optim)
-        self.assertEqual(len(found), 8 + 16)
-        for name, value in found.items():
-            self.assertIs(type(value), DTensor, name)
-            self.assertEqual((value.device_mesh, value.placements), (mesh, (Shard(0),)))
-        settings = FSDP.get_state_dict_type(model)
-        self.assertTrue(settings.state_dict_config._use_dtensor)
-        self.assertTrue(settings.optim_state_dict_config._use_dtensor)
+        self._check_laid_out(*self._create_model(is_even_sharded_model, mesh), mesh, (Shard(0),))
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -213,7 +204,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     ) -> None:
         path = os.path.join(self.temp_dir, f"{sizes}-{is_even_sharded_model}-{use_orig_params}")
         saving, loading = (DeviceMesh(self.device_type, list(range(size))) for size in sizes)
-        kwargs = {"use_orig_params": use_orig_params}
+        kwargs: dict[str, Any] = {"use_orig_params": use_orig_params}
 
         def state_of(model: FSDP, optim: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, Any]:
             return sharded_state_dicts(model, optim, offload_to_cpu=not use_orig_params, group=mesh.get_group())

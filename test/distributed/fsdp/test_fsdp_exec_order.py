@@ -6,21 +6,22 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp._exec_order_utils import _ExecOrderWarnStatus
 
-from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, debug_level
 from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.traffic import Call, recorded_calls
 
+exec_order_utils = torch_names.module("torch.distributed.fsdp._exec_order_utils")
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
 
@@ -30,7 +31,7 @@ class Model(nn.Module):
     Both have 36 elements, so that collectives of ranks on different paths fit each other, and nothing hangs.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer0 = nn.Linear(5, 6)
         self.layer1 = nn.Linear(6, 6, bias=False)
@@ -39,26 +40,26 @@ class Model(nn.Module):
         self.use_alt_path = False
         self.layer2.requires_grad_(False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.relu(self.layer0(x))
         return self.relu((self.layer2 if self.use_alt_path else self.layer1)(x))
 
-    def flip_path(self):
+    def flip_path(self) -> None:
         self.layer1.requires_grad_(self.use_alt_path)
         self.use_alt_path = not self.use_alt_path
         self.layer2.requires_grad_(self.use_alt_path)
 
-    def get_input(self, device):
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor]:
         return (torch.randn(8, 5, device=device),)
 
-    def get_loss(self, input, output):
+    def get_loss(self, input: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output.sum()
 
-    def run_backward(self, loss):
+    def run_backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
     @staticmethod
-    def wrap(sharding_strategy, device):
+    def wrap(sharding_strategy: ShardingStrategy, device: str) -> FSDP:
         """Three FSDP instances: the root with ``layer0``, and one for each path."""
         torch.manual_seed(0)
         model = Model().to(device)
@@ -79,18 +80,20 @@ def _order_warnings() -> Iterator[list[str]]:
 
 
 class TestFSDPExecOrder(FSDPTest):
-    def _wrapped(self, sharding_strategy, device, level=dist.DebugLevel.DETAIL):
+    def _wrapped(
+        self, sharding_strategy: ShardingStrategy, device: str, level: dist.DebugLevel = dist.DebugLevel.DETAIL
+    ) -> FSDP:
         with debug_level(level):
             return Model.wrap(sharding_strategy, device)
 
-    def _forward(self, model, device):
+    def _forward(self, model: FSDP, device: str) -> torch.Tensor:
         inputs = model.module.get_input(torch.device(device))
         return model.module.get_loss(inputs, model(*inputs))
 
-    def _iterate(self, model, device):
+    def _iterate(self, model: FSDP, device: str) -> None:
         model.module.run_backward(self._forward(model, device))
 
-    def _assert_group_works(self, device):
+    def _assert_group_works(self, device: str) -> None:
         ranks = torch.tensor([self.rank], device=device)
         dist.all_reduce(ranks)
         self.assertEqual(ranks.item(), sum(range(self.world_size)))
@@ -124,7 +127,7 @@ class TestFSDPExecOrder(FSDPTest):
         if deviates:
             model.flip_path()
 
-        data = model._exec_order_data
+        data, status = internals.execution_order(model), exec_order_utils._ExecOrderWarnStatus
         with _order_warnings() as found:
             loss = self._forward(model, device)
         expected = (
@@ -133,12 +136,12 @@ class TestFSDPExecOrder(FSDPTest):
             "all-gather parameters for [['layer2.0.weight', 'layer2.2.weight']]"
         )
         self.assertEqual(found, [expected] if deviates else [])
-        self.assertIs(data.warn_status, _ExecOrderWarnStatus.WARNING if deviates else _ExecOrderWarnStatus.NONE)
+        self.assertIs(data.warn_status, status.WARNING if deviates else status.NONE)
 
         model.module.run_backward(loss)
         with _order_warnings() as later:
             for _ in range(2):
-                self.assertIs(data.warn_status, _ExecOrderWarnStatus.WARNED if deviates else _ExecOrderWarnStatus.NONE)
+                self.assertIs(data.warn_status, status.WARNED if deviates else status.NONE)
                 self._iterate(model, device)
         self.assertEqual(later, [])
         self._assert_group_works(device)
@@ -157,7 +160,7 @@ class TestFSDPExecOrder(FSDPTest):
                 for _ in range(3):
                     self._forward(model, device)
         self.assertEqual(found, [])
-        self.assertEqual(model._exec_order_data.current_order_index, 0)
+        self.assertEqual(internals.execution_order(model).current_order_index, 0)
         # The check is alive: in train mode the other path is still noticed.
         model.train()
         model.flip_path()
@@ -192,33 +195,27 @@ class TestFSDPExecOrder(FSDPTest):
             device=device,
         )
 
-    def _test_without_debug_level(self, device, sharding_strategy, level):
+    def _test_without_debug_level(
+        self, device: str, sharding_strategy: ShardingStrategy, level: dist.DebugLevel
+    ) -> None:
         model = self._wrapped(sharding_strategy, device, level)
         checks = level is dist.DebugLevel.DETAIL
         if not checks and self.rank != 0:
             model.flip_path()
-        with self._counted_validations() as validations, _order_warnings() as found:
+        with recorded_calls("all_gather") as gathers, _order_warnings() as found:
             self._iterate(model, device)
-            self.assertEqual(len(validations), 2 * 2 if checks else 0)  # of each unit, the root and one path
+            self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # of each unit, the root and one path
             self._iterate(model, device)
-            self.assertEqual(len(validations), 2 * 2 if checks else 0)  # only in the first iteration
+            self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # only in the first iteration
             if not checks:
                 model.flip_path()
             self._iterate(model, device)
         self.assertEqual(found, [])
 
-    @contextlib.contextmanager
-    def _counted_validations(self):
-        calls = []
 
-        def counting(original, output, input, *args, **kwargs):
-            if not input.is_floating_point():
-                calls.append(input.numel())
-            return original(output, input, *args, **kwargs)
-
-        name = torch_facts.all_gather_name()
-        with mock.patch.object(dist, name, functools.partial(counting, getattr(dist, name))):
-            yield calls
+def _validations(gathers: list[Call]) -> int:
+    """How many of the all-gathers compare the ranks' order, by integers."""
+    return sum(not call.dtype.is_floating_point for call in gathers)
 
 
 instantiate_device_type_tests(TestFSDPExecOrder, globals(), allow_xpu=True)

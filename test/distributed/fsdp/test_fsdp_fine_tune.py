@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import copy
-import functools
 import unittest
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as runtime_utils
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_reduce, patch_reduce_scatter
+from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -75,9 +71,7 @@ class MultiTraversal(nn.Module):
 class TestFSDPFineTune(FSDPTest):
     NUM_LINEARS = 6
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @property
     def num_iters(self) -> int:
@@ -101,33 +95,20 @@ class TestFSDPFineTune(FSDPTest):
         torch.manual_seed(42)
         return MultiTraversal().to(device)
 
-    def _ddp(self, module: nn.Module, device: str) -> DDP:
-        index = torch.device(device).index
-        return DDP(module, device_ids=None if index is None else [index])
-
-    def _units(self, model: FSDP) -> list[FSDP]:
-        """The instances with parameters of their own, in the order of the model's layers."""
-        return [module for module in FSDP.fsdp_modules(model) if module._handle is not None]
-
     def _gathered(self, model: FSDP) -> list[bool]:
-        """Which units hold unsharded parameters now; under NO_SHARD, which gathers nothing, none."""
+        """Which instances hold unsharded parameters now; under NO_SHARD, which gathers nothing, none."""
         return [
-            unit.sharding_strategy is not NO_SHARD
-            and unit._handle.flat_param._full_param_padded.untyped_storage().size() > 0
-            for unit in self._units(model)
+            instance.sharding_strategy is not NO_SHARD and internals.is_gathered(internals.flat_param_of(instance))
+            for instance in internals.managing_instances(model)
         ]
 
     def assert_same_grads(self, model: FSDP, reference: nn.Module) -> None:
-        """Each unit's reduced gradient, put together from the ranks, is that of the layer in the reference."""
+        """Each instance's reduced gradient, put together from the ranks, is that of the layer in the reference."""
         layers = [layer for layer in reference.modules() if isinstance(layer, nn.Linear)]
-        self.assertEqual(len(layers), len(self._units(model)))
-        for unit, layer in zip(self._units(model), layers):
+        for instance, layer in zip(internals.managing_instances(model), layers, strict=True):
             wanted = [None if param.grad is None else param.grad.flatten().cpu() for param in layer.parameters()]
-            mine = [None if param.grad is None else param.grad.flatten().cpu() for param in unit.parameters()]
-            everywhere: list[Any] = [mine]
-            if unit.sharding_strategy is not NO_SHARD:
-                everywhere = [None] * self.world_size
-                dist.all_gather_object(everywhere, mine)
+            mine = [None if param.grad is None else param.grad.flatten().cpu() for param in instance.parameters()]
+            everywhere = [mine] if instance.sharding_strategy is NO_SHARD else of_all_ranks(mine)
             of_each = [[piece for piece in pieces if piece is not None] for pieces in zip(*everywhere, strict=True)]
             if not any(grad is not None for grad in wanted):
                 self.assertEqual([piece for pieces in of_each for piece in pieces], [])
@@ -200,10 +181,11 @@ class TestFSDPFineTune(FSDPTest):
             if unfrozen:
                 _assert_post_backward_requires_grad()
 
-        reshard, final = runtime_utils._post_backward_reshard, runtime_utils._post_backward_final_callback
+        runtime = internals.fsdp1_runtime
+        reshard, final = runtime._post_backward_reshard, runtime._post_backward_final_callback
         with (
-            mock.patch.object(runtime_utils, "_post_backward_reshard", _post_backward_reshard_with_count),
-            mock.patch.object(runtime_utils, "_post_backward_final_callback", final_callback),
+            torch_names.patched(runtime, "_post_backward_reshard", _post_backward_reshard_with_count),
+            torch_names.patched(runtime, "_post_backward_final_callback", final_callback),
         ):
             for step in range(3):
                 if step == 1:
@@ -253,17 +235,9 @@ class TestFSDPFineTune(FSDPTest):
         """Losses, gradients and parameters are DDP's; frozen parameters stay, and cost no communication."""
         frozen = {name: param.detach().clone() for name, param in module.named_parameters() if not param.requires_grad}
         self.assertGreater(len(frozen), 0)
-        ddp_model = self._ddp(copy.deepcopy(module), device)
+        ddp_model = data_parallel(copy.deepcopy(module))
         fsdp_model = FSDP(module, auto_wrap_policy=LINEARS, device_id=torch.device(device), **fsdp_kwargs)
         optims = self._optims(ddp_model, fsdp_model)
-        reductions: list[str] = []
-
-        def noted(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            reductions.append(name)
-            return collective(*args, **kwargs)
-
-        all_reduce = functools.partial(noted, "all_reduce", dist.all_reduce)
-        reduce_scatter = functools.partial(noted, "reduce_scatter", getattr(dist, torch_facts.reduce_scatter_name()))
         torch.manual_seed(self.rank + 1)
         for _ in range(self.num_iters):
             inp = torch.randn(8, 5, device=device)
@@ -271,18 +245,17 @@ class TestFSDPFineTune(FSDPTest):
             losses = [model(each).sum() for model, each in zip((ddp_model, fsdp_model), inputs)]
             torch.testing.assert_close(*losses)
             losses[0].backward()
-            with patch_all_reduce(all_reduce), patch_reduce_scatter(reduce_scatter):
+            with recorded_calls("all_reduce", "reduce_scatter") as calls:
                 losses[1].backward()
             one = "all_reduce" if fsdp_model.sharding_strategy is NO_SHARD else "reduce_scatter"
-            self.assertEqual(reductions, [one] * trainable)
-            reductions.clear()
+            self.assertEqual([call.name for call in calls], [one] * trainable)
             self.assertEqual(inputs[1].grad, inputs[0].grad)
             self.assert_same_grads(fsdp_model, ddp_model)
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
         found = full_parameters(fsdp_model)
-        self.assertEqual(found, {name: param.detach() for name, param in ddp_model.module.named_parameters()})
+        self.assertEqual(found, dict(ddp_model.module.named_parameters()))
         for name, value in frozen.items():
             self.assertEqual(found[name], value, rtol=0, atol=0)
 
@@ -358,11 +331,7 @@ class TestFSDPFineTune(FSDPTest):
                 )
             )
         frozen_model, ref_model = models
-        trained = [
-            param
-            for name, param in ref_model.named_parameters()
-            if not name.startswith("_fsdp_wrapped_module.layer1_frozen")
-        ]
+        trained = [param for name, param in named(ref_model).items() if not name.startswith("layer1_frozen")]
         self.assertLess(len(trained), len(list(ref_model.parameters())))
         optims = [torch.optim.Adam(params, lr=1e-2) for params in (list(frozen_model.parameters()), trained)]
         frozen = frozen_model.module.layer1_frozen

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp._flat_param import FlatParamHandle, FlatParamShardMetadata, HandleShardingStrategy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.internals import Handle
+from torch_fsdp_tests.fsdp.references import average_gradients
 
 # Where a parameter's elements are in a shard: the first and the last of them, counted in the flattened parameter.
 Offsets = dict[str, tuple[int, int]]
@@ -53,7 +56,7 @@ class FlattenTest(FSDPTest):
     def _get_default_config(self) -> dict[str, Any]:
         return {
             "device": self.device,
-            "sharding_strategy": HandleShardingStrategy.FULL_SHARD,
+            "sharding_strategy": internals.flat_param.HandleShardingStrategy.FULL_SHARD,
             "offload_params": False,
             "mp_param_dtype": None,
             "mp_reduce_dtype": None,
@@ -63,9 +66,11 @@ class FlattenTest(FSDPTest):
             "fsdp_extension": None,
         }
 
-    def _handle(self, module: nn.Module, **config: Any) -> FlatParamHandle:
+    def _handle(self, module: nn.Module, **config: Any) -> Handle:
         """A handle over all parameters of the module."""
-        return FlatParamHandle(list(module.parameters()), module, **{**self._get_default_config(), **config})
+        return internals.flat_param.FlatParamHandle(
+            list(module.parameters()), module, **{**self._get_default_config(), **config}
+        )
 
     def _get_transformer(self, seed: int = 0) -> Transformer:
         return Transformer(seed).to(self.device)
@@ -87,9 +92,7 @@ class FlattenTest(FSDPTest):
 class TestFlattenParams(FlattenTest):
     """One rank: the flat parameter as a whole."""
 
-    @property
-    def world_size(self) -> int:
-        return 1
+    world_size = 1
 
     def _get_empty_module(self, seed: int = 0) -> EmptyModule:
         torch.manual_seed(seed)
@@ -102,11 +105,9 @@ class TestFlattenParams(FlattenTest):
         return torch.float16 if half else torch.float32
 
     @skip_if_lt_x_gpu(1)
-    def test_partial_flattening(self):
+    @subtests(half=[False, True])
+    def test_partial_flattening(self, half):
         """What is wrapped has one parameter each, what is not keeps its own, and nothing gets lost."""
-        self.run_subtests({"half": [False, True]}, self._test_partial_flattening)
-
-    def _test_partial_flattening(self, half: bool) -> None:
         dtype, other_dtype = self._dtype(half), self._dtype(not half)
         module = self._get_transformer().to(dtype)
         total = numel(module.parameters())
@@ -131,13 +132,11 @@ class TestFlattenParams(FlattenTest):
         self.assertEqual({param.dtype for param in encoder[0].parameters()}, {other_dtype})
 
     @skip_if_lt_x_gpu(1)
-    def test_flatten_nothing(self):
-        self.run_subtests({"half": [False, True]}, self._test_flatten_nothing)
-
-    def _test_flatten_nothing(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_flatten_nothing(self, half):
         module = self._get_transformer().to(self._dtype(half))
         with self.assertRaisesRegex(ValueError, "Cannot construct a FlatParamHandle with an empty parameter list"):
-            FlatParamHandle([], module, **self._get_default_config())
+            internals.flat_param.FlatParamHandle([], module, **self._get_default_config())
 
     @skip_if_lt_x_gpu(1)
     def test_empty_module(self):
@@ -151,7 +150,7 @@ class TestFlattenParams(FlattenTest):
             self.assertIsNone(fsdp_module._flat_param)
             self.assertEqual(self._get_output(fsdp_module, torch.float32), expected)
 
-    def _test_numel(self, module: nn.Module) -> FlatParamHandle:
+    def _test_numel(self, module: nn.Module) -> Handle:
         expected, dtypes = numel(module.parameters()), {param.dtype for param in module.parameters()}
         handle = self._handle(module)
         self.assertEqual(handle.flat_param.numel(), expected)
@@ -159,19 +158,15 @@ class TestFlattenParams(FlattenTest):
         return handle
 
     @skip_if_lt_x_gpu(1)
-    def test_numel_without_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_numel_without_shared_params)
-
-    def _test_numel_without_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_numel_without_shared_params(self, half):
         handle = self._test_numel(self._get_transformer().to(self._dtype(half)))
         self.assertEqual(handle.flat_param._shared_param_infos, ())
 
     @skip_if_lt_x_gpu(1)
-    def test_numel_with_shared_params(self):
+    @subtests(half=[False, True])
+    def test_numel_with_shared_params(self, half):
         """What is shared is counted once."""
-        self.run_subtests({"half": [False, True]}, self._test_numel_with_shared_params)
-
-    def _test_numel_with_shared_params(self, half: bool) -> None:
         handle = self._test_numel(self._get_shared_params_transformer().to(self._dtype(half)))
         shared = handle.flat_param._shared_param_infos
         self.assertEqual(len(shared), 4)
@@ -185,17 +180,13 @@ class TestFlattenParams(FlattenTest):
         self.assertEqual(self._get_output(FSDP(module), dtype), expected)
 
     @skip_if_lt_x_gpu(1)
-    def test_output_without_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_output_without_shared_params)
-
-    def _test_output_without_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_output_without_shared_params(self, half):
         self._test_output(self._get_transformer().to(self._dtype(half)))
 
     @skip_if_lt_x_gpu(1)
-    def test_output_with_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_output_with_shared_params)
-
-    def _test_output_with_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_output_with_shared_params(self, half):
         self._test_output(self._get_shared_params_transformer().to(self._dtype(half)))
 
     def _get_pnorm_after_step(self, module: nn.Module) -> torch.Tensor:
@@ -208,24 +199,20 @@ class TestFlattenParams(FlattenTest):
         return torch.stack([param.detach().norm() for param in module.parameters()]).norm()
 
     @skip_if_lt_x_gpu(1)
-    def test_pnorm_after_step_with_shared_params(self):
-        self.run_subtests({"half": [False, True]}, self._test_pnorm_after_step_with_shared_params)
-
-    def _test_pnorm_after_step_with_shared_params(self, half: bool) -> None:
+    @subtests(half=[False, True])
+    def test_pnorm_after_step_with_shared_params(self, half):
         module, other = (self._get_shared_params_transformer().to(self._dtype(half)) for _ in range(2))
         self.assertEqual(self._get_pnorm_after_step(FSDP(other)), self._get_pnorm_after_step(module))
 
-    def _test_flat_param_shard_metadata(
-        self, handle: FlatParamHandle, start: int, end: int, expected: FlatParamShardMetadata
-    ) -> None:
+    def _test_flat_param_shard_metadata(self, handle: Handle, start: int, end: int, expected: Any) -> None:
         """The metadata of the shard from element ``start`` to ``end``, both inclusive."""
-        handle.flat_param._shard_param_infos = handle._get_shard_metadata(start, end)
+        internals.set_shard_infos(handle.flat_param, handle._get_shard_metadata(start, end))
         self.assertEqual(handle.shard_metadata(), expected)
 
-    def _check_table(self, module: nn.Module, handle: FlatParamHandle, table: dict[tuple[int, int], Offsets]) -> None:
+    def _check_table(self, module: nn.Module, handle: Handle, table: dict[tuple[int, int], Offsets]) -> None:
         shapes = {name: (tuple(param.shape), param.stride()) for name, param in module.named_parameters()}
         for (start, end), offsets in table.items():
-            metadata = FlatParamShardMetadata(
+            metadata = internals.flat_param.FlatParamShardMetadata(
                 tuple(offsets),
                 tuple(torch.Size(shapes[name][0]) for name in offsets),
                 tuple(shapes[name][1] for name in offsets),
@@ -312,7 +299,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     @parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-    def test_flat_param_shard_metadata_with_memory_format(self, memory_format: torch.memory_format):
+    def test_flat_param_shard_metadata_with_memory_format(self, memory_format):
         """A parameter keeps its strides, and is flattened in the order of its memory."""
         module = nn.Sequential(
             nn.Conv2d(10, 20, 3, bias=False), nn.Conv2d(20, 10, 5, bias=False), nn.Conv2d(10, 10, 1, bias=False)
@@ -334,7 +321,7 @@ class TestFlattenParams(FlattenTest):
             (0, 2999, [0, 1], ((0, 1799), (0, 1199))),
             (3000, 6899, [1, 2], ((1200, 4999), (0, 99))),
         ):
-            expected = FlatParamShardMetadata(
+            expected = internals.flat_param.FlatParamShardMetadata(
                 tuple(f"{layer}.weight" for layer in layers),
                 tuple(torch.Size(shapes[layer]) for layer in layers),
                 tuple(strides[layer] for layer in layers),
@@ -348,7 +335,7 @@ class TestFlattenParams(FlattenTest):
     def test_refused(self):
         """Beyond upstream: what has no place in a flat parameter raises ValueError."""
 
-        def flatten(*tensors: torch.Tensor, trainable: Sequence[bool] = (True, True), **config: Any) -> FlatParamHandle:
+        def flatten(*tensors: torch.Tensor, trainable: Sequence[bool] = (True, True), **config: Any) -> Handle:
             params = [
                 nn.Parameter(tensor.to(self.device), requires_grad=requires_grad)
                 for tensor, requires_grad in zip(tensors, trainable)
@@ -369,10 +356,14 @@ class TestFlattenParams(FlattenTest):
             self.assertTrue(handle.flat_param.requires_grad)
         with self.assertRaisesRegex(ValueError, "Cannot flatten a `FlatParameter`"):
             inner = flatten(floats)
-            FlatParamHandle([inner.flat_param], nn.ParameterList([inner.flat_param]), **self._get_default_config())
+            internals.flat_param.FlatParamHandle(
+                [inner.flat_param], nn.ParameterList([inner.flat_param]), **self._get_default_config()
+            )
         with self.assertRaisesRegex(ValueError, "were not found in `module`'s tree"):
             param = nn.Parameter(floats.to(self.device))
-            FlatParamHandle([param], nn.Linear(2, 2, device=self.device), **self._get_default_config())
+            internals.flat_param.FlatParamHandle(
+                [param], nn.Linear(2, 2, device=self.device), **self._get_default_config()
+            )
         for use_orig_params in (False, True):
             module = nn.Linear(2, 2)
             module.scale = nn.Parameter(torch.tensor(1.0))
@@ -396,18 +387,13 @@ class ShardsTest(FlattenTest):
         return module.to(memory_format=torch.channels_last) if case == "channels last" else module
 
     @skip_if_lt_x_gpu(2)
-    def test_shards_make_the_whole(self):
+    @subtests(
+        case=["equal", "uneven", "channels last", "four elements", "one element"],
+        use_orig_params=[False, True],
+        mp_param_dtype=[None, torch.float16],
+    )
+    def test_shards_make_the_whole(self, case, use_orig_params, mp_param_dtype):
         """Beyond upstream: the ranks' shards, one after the other, are the parameters in the order of their memory."""
-        self.run_subtests(
-            {
-                "case": ["equal", "uneven", "channels last", "four elements", "one element"],
-                "use_orig_params": [False, True],
-                "mp_param_dtype": [None, torch.float16],
-            },
-            self._test_shards_make_the_whole,
-        )
-
-    def _test_shards_make_the_whole(self, case: str, use_orig_params: bool, mp_param_dtype: torch.dtype | None) -> None:
         module = self._layers(case)
         alignment = 1 if not use_orig_params else 8 if mp_param_dtype else 4
         pieces, starts, total = {}, {}, 0
@@ -422,7 +408,7 @@ class ShardsTest(FlattenTest):
         flat_param = handle.flat_param
         size = math.ceil(total / self.world_size)
         self.assertEqual(flat_param.shape, (size,))
-        self.assertEqual(flat_param._sharded_size, (size,))
+        self.assertEqual(internals.sharded_size(flat_param), (size,))
         everywhere = [torch.empty_like(flat_param) for _ in range(self.world_size)]
         dist.all_gather(everywhere, flat_param.detach())
         whole = torch.cat(everywhere)
@@ -432,7 +418,7 @@ class ShardsTest(FlattenTest):
         # Only the last ranks' shards are padded, and with zeros. With the original parameters in use the padding is a
         # part of the flat parameter already.
         padded = max(0, min(size, (self.rank + 1) * size - total))
-        self.assertEqual(flat_param._shard_numel_padded, 0 if use_orig_params else padded)
+        self.assertEqual(internals.padding_of(flat_param), 0 if use_orig_params else padded)
         if not use_orig_params and padded:
             self.assertEqual(flat_param[size - padded :].detach(), torch.zeros(padded, device=self.device))
 
@@ -452,11 +438,9 @@ class ShardsTest(FlattenTest):
                 self.assertEqual(param.detach(), pieces[name][begin : end + 1], rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_gradients_of_shared_params(self):
+    @subtests(use_orig_params=[False, True])
+    def test_gradients_of_shared_params(self, use_orig_params):
         """Beyond upstream: a shared parameter gets the gradients of all its uses, and is still shared in the end."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_gradients_of_shared_params)
-
-    def _test_gradients_of_shared_params(self, use_orig_params: bool) -> None:
         reference = self._get_shared_params_transformer().eval()  # without dropout, since inputs differ by rank
         model = FSDP(self._get_shared_params_transformer().eval(), use_orig_params=use_orig_params)
         initial = {name: param.detach().clone() for name, param in reference.named_parameters()}
@@ -465,9 +449,7 @@ class ShardsTest(FlattenTest):
         inputs = [torch.rand(length, 2, 32).to(self.device) for length in (5, 3)]
         for each in (reference, model):
             each(*inputs).pow(3).sum().backward()  # no square: the last norm fixes the squares' sum
-        for param in reference.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(self.world_size)
+        average_gradients(reference)
         if use_orig_params:
             with FSDP.summon_full_params(model, with_grads=True):
                 self.check_sharing(model.module)
@@ -491,15 +473,11 @@ class ShardsTest(FlattenTest):
 
 
 class TestShardsOfTwoRanks(ShardsTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
 
 class TestShardsOfThreeRanks(ShardsTest):
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
 
 del ShardsTest  # the bodies, with no world size of their own

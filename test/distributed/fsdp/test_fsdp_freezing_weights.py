@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from enum import Enum
-from unittest import mock
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as fsdp_runtime
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_full_params
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 IMAGES = (2, 3, 8, 8)  # small: the pooling makes their size indifferent to the layers
 STEPS = 3
@@ -29,24 +30,26 @@ STEPS = 3
 class Model(nn.Module):
     """A convolution as trunk and a linear layer as head: images to 10 classes."""
 
-    def __init__(self, with_fsdp, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
+    def __init__(
+        self, with_fsdp: bool, freeze_after_wrap_fsdp: bool, disable_autograd: bool, fsdp_kwargs: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.disable_autograd = disable_autograd
         self._build()
         if with_fsdp and freeze_after_wrap_fsdp:
             self.fsdp_wrap(fsdp_kwargs)
 
-    def _build(self):
+    def _build(self) -> None:
         self.trunk = nn.Sequential(
             nn.Conv2d(3, 64, kernel_size=3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(output_size=1), nn.Flatten()
         )
         self.head = nn.Linear(64, 10)
 
-    def fsdp_wrap(self, fsdp_kwargs):
+    def fsdp_wrap(self, fsdp_kwargs: dict[str, Any]) -> None:
         self.trunk = FSDP(self.trunk, **fsdp_kwargs)
         self.head = FSDP(self.head, **fsdp_kwargs)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad() if self.disable_autograd else contextlib.nullcontext():
             x = self.trunk(x)
         return self.head(x)
@@ -55,14 +58,14 @@ class Model(nn.Module):
 class NestedTrunkModel(Model):
     """The same with two blocks in the trunk, each of them wrapped by itself."""
 
-    def _build(self):
+    def _build(self) -> None:
         self.trunk = nn.Sequential(self._create_block(3, 64), self._create_block(64, 64))
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(output_size=1), nn.Flatten(), nn.Linear(64, 10))
 
-    def _create_block(self, in_channels, out_channels):
+    def _create_block(self, in_channels: int, out_channels: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(in_channels, out_channels, kernel_size=3), nn.ReLU(inplace=True))
 
-    def fsdp_wrap(self, fsdp_kwargs):
+    def fsdp_wrap(self, fsdp_kwargs: dict[str, Any]) -> None:
         for name, child in self.trunk.named_children():
             setattr(self.trunk, name, FSDP(child, **fsdp_kwargs))
         super().fsdp_wrap(fsdp_kwargs)
@@ -74,28 +77,40 @@ class FreezingMethod(str, Enum):
 
 
 class TestFreezingWeights(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _create_model(self, with_fsdp, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
+    def _create_model(
+        self,
+        with_fsdp: bool,
+        with_nested_trunk: bool,
+        freeze_after_wrap_fsdp: bool,
+        disable_autograd: bool,
+        fsdp_kwargs: dict[str, Any],
+    ) -> Model:
         torch.manual_seed(0)
         model_class = NestedTrunkModel if with_nested_trunk else Model
         return model_class(with_fsdp, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs).to(self.device)
 
-    def _fsdp_model(self, with_nested_trunk, freezing_method, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs):
+    def _fsdp_model(
+        self,
+        with_nested_trunk: bool,
+        freezing_method: FreezingMethod,
+        freeze_after_wrap_fsdp: bool,
+        disable_autograd: bool,
+        fsdp_kwargs: dict[str, Any],
+    ) -> FSDP:
         model = self._create_model(True, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, fsdp_kwargs)
         self._freeze(model, freezing_method)
         if not freeze_after_wrap_fsdp:
             model.fsdp_wrap(fsdp_kwargs)
         return FSDP(model, **fsdp_kwargs)
 
-    def _freeze(self, model, freezing_method):
+    def _freeze(self, model: Model, freezing_method: FreezingMethod) -> None:
         if freezing_method is FreezingMethod.RequiresGrad:
             for param in model.trunk.parameters():
                 param.requires_grad_(False)
 
-    def _dist_train(self, model, freezing_method):
+    def _dist_train(self, model: FSDP | DDP, freezing_method: FreezingMethod) -> list[nn.Parameter]:
         """Train on images and classes of this rank's own, and return the full parameters and their requires_grad."""
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(1 + self.rank)
@@ -160,8 +175,13 @@ class TestFreezingWeights(FSDPTest):
         )
 
     def _test_frozen_units_in_backward(
-        self, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, sharding_strategy, input_requires_grad
-    ):
+        self,
+        with_nested_trunk: bool,
+        freeze_after_wrap_fsdp: bool,
+        disable_autograd: bool,
+        sharding_strategy: ShardingStrategy,
+        input_requires_grad: bool,
+    ) -> None:
         model = self._fsdp_model(
             with_nested_trunk,
             FreezingMethod.RequiresGrad,
@@ -169,50 +189,39 @@ class TestFreezingWeights(FSDPTest):
             disable_autograd,
             {"sharding_strategy": sharding_strategy},
         )
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertEqual(len(handles), 3 if with_nested_trunk else 2)
         batch = torch.randn(IMAGES, device=self.device, requires_grad=input_requires_grad)
         head = 64 * 10 + 10
         for _ in range(2):
-            with self._reduced_numels() as reduced, self._stored_at_the_end() as at_the_end:
+            with recorded_calls("reduce_scatter") as reductions, self._gathered_at_the_end() as at_the_end:
                 model(batch).sum().backward()
-            self.assertEqual(reduced, [head])
+            self.assertEqual([call.numel for call in reductions], [head])
             # SHARD_GRAD_OP leaves it to backward to free, and no backward comes through a trunk without autograd.
             ends_at_head = disable_autograd or not input_requires_grad
             keeps_trunk = sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and ends_at_head
             freed = handles[-1:] if keeps_trunk else handles
-            stored = [handle.flat_param._full_param_padded.untyped_storage().size() for handle in freed]
-            self.assertEqual(stored, [0] * len(freed))
+            gathered = [internals.is_gathered(handle.flat_param) for handle in freed]
+            self.assertEqual(gathered, [False] * len(freed))
             # That was so before the end of backward, which frees whatever else is left: none was gathered for nothing.
-            self.assertEqual([at_the_end[handle] for handle in freed], [0] * len(freed))
+            self.assertEqual([at_the_end[handle] for handle in freed], [False] * len(freed))
             self.assertEqual(sum(handle.flat_param.grad is not None for handle in handles), 1)
         self.assertEqual(batch.grad is not None, input_requires_grad and not disable_autograd)
 
     @contextlib.contextmanager
-    def _stored_at_the_end(self):
-        """The bytes of what was gathered, by unit, when backward has come to its end."""
-        stored = {}
+    def _gathered_at_the_end(self) -> Iterator[dict[internals.Handle, bool]]:
+        """Whether each unit is still gathered when backward has come to its end."""
+        gathered = {}
 
-        def recording(original, state):
-            if state._handle:
-                stored[state._handle] = state._handle.flat_param._full_param_padded.untyped_storage().size()
+        def recording(original: Any, state: Any) -> Any:
+            if handle := internals.handle(state):
+                gathered[handle] = internals.is_gathered(handle.flat_param)
             return original(state)
 
-        original = fsdp_runtime._catch_all_reshard
-        with mock.patch.object(fsdp_runtime, "_catch_all_reshard", functools.partial(recording, original)):
-            yield stored
-
-    @contextlib.contextmanager
-    def _reduced_numels(self):
-        numels = []
-
-        def recording(original, output, input, *args, **kwargs):
-            numels.append(input.numel())
-            return original(output, input, *args, **kwargs)
-
-        name = torch_facts.reduce_scatter_name()
-        with mock.patch.object(dist, name, functools.partial(recording, getattr(dist, name))):
-            yield numels
+        runtime = internals.fsdp1_runtime
+        recorder = functools.partial(recording, runtime._catch_all_reshard)
+        with torch_names.patched(runtime, "_catch_all_reshard", recorder):
+            yield gathered
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_beside_trainable(self):
@@ -230,16 +239,18 @@ class TestFreezingWeights(FSDPTest):
             self._test_frozen_beside_trainable,
         )
 
-    def _test_frozen_beside_trainable(self, sharding_strategy, freeze_after_wrap_fsdp, frozen):
-        def build():
+    def _test_frozen_beside_trainable(
+        self, sharding_strategy: ShardingStrategy, freeze_after_wrap_fsdp: bool, frozen: str
+    ) -> None:
+        def build() -> nn.Module:
             torch.manual_seed(0)
             return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).to(self.device)
 
-        def freeze(model):
+        def freeze(model: nn.Module) -> None:
             for name, param in model.named_parameters():
                 param.requires_grad_(frozen not in name.split("."))
 
-        def wrap(model):
+        def wrap(model: nn.Module) -> FSDP:
             return FSDP(model, sharding_strategy=sharding_strategy, use_orig_params=True)
 
         plain, initial, model = build(), build(), build()
@@ -249,7 +260,7 @@ class TestFreezingWeights(FSDPTest):
         freeze(model)
         if not freeze_after_wrap_fsdp:
             model = wrap(model)
-        self.assertEqual(len(traversal_utils._get_fsdp_handles(model)), 1)
+        self.assertEqual(len(internals.handles(model)), 1)
         torch.manual_seed(1 + self.rank)
         inputs = torch.randn(5, 4, device=self.device)
         optims = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
@@ -257,10 +268,7 @@ class TestFreezingWeights(FSDPTest):
             for each, optim in zip((plain, model), optims):
                 optim.zero_grad()
                 each(inputs).square().sum().backward()
-            for param in plain.parameters():
-                if param.requires_grad:
-                    dist.all_reduce(param.grad)
-                    param.grad.div_(self.world_size)
+            average_gradients(plain)
             self.assertEqual([param.grad for param in model.parameters() if not param.requires_grad], [None] * 2)
             for optim in optims:
                 optim.step()

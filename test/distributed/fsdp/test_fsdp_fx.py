@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._trace_utils import _ExecOrderTracer, _ExecutionInfo, _ParamUsageInfo
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.fsdp import internals
+
+trace_utils = torch_names.module("torch.distributed.fsdp._trace_utils")
+ExecutionInfo = Any  # of trace_utils, under a private name
+ParamUsageInfo = Any  # likewise
 
 
 class Model(nn.Module):
@@ -40,8 +46,8 @@ class Model(nn.Module):
         return z
 
 
-def traced(model: Model, run_all_layers: bool) -> _ExecutionInfo:
-    tracer, exec_order = torch.fx.Tracer(), _ExecOrderTracer()
+def traced(model: Model, run_all_layers: bool) -> ExecutionInfo:
+    tracer, exec_order = torch.fx.Tracer(), trace_utils._ExecOrderTracer()
     with exec_order.patch_tracer(tracer=tracer, root_module=model):
         tracer.trace(model, concrete_args={"run_all_layers": run_all_layers})
     return exec_order.exec_info
@@ -52,7 +58,7 @@ class TestSymbolicTracing(TestCase):
         """The same objects in the same order; parameters are tensors, which compare by value."""
         self.assertEqual([id(each) for each in found], [id(each) for each in expected])
 
-    def assertUsages(self, found: list[_ParamUsageInfo], expected: list[tuple[nn.Module, list]]) -> None:
+    def assertUsages(self, found: list[ParamUsageInfo], expected: list[tuple[nn.Module, list]]) -> None:
         self.assertSame([usage.module for usage in found], [module for module, _ in expected])
         for usage, (_, named_params) in zip(found, expected, strict=True):
             self.assertEqual([name for name, _ in usage.named_params], [name for name, _ in named_params])
@@ -61,7 +67,7 @@ class TestSymbolicTracing(TestCase):
     def test_symbolic_tracing_outputs(self):
         """All modules and parameters in the order of their use, by module and, each once, of all."""
         model = Model()
-        tracer, exec_order = torch.fx.Tracer(), _ExecOrderTracer()
+        tracer, exec_order = torch.fx.Tracer(), trace_utils._ExecOrderTracer()
         original = tracer.call_module, tracer.create_proxy
         with exec_order.patch_tracer(tracer=tracer, root_module=model):
             self.assertNotEqual((tracer.call_module, tracer.create_proxy), original)
@@ -120,7 +126,7 @@ class TestSymbolicTracing(TestCase):
     def test_exception_while_tracing(self):
         """Beyond upstream: the tracer has its own methods again, and works."""
         model = Model()
-        tracer, exec_order = torch.fx.Tracer(), _ExecOrderTracer()
+        tracer, exec_order = torch.fx.Tracer(), trace_utils._ExecOrderTracer()
         original = tracer.call_module, tracer.create_proxy
         with self.assertRaisesRegex(torch.fx.proxy.TraceError, "control flow"):
             with exec_order.patch_tracer(tracer=tracer, root_module=model):
@@ -132,9 +138,7 @@ class TestSymbolicTracing(TestCase):
 
 
 class TestRuntimeOrder(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_order_at_runtime(self):
@@ -150,13 +154,9 @@ class TestRuntimeOrder(FSDPTest):
             self.assertEqual(told, ["", "layer0", "layer2.0", "layer2.2", *(["layer1"] if run_all_layers else [])])
 
             fsdp_model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-            instances = {
-                module._handle: clean_tensor_name(name)
-                for name, module in fsdp_model.named_modules()
-                if isinstance(module, FSDP)
-            }
+            instances = {internals.handle(unit): name for name, unit in internals.instances(fsdp_model).items()}
             fsdp_model(torch.randn(2, 6, device=device), run_all_layers).sum().backward()
-            order = fsdp_model._exec_order_data.handles_pre_forward_order
+            order = internals.execution_order(fsdp_model).handles_pre_forward_order
             self.assertEqual([instances[handle] for handle in order], told)
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
-from unittest import mock
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
+Batch = tuple[torch.Tensor, ...]
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
 
@@ -48,16 +48,10 @@ def _in_turns(first: bool) -> _GradAccConfigs:
     return _GradAccConfigs([_GradAccConfig(use_no_sync, 2) for use_no_sync in (first, not first, first)])
 
 
-def _handles(model):
-    return traversal_utils._get_fsdp_handles(model)
-
-
 class TestGradAcc(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _model(self, fsdp_init_mode=FSDPInitMode.RECURSIVE, **fsdp_kwargs):
+    def _model(self, fsdp_init_mode: FSDPInitMode = FSDPInitMode.RECURSIVE, **fsdp_kwargs: Any) -> Any:
         return TransformerWithSharedParams.init(
             self.process_group,
             fsdp_init_mode,
@@ -67,17 +61,17 @@ class TestGradAcc(FSDPTest):
             add_bn=False,
         )
 
-    def _get_subtest_config(self, cpu_offload):
+    def _get_subtest_config(self, cpu_offload: CPUOffload) -> dict[str, list[Any]]:
         return {
             "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
             "sharding_strategy": STRATEGIES,
             "cpu_offload": [cpu_offload],
         }
 
-    def _batches(self, model, number):
+    def _batches(self, model: FSDP, number: int) -> list[Batch]:
         """The model's own input and other orders of its tokens, by rank; no two have a tensor in common."""
 
-        def permute_tensor(tensor):
+        def permute_tensor(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.flatten()[torch.randperm(tensor.numel()).to(tensor.device)].view_as(tensor)
 
         first = model.module.get_input(self.device)  # seeds, by rank
@@ -86,23 +80,31 @@ class TestGradAcc(FSDPTest):
             self.assertFalse(any(torch.equal(*tensors) for tensors in zip(one, other)))
         return batches
 
-    def _accumulate(self, model, batches, configs):
+    def _accumulate(self, model: FSDP, batches: list[Batch], configs: _GradAccConfigs) -> torch.Tensor:
         """Run backward for one batch after the other and return the sum of the losses. The last one reduces always."""
         flags = [config.use_no_sync for config in configs.configs for _ in range(config.num_iters)]
         self.assertEqual(len(flags), len(batches))
         flags[-1] = False
-        total = 0
+        losses = []
         for batch, use_no_sync in zip(batches, flags):
             with model.no_sync() if use_no_sync else contextlib.nullcontext():
-                total = total + self._backward(model, batch)
-        return total
+                losses.append(self._backward(model, batch))
+        return torch.stack(losses).sum()
 
-    def _backward(self, model, batch):
+    def _backward(self, model: FSDP, batch: Batch) -> torch.Tensor:
         loss = model.module.get_loss(batch, model(*batch))
         loss.backward()
         return loss.detach()
 
-    def _test_grad_acc(self, batch_dim, configs, cpu_offload, backward_prefetch, sharding_strategy, use_orig_params):
+    def _test_grad_acc(
+        self,
+        batch_dim: int,
+        configs: _GradAccConfigs,
+        cpu_offload: CPUOffload,
+        backward_prefetch: BackwardPrefetch | None,
+        sharding_strategy: ShardingStrategy,
+        use_orig_params: bool,
+    ) -> None:
         model = self._model(
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
@@ -163,50 +165,34 @@ class TestGradAcc(FSDPTest):
             {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]}, self._test_what_is_held_meanwhile
         )
 
-    def _test_what_is_held_meanwhile(self, sharding_strategy, use_orig_params):
+    def _test_what_is_held_meanwhile(self, sharding_strategy: ShardingStrategy, use_orig_params: bool) -> None:
         model = self._model(sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
-        handles = _handles(model)
+        flat_params = internals.flat_params(model)
         batches = self._batches(model, 3)
         sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
-        whole = [handle.flat_param._unpadded_unsharded_size for handle in handles]
+        whole = [internals.unsharded_size(flat_param) for flat_param in flat_params]
         plain = self._model(FSDPInitMode.NO_FSDP)
-        with self._counted_reductions() as reductions:
+        with recorded_calls("reduce_scatter", "all_reduce") as reductions:
             with model.no_sync():
                 for batch in batches[:2]:
                     self._backward(model, batch)
                     plain.get_loss(batch, plain(*batch)).backward()
-                    self.assertEqual([handle.flat_param.grad.size() for handle in handles], whole)
+                    self.assertEqual([flat_param.grad.size() for flat_param in flat_params], whole)
             self.assertEqual(reductions, [])
             # Nothing is reduced yet: it is the gradient of a model that knows of this rank only.
             mine = plain.transformer.encoder.layers[0]
             expected = torch.cat([param.grad.flatten() for param in mine.parameters()])
-            inner = model.module.transformer.encoder.layers[0]._handle.flat_param
+            inner = internals.flat_param_of(model.module.transformer.encoder.layers[0])
             # Layers are flattened without gaps: all their numbers of elements are multiples of 4.
             torch.testing.assert_close(inner.grad[: expected.numel()], expected)
 
             self._backward(model, batches[2])
-            name = torch_facts.reduce_scatter_name() if sharded else "all_reduce"
-            self.assertEqual(reductions, [name] * len(handles))
-        for handle in handles:
-            flat_param = handle.flat_param
-            self.assertEqual(flat_param.grad.size(), flat_param._sharded_size)
+            kind = "reduce_scatter" if sharded else "all_reduce"
+            self.assertEqual([call.name for call in reductions], [kind] * len(flat_params))
+        for flat_param in flat_params:
+            self.assertEqual(flat_param.grad.size(), internals.sharded_size(flat_param))
             if sharded:
-                self.assertEqual(flat_param._full_param_padded.untyped_storage().size(), 0)
-
-    @contextlib.contextmanager
-    def _counted_reductions(self):
-        calls = []
-
-        def counting(name, original, *args, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        with contextlib.ExitStack() as stack:
-            for name in (torch_facts.reduce_scatter_name(), "all_reduce"):
-                stack.enter_context(
-                    mock.patch.object(dist, name, functools.partial(counting, name, getattr(dist, name)))
-                )
-            yield calls
+                self.assertFalse(internals.is_gathered(flat_param))
 
     @skip_if_lt_x_gpu(2)
     def test_training_with_accumulation(self):
@@ -220,7 +206,7 @@ class TestGradAcc(FSDPTest):
             self._test_training_with_accumulation,
         )
 
-    def _test_training_with_accumulation(self, sharding_strategy, configs):
+    def _test_training_with_accumulation(self, sharding_strategy: ShardingStrategy, configs: _GradAccConfigs) -> None:
         model = self._model(sharding_strategy=sharding_strategy, use_orig_params=True)
         plain = self._model(FSDPInitMode.NO_FSDP)
         optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, plain)]
@@ -231,19 +217,16 @@ class TestGradAcc(FSDPTest):
             self._accumulate(model, window, configs)
             for batch in window:
                 plain.get_loss(batch, plain(*batch)).backward()
-            for param in plain.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(plain)
             with FSDP.summon_full_params(model, with_grads=True):
                 found = [param.grad.clone() for param in model.parameters()]
             self._assert_alike(found, [param.grad for param in plain.parameters()])
             for optim in optims:
                 optim.step()
-        with FSDP.summon_full_params(model):
-            found = [param.detach().clone() for param in model.parameters()]
+        found = list(full_parameters(model).values())
         self._assert_alike(found, [param.detach() for param in plain.parameters()])
 
-    def _assert_alike(self, found, expected):
+    def _assert_alike(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         self.assertEqual(len(found), len(expected))
         # Sums of some hundred products in another order: relative to the largest, not to what cancels out.
         for one, other in zip(found, expected):
@@ -262,7 +245,9 @@ class TestGradAcc(FSDPTest):
             self._test_same_batch_twice,
         )
 
-    def _test_same_batch_twice(self, sharding_strategy, use_no_sync, set_to_none, use_orig_params):
+    def _test_same_batch_twice(
+        self, sharding_strategy: ShardingStrategy, use_no_sync: bool, set_to_none: bool, use_orig_params: bool
+    ) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)).to(self.device)
         layers[2] = FSDP(layers[2], sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
@@ -270,7 +255,7 @@ class TestGradAcc(FSDPTest):
         torch.manual_seed(1 + self.rank)
         inputs = torch.randn(5, 4, device=self.device)
 
-        def gradients():
+        def gradients() -> list[torch.Tensor]:
             return copy.deepcopy([param.grad for param in model.parameters() if param.grad is not None])
 
         model(inputs).square().sum().backward()

@@ -6,8 +6,6 @@ The four ranks are two "nodes" of two: shard groups (0, 1) and (2, 3), replicate
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -17,25 +15,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
-from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES, _init_intra_and_inter_node_groups
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
     FSDPTest,
     TransformerWithSharedParams,
-    patch_all_reduce,
-    patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests, xfailIf
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
+
+init_utils = torch_names.module("torch.distributed.fsdp._init_utils")
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -57,15 +56,8 @@ class ShardingStrategyMode(Enum):
     MIXED_HYBRID_FULL_SHARD = auto()
 
 
-def handled(model: nn.Module) -> list[FSDP]:
-    """The instances that have parameters of their own."""
-    return [module for module in FSDP.fsdp_modules(model) if module._handle is not None]
-
-
 class TestFSDPHybridShard(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _groups(self) -> Groups:
         """The shard and the replicate group of this rank, made by hand. Every rank makes all of them."""
@@ -85,7 +77,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_raises_manual_wrap_hybrid_shard_when_none_policy(self):
-        for strategy in HYBRID:
+        for strategy in internals.hybrid_strategies():
             with self.assertRaisesRegex(ValueError, "requires explicit specification of process group or device_mesh."):
                 FSDP(MyModel().to(self.device), sharding_strategy=strategy)
 
@@ -222,31 +214,26 @@ class TestFSDPHybridShard(FSDPTest):
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=use_orig_params)
 
     @skip_if_lt_x_gpu(4)
-    def test_fsdp_hybrid_shard_basic_setup(self):
-        self.run_subtests(
-            {
-                "hsdp_sharding_strategy": HYBRID,
-                "sharding_strategy_mode": list(ShardingStrategyMode),
-                "use_orig_params": [False, True],
-                "use_device_mesh": [False, True],
-            },
-            self._test_fsdp_hybrid_shard_basic_setup,
-        )
-
-    def _test_fsdp_hybrid_shard_basic_setup(
-        self,
-        hsdp_sharding_strategy: ShardingStrategy,
-        sharding_strategy_mode: ShardingStrategyMode,
-        use_orig_params: bool,
-        use_device_mesh: bool,
-    ) -> None:
+    @subtests(
+        hsdp_sharding_strategy=internals.hybrid_strategies,
+        sharding_strategy_mode=list(ShardingStrategyMode),
+        use_orig_params=[False, True],
+        use_device_mesh=[False, True],
+    )
+    def test_fsdp_hybrid_shard_basic_setup(
+        self, hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, use_device_mesh
+    ):
         """One node: sharded over all ranks and replicated over none, and yet all-reduced."""
         mesh = init_device_mesh(accelerator.current().type, (1, self.world_size)) if use_device_mesh else None
-        groups = None if use_device_mesh else _init_intra_and_inter_node_groups(self.process_group, self.world_size)
+        groups = (
+            None
+            if use_device_mesh
+            else init_utils._init_intra_and_inter_node_groups(self.process_group, self.world_size)
+        )
         model = self._init_hsdp_model(hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, groups, mesh)
 
         instances = FSDP.fsdp_modules(model)
-        hybrid = [each for each in instances if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES]
+        hybrid = [each for each in instances if each.sharding_strategy in internals.hybrid_strategies()]
         mixed = sharding_strategy_mode is ShardingStrategyMode.MIXED_HYBRID_FULL_SHARD
         self.assertEqual({each.sharding_strategy for each in hybrid}, {hsdp_sharding_strategy})
         rest = [each.sharding_strategy for each in instances if each not in hybrid]
@@ -256,28 +243,18 @@ class TestFSDPHybridShard(FSDPTest):
         self.assertEqual(dist.get_process_group_ranks(shard_group), list(range(self.world_size)))
         self.assertEqual(dist.get_process_group_ranks(replicate_group), [self.rank])
 
-        counts = {"all_reduce": 0, "reduce_scatter": 0}
-
-        def counted(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return collective(*args, **kwargs)
-
         inputs = model.get_input(self.device)
         loss = model.get_loss(inputs, model(*inputs))
-        all_reduce = functools.partial(counted, "all_reduce", dist.all_reduce)
-        reduce_scatter = functools.partial(counted, "reduce_scatter", getattr(dist, torch_facts.reduce_scatter_name()))
-        with patch_all_reduce(all_reduce), patch_reduce_scatter(reduce_scatter):
+        with recorded_calls() as calls:
             loss.backward()
+        counts = {name: [call.name for call in calls].count(name) for name in ("all_reduce", "reduce_scatter")}
         # Four layers and what is above them, in the MIXED case both in the transformer and in the root.
         self.assertEqual(counts, {"all_reduce": 5, "reduce_scatter": 6 if mixed else 5})
 
     @skip_if_lt_x_gpu(4)
-    def test_fsdp_hybrid_shard_parity(self):
-        config = {"hsdp_sharding_strategy": HYBRID, "use_orig_params": [False, True]}
-        self.run_subtests(config, self._test_fsdp_hybrid_shard_parity)
-
-    def _test_fsdp_hybrid_shard_parity(self, hsdp_sharding_strategy: ShardingStrategy, use_orig_params: bool) -> None:
-        groups = _init_intra_and_inter_node_groups(self.process_group, 2)
+    @subtests(hsdp_sharding_strategy=internals.hybrid_strategies, use_orig_params=[False, True])
+    def test_fsdp_hybrid_shard_parity(self, hsdp_sharding_strategy, use_orig_params):
+        groups = init_utils._init_intra_and_inter_node_groups(self.process_group, 2)
         self.assertEqual([group.size() for group in groups], [2, 2])
         fsdp_model = self._init_fsdp_model(use_orig_params)
         hsdp_model = self._init_hsdp_model(
@@ -297,14 +274,9 @@ class TestFSDPHybridShard(FSDPTest):
             self.assertEqual(*losses)
 
     @skip_if_lt_x_gpu(4)
-    def test_parity_on_data_of_each_rank(self):
+    @subtests(strategy=internals.hybrid_strategies, use_orig_params=[False, True], use_device_mesh=[False, True])
+    def test_parity_on_data_of_each_rank(self, strategy, use_orig_params, use_device_mesh):
         """Beyond upstream: other data on each rank, against FULL_SHARD and against a replica averaged by hand."""
-        config = {"strategy": HYBRID, "use_orig_params": [False, True], "use_device_mesh": [False, True]}
-        self.run_subtests(config, self._test_parity_on_data_of_each_rank)
-
-    def _test_parity_on_data_of_each_rank(
-        self, strategy: ShardingStrategy, use_orig_params: bool, use_device_mesh: bool
-    ) -> None:
         mesh = init_device_mesh(accelerator.current().type, (2, 2)) if use_device_mesh else None
         groups = None if use_device_mesh else self._groups()
         torch.manual_seed(0)
@@ -324,21 +296,18 @@ class TestFSDPHybridShard(FSDPTest):
                 optim.zero_grad()
                 model(inp).square().sum().backward()
                 if model is ref_model:
-                    for param in model.parameters():
-                        dist.all_reduce(param.grad)
-                        param.grad.div_(self.world_size)
+                    average_gradients(model)
                 optim.step()
-            wanted = list(ref_model.parameters())
             for model in (full, hybrid):
-                self.assertEqual(list(full_parameters(model).values()), [param.detach() for param in wanted])
-            for module in handled(hybrid):
-                self._assert_alike(module._handle.flat_param.detach(), hybrid._inter_node_pg)
+                self.assertEqual(full_parameters(model), dict(ref_model.named_parameters()))
+            for flat_param in internals.flat_params(hybrid):
+                self._assert_alike(flat_param.detach(), hybrid._inter_node_pg)
 
     @skip_if_lt_x_gpu(4)
     def test_what_stays_unsharded(self):
         """Beyond upstream: after forward HYBRID_SHARD has freed all but the root, ZERO2 nothing; then both free all."""
         groups = self._groups()
-        for strategy in HYBRID:
+        for strategy in internals.hybrid_strategies():
             model = self._wrapped(MyModel().to(self.device), groups, sharding_strategy=strategy)
             model = FSDP(
                 nn.Sequential(model, nn.Linear(10, 1, device=self.device)),
@@ -349,12 +318,12 @@ class TestFSDPHybridShard(FSDPTest):
             for _ in range(2):
                 loss = model(torch.randn(2, 10, device=self.device)).sum()
                 # The root, and the three linears; the model around them has no parameter of its own left.
-                unsharded = [module._handle.flat_param._full_param_padded for module in handled(model)]
-                zero2 = strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
-                kept = [tensor.untyped_storage().size() > 0 for tensor in unsharded]
-                self.assertEqual(kept, [True, zero2, zero2, zero2])
+                flat_params = internals.flat_params(model)
+                keeps = strategy is not ShardingStrategy.HYBRID_SHARD
+                kept = [internals.is_gathered(flat_param) for flat_param in flat_params]
+                self.assertEqual(kept, [True, keeps, keeps, keeps])
                 loss.backward()
-                self.assertEqual([tensor.untyped_storage().size() for tensor in unsharded], [0] * 4)
+                self.assertEqual([internals.gathered(each).untyped_storage().size() for each in flat_params], [0] * 4)
 
 
 instantiate_parametrized_tests(TestFSDPHybridShard)

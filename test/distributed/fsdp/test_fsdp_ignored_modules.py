@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
 import unittest
-from unittest import mock
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average, full_parameters, named, of_all_ranks
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 
 class Model(nn.Module):
     """Four layers over (8, 3), the second of three layers itself, and a ReLU after each. Inputs differ by rank."""
 
-    def __init__(self, *before_last):
+    def __init__(self, *before_last: nn.Module) -> None:
         super().__init__()
         self.layer0 = nn.Linear(3, 5)
         self.layer1 = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), *before_last, nn.Linear(4, 4))
@@ -37,89 +37,85 @@ class Model(nn.Module):
         for param in self.parameters():  # in so narrow a model a ReLU that is never passed would end all training
             param.data.abs_()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.layer0, self.layer1, self.layer2, self.layer3):
             x = self.relu(layer(x))
         return x
 
-    def get_input(self, device):
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor]:
         return (torch.randn(8, 3).to(device),)
 
-    def get_loss(self, input, output):
+    def get_loss(self, input: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output.sum()
 
-    def run_backward(self, loss):
+    def run_backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
 
-def adam(params):
+def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-3)
 
 
-def momentum(params):
+def momentum(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
 
 class IgnoredModule(nn.Module):
-    def __init__(self, in_dim, out_dim):
+    def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(in_dim, out_dim))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
 
 
 class ModelWithIgnoredModules(Model):
     """The third of the layers in ``layer1`` comes after so many that are to be ignored."""
 
-    def __init__(self, num_ignored):
+    def __init__(self, num_ignored: int) -> None:
         super().__init__(*(IgnoredModule(4, 4) for _ in range(num_ignored)))
 
 
 class Tokens(TransformerWithSharedParams):
     """The transformer, with other tokens on each rank."""
 
-    def get_input(self, device):
-        return tuple(torch.randint(23, (length, 2)).to(device) for length in (6, 4))
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        source, target = (torch.randint(23, (length, 2)).to(device) for length in (6, 4))
+        return source, target
 
 
-def _without_fsdp(name):
-    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-
-
-def _named(model):
-    return {clean_tensor_name(name): param for name, param in model.named_parameters()}
-
-
-def _passed(modules, as_modules):
+def _passed(modules: Sequence[nn.Module], as_modules: bool) -> dict[str, Any]:
     """How to tell FSDP: the modules, or their parameters, which it may have to take from a generator."""
     if as_modules:
         return {"ignored_modules": modules}
     return {"ignored_states": (param for module in modules for param in module.parameters())}
 
 
-def _numel(module):
+def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _unpadded_numel(handle):
-    flat_param = handle.flat_param
+def _unpadded_numel(flat_param: internals.FlatParam) -> int:
     padding = zip(flat_param._numels_with_padding, flat_param._is_padding_mask)
     return flat_param.numel() - sum(numel for numel, is_padding in padding if is_padding)
 
 
 class TestFSDPIgnoredModules(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _build(self, build=Model):
+    def _build(self, build: Callable[[], Any] = Model) -> tuple[Any, Any]:
         """The model that FSDP gets, and its copy that it does not get."""
         torch.manual_seed(3)
         model = build().to(self.device)
         return model, copy.deepcopy(model)
 
-    def _train_model(self, model, optim, num_iters, reference=None):
+    def _train_model(
+        self,
+        model: Any,
+        optim: torch.optim.Optimizer,
+        num_iters: int,
+        reference: Callable[[tuple[torch.Tensor, ...], torch.Tensor], None] | None = None,
+    ) -> None:
         """Train on data of this rank. After each backward ``reference`` is called with the inputs and the output."""
         torch.manual_seed(10 + self.rank)
         for _ in range(num_iters):
@@ -130,7 +126,13 @@ class TestFSDPIgnoredModules(FSDPTest):
                 reference(inputs, output.detach())
             optim.step()
 
-    def _check_training(self, model, local, ignored, make_optim=adam):
+    def _check_training(
+        self,
+        model: FSDP,
+        local: Any,
+        ignored: dict[str, nn.Parameter],
+        make_optim: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adam,
+    ) -> None:
         """Three steps are those of a model without FSDP that averages all but the ``ignored`` gradients by hand.
 
         The ignored parameters, by name, are still the objects that they were, with gradients of this rank alone.
@@ -138,37 +140,31 @@ class TestFSDPIgnoredModules(FSDPTest):
         local_optim = make_optim(local.parameters())
         before = {name: param.detach().clone() for name, param in local.named_parameters()}
 
-        def follow(inputs, output):
+        def follow(inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             found = local(*inputs)
             self.assertEqual(output, found.detach())
             own = torch.autograd.grad(local.get_loss(inputs, found), list(local.parameters()))
             for (name, param), grad in zip(local.named_parameters(), own, strict=True):
                 if name not in ignored:
-                    dist.all_reduce(grad)
-                    grad /= self.world_size
+                    average([grad])
                 # As in the model under test, gradients are never cleared.
                 param.grad = grad if param.grad is None else param.grad + grad
                 if name in ignored:
-                    self.assertEqual(_named(model)[name].grad, param.grad)
+                    self.assertEqual(named(model)[name].grad, param.grad)
             local_optim.step()
 
         for name, param in ignored.items():
-            self.assertIs(_named(model)[name], param)
+            self.assertIs(named(model)[name], param)
             self.assertEqual(param.shape, before[name].shape)
         self._train_model(model, make_optim(model.parameters()), 3, follow)
-        with FSDP.summon_full_params(model, writeback=False):
-            found = {name: param.detach().clone() for name, param in _named(model).items()}
+        found = full_parameters(model)
         self.assertEqual(found, {name: param.detach() for name, param in local.named_parameters()})
         for name, value in found.items():
             self.assertNotEqual(value, before[name], rtol=0, atol=0)
 
-    def _check_managed(self, model, ignored):
+    def _check_managed(self, model: nn.Module, ignored: Iterable[str]) -> list[str]:
         """Each parameter is either ignored or in one handle, by its name from the root."""
-        managed = []
-        for name, module in model.named_modules():
-            if isinstance(module, FSDP) and module._handle is not None:
-                prefix = _without_fsdp(name)
-                managed += [f"{prefix}.{fqn}".strip(".") for fqn in module._handle.flat_param._fqns]
+        managed = [name for names in internals.names_managed(model).values() for name in names]
         self.assertEqual(len(managed), len(set(managed)))
         self.assertEqual(set(managed) & set(ignored), set())
         return managed
@@ -181,7 +177,9 @@ class TestFSDPIgnoredModules(FSDPTest):
             self._test_ignored_modules_transformer,
         )
 
-    def _test_ignored_modules_transformer(self, use_orig_params, ignore_modules, use_auto_wrap):
+    def _test_ignored_modules_transformer(
+        self, use_orig_params: bool, ignore_modules: bool, use_auto_wrap: bool
+    ) -> None:
         model, local = self._build(
             lambda: Tokens(self.process_group, DEVICEInitMode.DEVICE_BEFORE, add_bn=True, deterministic=True)
         )
@@ -195,11 +193,10 @@ class TestFSDPIgnoredModules(FSDPTest):
         names = dict(model.named_parameters()).keys() - ignored
 
         model = FSDP(model, **kwargs)
-        self.assertEqual(len(traversal_utils._get_fsdp_handles(model)), 2 if use_auto_wrap else 1)
+        self.assertEqual(len(internals.handles(model)), 2 if use_auto_wrap else 1)
         self.assertEqual(set(self._check_managed(model, ignored)), names)
         with FSDP.summon_full_params(model):
-            handles = traversal_utils._get_fsdp_handles(model)
-            self.assertEqual(sum(_unpadded_numel(handle) for handle in handles), expected)
+            self.assertEqual(sum(map(_unpadded_numel, internals.flat_params(model))), expected)
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(2)
@@ -209,7 +206,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             {"use_orig_params": [False, True], "ignore_modules": [True, False]}, self._test_ignored_modules_nested
         )
 
-    def _test_ignored_modules_nested(self, use_orig_params, ignore_modules):
+    def _test_ignored_modules_nested(self, use_orig_params: bool, ignore_modules: bool) -> None:
         model, local = self._build()
         names = [f"layer1.{index}.{kind}" for index in (0, 2) for kind in ("weight", "bias")]
         ignored = {name: model.get_parameter(name) for name in names}
@@ -218,8 +215,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         managed = self._check_managed(model, ignored)
         self.assertEqual({*managed, *ignored}, set(dict(local.named_parameters())))
         with FSDP.summon_full_params(model):
-            self.assertEqual(_unpadded_numel(model._handle), _numel(local) - _numel(local.layer1))
-            self.assertEqual(_unpadded_numel(model._handle), 36)
+            found = _unpadded_numel(internals.flat_param_of(model))
+        self.assertEqual(found, _numel(local) - _numel(local.layer1))
+        self.assertEqual(found, 36)
         self._check_training(model, local, ignored)
 
     @skip_if_lt_x_gpu(2)
@@ -231,13 +229,13 @@ class TestFSDPIgnoredModules(FSDPTest):
         ]
         self.run_subtests({"policy": policies, "ignore_bias": [True, False]}, self._test_ignored_states_auto_wrap)
 
-    def _test_ignored_states_auto_wrap(self, policy, ignore_bias):
+    def _test_ignored_states_auto_wrap(self, policy: Any, ignore_bias: bool) -> None:
         model, local = self._build()
         names = ["layer1.1.weight", "layer1.1.bias"] if ignore_bias else ["layer1.1.weight"]
         ignored = {name: model.get_parameter(name) for name in names}
         model = FSDP(model, auto_wrap_policy=policy, ignored_states=list(ignored.values()), use_orig_params=False)
         self._check_managed(model, ignored)
-        found = [handle.flat_param.numel() for handle in traversal_utils._get_fsdp_handles(model)]
+        found = [flat_param.numel() for flat_param in internals.flat_params(model)]
         unsharded = [36, 44 if ignore_bias else 48]
         self.assertEqual(found, [math.ceil(numel / self.world_size) for numel in unsharded])
         self._check_training(model, local, ignored)
@@ -256,7 +254,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         )
         with self.assertWarnsRegex(UserWarning, message):
             model = FSDP(model, ignored_modules=[model])
-        self.assertIsNone(model._handle)
+        self.assertIsNone(internals.handle(model))
 
     @skip_if_lt_x_gpu(2)
     def test_diff_ignored_modules_across_ranks(self):
@@ -266,25 +264,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             self._test_diff_ignored_modules_across_ranks,
         )
 
-    @contextlib.contextmanager
-    def _recorded_collectives(self, calls):
-        """Inside the context ``calls`` learns of each collective, with the number of its elements."""
-        names = {"all_gather", "all_reduce", torch_facts.all_gather_name(), torch_facts.reduce_scatter_name()}
-
-        def recording(name, original):
-            def record(*args, **kwargs):
-                tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-                calls.append((name, [tensor.numel() for tensor in tensors]))
-                return original(*args, **kwargs)
-
-            return record
-
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(mock.patch.object(dist, name, recording(name, getattr(dist, name))))
-            yield
-
-    def _test_diff_ignored_modules_across_ranks(self, pass_ignored_modules_to_root, ignore_modules):
+    def _test_diff_ignored_modules_across_ranks(self, pass_ignored_modules_to_root: bool, ignore_modules: bool) -> None:
         model, local = self._build(lambda: ModelWithIgnoredModules(self.rank + 1))
         ignored_modules = [module for module in model.modules() if isinstance(module, IgnoredModule)]
         ignored_params = {module.weight for module in ignored_modules}
@@ -302,12 +282,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_training(model, local, ignored, momentum)
 
         # Beyond upstream: of another iteration, the collectives and their order.
-        calls = []
-        with self._recorded_collectives(calls):
+        with recorded_calls() as calls:
             self._train_model(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, calls)
-        self.assertEqual(of_ranks[0], of_ranks[1])
+        self.assertEqual(of_all_ranks(calls), [calls] * self.world_size)
         # Three units are gathered and reduced, and all but the root are gathered again in backward.
         self.assertEqual(len(calls), 3 + 2 + 3)
 
@@ -330,7 +307,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         """Modules and parameters are not mixed, nor taken for each other."""
         self.run_subtests({"ignore_modules": [True, False]}, self._test_ignored_states_check)
 
-    def _test_ignored_states_check(self, ignore_modules):
+    def _test_ignored_states_check(self, ignore_modules: bool) -> None:
         model = Model().to(self.device)
         params = list(model.layer1.parameters())
         parameter, linear = "<class 'torch.nn.parameter.Parameter'>", "<class 'torch.nn.modules.linear.Linear'>"
@@ -357,35 +334,35 @@ class TestFSDPIgnoredModules(FSDPTest):
             self._test_ignored_gradients_have_their_size,
         )
 
-    def _test_ignored_gradients_have_their_size(self, use_orig_params, ignore_modules):
+    def _test_ignored_gradients_have_their_size(self, use_orig_params: bool, ignore_modules: bool) -> None:
         model, local = self._build()
         ignored = {f"layer1.{name}": param for name, param in model.layer1.named_parameters()}
         kwargs = _passed([model.layer1], ignore_modules)
         model = FSDP(model, use_orig_params=use_orig_params, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
         # If it knows of the parameters alone, the policy wraps their layers too, with nothing in them.
         self.assertEqual(len(FSDP.fsdp_modules(model)), 4 if ignore_modules else 7)
-        self.assertEqual(len(traversal_utils._get_fsdp_handles(model)), 3)
+        self.assertEqual(len(internals.handles(model)), 3)
         self.assertEqual({*self._check_managed(model, ignored), *ignored}, set(dict(local.named_parameters())))
         self._check_training(model, local, ignored, momentum)
         # What FSDP does not reduce becomes each rank's own; what it does reduce is one.
-        for name, param in _named(model).items():
+        for name, param in named(model).items():
             if name in ignored and name.endswith("weight"):
                 of_ranks = [torch.empty_like(param) for _ in range(self.world_size)]
                 dist.all_gather(of_ranks, param.detach().contiguous())
                 self.assertNotEqual(*of_ranks)
 
-    def _forward_with_low_buffers(self, model, **kwargs):
+    def _forward_with_low_buffers(self, model: nn.Module, **kwargs: Any) -> dict[str, torch.dtype]:
         precision = MixedPrecision(buffer_dtype=torch.float16)
         model = FSDP(model, mixed_precision=precision, **kwargs)
         model(torch.randn(8, 3, device=self.device))
-        return {clean_tensor_name(name): buffer.dtype for name, buffer in model.named_buffers()}
+        return {internals.clean_name(name): buffer.dtype for name, buffer in model.named_buffers()}
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_keep_their_dtype(self):
         """Beyond upstream: mixed precision for buffers does not touch those of ignored modules."""
         self.run_subtests({"nested": [False, True]}, self._test_ignored_buffers_keep_their_dtype)
 
-    def _test_ignored_buffers_keep_their_dtype(self, nested):
+    def _test_ignored_buffers_keep_their_dtype(self, nested: bool) -> None:
         model = Model().to(self.device)
         for module in (model.layer0, model.layer1[1], model.layer2):
             module.register_buffer("buf", torch.ones(3, device=self.device))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
@@ -21,6 +22,8 @@ from torch_fsdp_tests import accelerator, common_cuda
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import bytes_of
 
 BYTES = 4  # of a float32
 ITERATIONS = 4
@@ -30,7 +33,10 @@ POINTS = "start", "after fwd", "after loss", "after bwd", "after step", "done"
 SMALL, LARGE = (32, 16), (128, 224)
 
 
-def get_cur_mem(device):
+Seen = dict[str, Any]  # at each of the POINTS
+
+
+def get_cur_mem(device: torch.device) -> int:
     """Millions of bytes that are allocated on the device, without what libraries of matrix products keep."""
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
@@ -38,13 +44,7 @@ def get_cur_mem(device):
     return round(torch.get_device_module(device).memory_allocated() / 1024**2)
 
 
-def bytes_of(tensors):
-    """The bytes of the storages under these tensors, each storage once. A freed storage has none."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def alive():
+def alive() -> int:
     """The bytes of the storages under all tensors that the garbage collector knows."""
     gc.collect()
     return bytes_of(each for each in gc.get_objects() if isinstance(each, torch.Tensor))
@@ -53,10 +53,12 @@ def alive():
 class Model(nn.Module):
     """Four convolutions to ten numbers a sample. The norm after each is in FSDP, if so asked."""
 
-    def __init__(self, hidden_dim, with_fsdp=False, with_checkpoint=False, **fsdp_kwargs):
+    def __init__(
+        self, hidden_dim: int, with_fsdp: bool = False, with_checkpoint: bool = False, **fsdp_kwargs: Any
+    ) -> None:
         super().__init__()
 
-        def convolution(inputs, outputs, size, padding):
+        def convolution(inputs: int, outputs: int, size: int, padding: int) -> tuple[nn.Module, ...]:
             norm = nn.BatchNorm2d(outputs)
             norm = FSDP(norm, **fsdp_kwargs) if with_fsdp else norm
             return nn.Conv2d(inputs, outputs, size, padding=padding), norm, nn.ReLU(inplace=True)
@@ -72,12 +74,12 @@ class Model(nn.Module):
         self.head = nn.Linear(hidden_dim, 10)
         self.with_checkpoint = with_checkpoint
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         return self.head(checkpoint(self.blocks, x, use_reentrant=True) if self.with_checkpoint else self.blocks(x))
 
 
-def create_model(with_fsdp, with_checkpoint, model_hidden_dim, **fsdp_kwargs):
+def create_model(with_fsdp: bool, with_checkpoint: bool, model_hidden_dim: int, **fsdp_kwargs: Any) -> Model:
     torch.manual_seed(0)
     model = Model(model_hidden_dim, with_fsdp, with_checkpoint, **fsdp_kwargs)
     if with_fsdp:
@@ -87,19 +89,24 @@ def create_model(with_fsdp, with_checkpoint, model_hidden_dim, **fsdp_kwargs):
 
 
 class TestFSDPMemory(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _sharded(self, hidden_dim, with_checkpoint=False, **fsdp_kwargs):
+    def _sharded(self, hidden_dim: int, with_checkpoint: bool = False, **fsdp_kwargs: Any) -> FSDP:
         model = create_model(True, with_checkpoint, hidden_dim, **fsdp_kwargs)
         return FSDP(model.to(self.device), **fsdp_kwargs)
 
-    def _input(self, size):
+    def _input(self, size: int) -> torch.Tensor:
         torch.manual_seed(1 + self.rank)
         return torch.randn(2, 3, size, size).to(self.device)
 
-    def _dist_train(self, model, optim, x, look, iterations=ITERATIONS):
+    def _dist_train(
+        self,
+        model: FSDP,
+        optim: torch.optim.Optimizer,
+        x: torch.Tensor,
+        look: Callable[[], Any],
+        iterations: int = ITERATIONS,
+    ) -> list[Seen]:
         """Train, and return for each iteration what ``look`` sees at each of the points."""
         seen = []
         for _ in range(iterations):
@@ -118,7 +125,7 @@ class TestFSDPMemory(FSDPTest):
             seen.append(at)
         return seen
 
-    def _optimizer(self, model):
+    def _optimizer(self, model: FSDP) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
     @skip_if_lt_x_gpu(2)
@@ -131,7 +138,7 @@ class TestFSDPMemory(FSDPTest):
 
     # What the allocator says.
 
-    def _test_allocator(self, with_checkpoint):
+    def _test_allocator(self, with_checkpoint: bool) -> None:
         hidden_dim, size = LARGE
         look = functools.partial(get_cur_mem, self.device)
         before = look()
@@ -152,27 +159,30 @@ class TestFSDPMemory(FSDPTest):
 
     # What the storages add up to.
 
-    def _held(self, model, optim):
-        flat_params = [handle.flat_param for handle in traversal_utils._get_fsdp_handles(model)]
+    def _held(self, model: FSDP, optim: torch.optim.Optimizer) -> dict[str, int]:
+        flat_params = internals.flat_params(model)
         return {
             "shards": bytes_of(flat_params),
-            "gathered": bytes_of(getattr(flat_param, "_full_param_padded", None) for flat_param in flat_params),
+            "gathered": bytes_of(self._gathered(model)),
             "gradients": bytes_of(
                 getattr(flat_param, name, None) for flat_param in flat_params for name in ("grad", "_saved_grad_shard")
             ),
             "momentum": bytes_of(value for state in optim.state.values() for value in state.values()),
         }
 
-    def _shard_bytes(self, model):
+    def _gathered(self, model: FSDP) -> list[torch.Tensor]:
+        """The buffers of all units for their gathered parameters; none before the first forward."""
+        return [each for flat_param in internals.flat_params(model) for each in internals.gather_buffers(flat_param)]
+
+    def _shard_bytes(self, model: FSDP) -> tuple[int, int]:
         """Of what each unit has, the part of this rank: all ranks have equally much, the last one with padding."""
-        handles = traversal_utils._get_fsdp_handles(model)
-        self.assertEqual(len(handles), 7)  # stem, blocks, head, and four norms
-        self.assertIsNone(model._handle)
-        numels = [sum(shape.numel() for shape in handle.flat_param._shapes) for handle in handles]
+        numels = [internals.numel_of(flat_param) for flat_param in internals.flat_params(model)]
+        self.assertEqual(len(numels), 7)  # stem, blocks, head, and four norms
+        self.assertIsNone(internals.handle(model))
         shards = [-(-numel // self.world_size) for numel in numels]
         return BYTES * sum(shards), BYTES * sum(numels)
 
-    def _test_storages(self, with_checkpoint):
+    def _test_storages(self, with_checkpoint: bool) -> None:
         hidden_dim, size = SMALL
         model = self._sharded(hidden_dim, with_checkpoint)
         optim = self._optimizer(model)
@@ -197,19 +207,18 @@ class TestFSDPMemory(FSDPTest):
             without = self._saved_bytes(self._sharded(hidden_dim), x)
             self.assertLess(2 * self._saved_bytes(model, x), without)
 
-    def _saved_bytes(self, model, x):
+    def _saved_bytes(self, model: FSDP, x: torch.Tensor) -> int:
         """The bytes that forward keeps for backward, without those of the parameters."""
         saved = []
 
-        def pack(tensor):
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved.append(tensor)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(x).sum()
-        handles = traversal_utils._get_fsdp_handles(model)
-        owned = {handle.flat_param._full_param_padded.untyped_storage()._cdata for handle in handles}
-        kept = bytes_of(tensor for tensor in saved if tensor.untyped_storage()._cdata not in owned)
+        owned = set(map(internals.storage_id, self._gathered(model)))
+        kept = bytes_of(tensor for tensor in saved if internals.storage_id(tensor) not in owned)
         loss.backward()
         self.assertGreater(kept, 0)
         return kept
@@ -218,20 +227,19 @@ class TestFSDPMemory(FSDPTest):
     def test_gathered_only_on_the_path(self):
         """Beyond upstream: in forward a unit is gathered while it runs, and what is within it, and nothing else is."""
         model = self._sharded(SMALL[0])
-        units = {name: module for name, module in model.named_modules() if getattr(module, "_handle", None) is not None}
+        units = {name: unit for name, unit in internals.instances(model).items() if internals.handle(unit)}
         self._shard_bytes(model)
-        looks = []
+        looks: list[str] = []
 
-        def gathered():
-            storages = {name: unit._handle.flat_param._full_param_padded for name, unit in units.items()}
-            return {name for name, storage in storages.items() if bytes_of([storage])}
+        def gathered() -> set[str]:
+            return {name for name, unit in units.items() if internals.is_gathered(internals.flat_param_of(unit))}
 
-        def look_within(name, *_):
+        def look_within(name: str, *_: Any) -> None:
             path = {unit for unit in units if f"{name}.".startswith(f"{unit}.")}
             looks.append(name)
             self.assertEqual(gathered(), path)
 
-        def look_after(name, *_):
+        def look_after(name: str, *_: Any) -> None:
             looks.append(name)
             self.assertNotIn(name, gathered())
 
@@ -251,7 +259,7 @@ class TestFSDPMemory(FSDPTest):
         """Beyond upstream: with SHARD_GRAD_OP all that forward gathered stays until backward, and then all goes."""
         self.run_subtests({"with_checkpoint": [False, True]}, self._test_gathered_until_backward)
 
-    def _test_gathered_until_backward(self, with_checkpoint):
+    def _test_gathered_until_backward(self, with_checkpoint: bool) -> None:
         hidden_dim, size = SMALL
         model = self._sharded(hidden_dim, with_checkpoint, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
         optim = self._optimizer(model)

@@ -6,119 +6,116 @@ import collections
 import contextlib
 import copy
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp._init_utils import _TORCHDISTX_AVAIL
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
 
 META = torch.device("meta")
+Init = Callable[[nn.Module], None]
 
-needs_torchdistx = requires(lambda: None if _TORCHDISTX_AVAIL else "needs torchdistX")
+torchdistx = torch_names.module("torchdistx.deferred_init")
+needs_torchdistx = requires(lambda: None if internals.fsdp1_init._TORCHDISTX_AVAIL else "needs torchdistX")
 
 
-def _states(module, recurse=True):
+def _states(module: nn.Module, recurse: bool = True) -> list[torch.Tensor]:
     return [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
 
 
 class MyLinear(nn.Linear):
     """Without a bias. Whenever it is initialized, its weight is the same."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, bias=False, **kwargs)
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.manual_seed(42)
         with torch.no_grad():
             nn.init.xavier_uniform_(self.weight, 1.0)
 
 
 class MyBuffer(nn.Module):
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("buf", torch.empty(3, 3, device=device))
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.manual_seed(42)
         nn.init.xavier_uniform_(self.buf, 0.5)
 
 
 class MyModel(nn.Module):
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.lin1 = MyLinear(2, 2, device=device)
         self.lin2 = MyLinear(2, 2, device=device)
         self.buf_mod = MyBuffer(device)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin2(self.lin1(x))
 
 
 class NestedModel(nn.Module):
     """Two of its three parts are wrapped, if it is built under ``enable_wrap``."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.lin1 = wrap(MyLinear(2, 2, device=device))
         self.lin2 = MyLinear(2, 2, device=device)
         self.l3 = wrap(MyModel(device))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.l3(self.lin2(self.lin1(x)))
 
 
 class OwnWeight(nn.Module):
     """A parameter of its own, and no ``reset_parameters``."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 5))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
 
 
-def _init_with_reset_params(module):
+def _init_with_reset_params(module: Any) -> None:
     if any(tensor.is_meta for tensor in _states(module, recurse=False)):
         module.to_empty(device=get_devtype(), recurse=False)
         with torch.no_grad():
             module.reset_parameters()
 
 
-def _init_with_torchdistX(module):
-    from torchdistx import deferred_init
-
-    deferred_init.materialize_module(module, check_fn=lambda child: not isinstance(child, FSDP))
+def _init_with_torchdistX(module: nn.Module) -> None:
+    torchdistx.materialize_module(module, check_fn=lambda child: not isinstance(child, FSDP))
 
 
-def _deferred(build):
-    from torchdistx import deferred_init
-
-    return deferred_init.deferred_init(build, get_devtype())
+def _deferred(build: Callable[[torch.device], nn.Module]) -> nn.Module:
+    return torchdistx.deferred_init(build, get_devtype())
 
 
-def _reset_all(model):
+def _reset_all(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    return model
 
 
 class TestFSDPWithMetaDevice(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _compare_fsdp(self, *models):
+    def _compare_fsdp(self, *models: nn.Module) -> None:
         """Parameters and buffers are alike, and all are where they can compute."""
         with contextlib.ExitStack() as stack:
             for model in models:
@@ -129,7 +126,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
         for other in others:
             self.assertEqual(found, other)
 
-    def _check_training(self, from_meta, regular, plain):
+    def _check_training(self, from_meta: nn.Module, regular: nn.Module, plain: nn.Module) -> None:
         """They are alike before and after a step, and like a model without FSDP that has the data of all ranks."""
         models = from_meta, regular, plain
         optims = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
@@ -144,7 +141,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
         self.assertNotEqual([param.detach() for param in plain.parameters()], before)
         self._compare_fsdp(*models)
 
-    def _test_simple_model_with_meta_device(self, build, init_fn=None):
+    def _test_simple_model_with_meta_device(self, build: Callable[[], nn.Module], init_fn: Init | None = None) -> None:
         is_meta = next(build().parameters()).is_meta
         for policy in (always_wrap_policy, None):
             from_meta = FSDP(build(), auto_wrap_policy=policy, param_init_fn=init_fn)
@@ -154,7 +151,9 @@ class TestFSDPWithMetaDevice(FSDPTest):
             regular = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy)
             self._check_training(from_meta, regular, plain)
 
-    def _test_nested_model_with_meta_device(self, build, auto_wrap, init_fn=None):
+    def _test_nested_model_with_meta_device(
+        self, build: Callable[[], nn.Module], auto_wrap: bool, init_fn: Init | None = None
+    ) -> None:
         """With ``auto_wrap`` all modules of both are in FSDP; else the first and last layer, and the whole."""
         is_meta = next(build().parameters()).is_meta
         plain = NestedModel(self.device)
@@ -224,7 +223,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
         build = functools.partial(_deferred, NestedModel)
         self._test_nested_model_with_meta_device(build, auto_wrap, _init_with_torchdistX)
 
-    def _test_bad_arg(self, model):
+    def _test_bad_arg(self, model: nn.Module) -> None:
         with self.assertRaisesRegex(ValueError, "to be callable"):
             FSDP(model, auto_wrap_policy=always_wrap_policy, param_init_fn=42)
 
@@ -243,12 +242,12 @@ class TestFSDPWithMetaDevice(FSDPTest):
     def test_meta_device_with_mixed_precision(self):
         """With mixed precision the layer and what is around it can be materialized, each with parameters of its own."""
 
-        def init_layers(module):
+        def init_layers(module: nn.Module) -> None:
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, mean=0.0, std=0.1)
                 nn.init.zeros_(module.bias)
 
-        def init(module):
+        def init(module: nn.Module) -> None:
             module.to_empty(device=self.device)
             module.apply(init_layers)
 
@@ -261,8 +260,9 @@ class TestFSDPWithMetaDevice(FSDPTest):
             param_init_fn=init,
             device_id=self.device,
         )
-        handles = traversal_utils._get_fsdp_handles(model)
-        self.assertEqual([handle.flat_param._fqns for handle in handles], [("2.weight",), ("weight", "bias")])
+        handles = internals.handles(model)
+        names = [internals.names_in(handle.flat_param) for handle in handles]
+        self.assertEqual(names, [("2.weight",), ("weight", "bias")])
         self.assertEqual([handle.flat_param.device for handle in handles], [self.device] * 2)
         precision = [(handle._fwd_bwd_param_dtype, handle._reduce_dtype) for handle in handles]
         self.assertEqual(precision, [(torch.float32, torch.float16)] * 2)
@@ -272,11 +272,11 @@ class TestFSDPWithMetaDevice(FSDPTest):
         """Beyond upstream: a shard is of its rank's own initialization, and with ``sync_module_states`` of rank 0's."""
         self.run_subtests({"sync": [False, True], "use_orig_params": [False, True]}, self._test_each_rank_initializes)
 
-    def _test_each_rank_initializes(self, sync, use_orig_params):
-        def values(shape, rank):
+    def _test_each_rank_initializes(self, sync: bool, use_orig_params: bool) -> None:
+        def values(shape: tuple[int, ...], rank: int) -> torch.Tensor:
             return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(self.device)
 
-        def init(module):
+        def init(module: nn.Module) -> None:
             module.to_empty(device=self.device, recurse=False)
             with torch.no_grad():
                 for tensor in _states(module, recurse=False):
@@ -288,24 +288,21 @@ class TestFSDPWithMetaDevice(FSDPTest):
             model = FSDP(model, param_init_fn=init, sync_module_states=sync, use_orig_params=use_orig_params)
         source = 0 if sync else self.rank
         expected = values((4, 4), source).flatten().chunk(self.world_size)[self.rank]
-        self.assertEqual(model._handle.flat_param.detach(), expected, rtol=0, atol=0)
+        self.assertEqual(internals.flat_param_of(model).detach(), expected, rtol=0, atol=0)
         self.assertEqual(model.module.buf, values((3,), source), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_init_fn_is_called_once_for_each_module(self):
         """Beyond upstream: no module twice, and none that a nested FSDP has taken care of."""
-        called = collections.Counter()
+        called: collections.Counter[nn.Module] = collections.Counter()
 
-        def init(module):
+        def init(module: nn.Module) -> None:
             called[module] += 1
             _init_with_reset_params(module)
 
-        def times_by_name(model):
-            parts = {module: name.split(".") for name, module in model.named_modules()}
-            return {".".join(without_fsdp(parts[module])): times for module, times in called.items()}
-
-        def without_fsdp(parts):
-            return [part for part in parts if part != "_fsdp_wrapped_module"]
+        def times_by_name(model: nn.Module) -> dict[str, int]:
+            names = {module: internals.clean_name(f"{name}.") for name, module in model.named_modules()}
+            return {names[module].strip("."): times for module, times in called.items()}
 
         leaves = ["lin1", "lin2", "l3.lin1", "l3.lin2", "l3.buf_mod"]
         with enable_wrap(wrapper_cls=FSDP, param_init_fn=init):

@@ -16,23 +16,22 @@ import threading
 import types
 import unittest
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy, _init_utils
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, _FSDP_USE_UNSAFE_SETATTR
-from torch.distributed.fsdp._runtime_utils import HOMOGENEOUS_ATTR_NAMES
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import (
     get_required_world_size,
     requires,
@@ -52,24 +51,26 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
+
+distributed_optim = torch_names.module("torch.distributed.optim")
 
 HOST = torch.device("cpu")  # the CPU is the subject
 META = torch.device("meta")
 SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 # Warnings and the environment belong to the process: ranks that are threads look at them one at a time.
 _in_turn = threading.Lock()
 
 
 class MyModel(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(2, 2)
         self.b = nn.Linear(2, 2)
 
-    def forward(self, x, y):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.b(self.a(x + y))
 
 
@@ -79,7 +80,7 @@ class MnistNet(nn.Module):
     Narrower than the usual network for that task, since width proves nothing here and costs time.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 4, 3)
         self.conv2 = nn.Conv2d(4, 8, 3)
@@ -89,7 +90,7 @@ class MnistNet(nn.Module):
         self.fc1 = nn.Linear(72, 16)
         self.fc2 = nn.Linear(16, 10)
 
-    def forward(self, x, y):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
         x = self.ln(self.dropout1(F.max_pool2d(x, 2)).flatten(1))
         x = self.fc2(self.dropout2(F.relu(self.fc1(x))))
@@ -99,39 +100,39 @@ class MnistNet(nn.Module):
 class TwoLayers(nn.Module):
     """``b`` runs on what ``a`` returns, or does not run at all."""
 
-    def __init__(self, use_second_layer):
+    def __init__(self, use_second_layer: bool) -> None:
         super().__init__()
         self.a = nn.Linear(10, 10)
         self.b = nn.Linear(10, 10)
         self.use_second_layer = use_second_layer
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         y = self.a(x)
         return (y, self.b(y)) if self.use_second_layer else (y, None)
 
 
 class SideBySide(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.lin1 = nn.Linear(4, 4)
         self.lin2 = nn.Linear(4, 4)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.lin1(x), self.lin2(x)
 
 
 class CountingSGD(torch.optim.SGD):
     """Counts its steps, by parameter."""
 
-    steps = collections.Counter()
+    steps: collections.Counter[int] = collections.Counter()
 
-    def step(self, *args, **kwargs):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         for group in self.param_groups:
             CountingSGD.steps.update(id(param) for param in group["params"])
         return super().step(*args, **kwargs)
 
 
-def _stub_handle(current):
+def _stub_handle(current: torch.device) -> Any:
     """Of a device's runtime, all that FSDP asks when it decides on the device to compute on."""
     return types.SimpleNamespace(current_device=lambda: current)
 
@@ -143,7 +144,7 @@ class _MovesToMeta(TorchFunctionMode):
     meta device: what comes back from there is empty.
     """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func == torch.Tensor.data.__set__ and args[0].is_meta != args[1].is_meta:
             moved = args[1].detach().requires_grad_(args[0].requires_grad)
             return torch._C._swap_tensor_impl(args[0], moved)
@@ -153,13 +154,13 @@ class _MovesToMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _meta_computes():
+def _meta_computes() -> Iterator[None]:
     """A ``device_id`` may be the meta device, which only a constructor can do: FSDP finds a runtime for it.
 
     So it is seen what FSDP moves, and what it leaves, also where the device under test is the host. For all ranks.
     """
 
-    def register(runtime):
+    def register(runtime: Any) -> None:
         if runtime is None:
             vars(torch).pop(META.type, None)
         else:
@@ -169,17 +170,13 @@ def _meta_computes():
         yield
 
 
-def _storage_size(flat_param):
-    return flat_param._full_param_padded.untyped_storage().size()
-
-
-def _without_default_device_id():
+def _without_default_device_id() -> AbstractContextManager[None]:
     """FSDP as it is, which some devices are otherwise spared: what it does when no device is given."""
     original = FSDP.__init__
     return swapped(functools.partial(setattr, FSDP, "__init__"), original, inspect.unwrap(original))
 
 
-def _add_buffers_of(rank, model):
+def _add_buffers_of(rank: int, model: Any) -> None:
     """In what will be the root, in a module within it that will not be in FSDP of its own, and in one that will."""
     for module, shape in ((model, (2, 2)), (model.module, (4,)), (model.module[0], (3, 2))):
         module.register_buffer("buffer", torch.full(shape, float(rank)))
@@ -187,14 +184,10 @@ def _add_buffers_of(rank, model):
 
 class TestFSDPMiscMultiProcess(FSDPTest):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return get_required_world_size(self, 2)
 
-    def _ddp(self, model, **kwargs):
-        device = self.device
-        return DDP(model.to(device), device_ids=None if device.index is None else [device.index], **kwargs)
-
-    def _assert_alike(self, tensor, group=None):
+    def _assert_alike(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         """The tensor must be the same on all ranks of the group, bit for bit."""
         everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everywhere, tensor.contiguous(), group=group)
@@ -211,13 +204,12 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         else:
             device_id = device.index if use_index else device
 
-        def check(device_id, device_init_mode, device=device):
+        def check(device_id: Any, device_init_mode: DEVICEInitMode, device: torch.device = device) -> None:
             model = NestedWrappedModule.init(
                 self.process_group, FSDPInitMode.RECURSIVE, device_init_mode, {"device_id": device_id}
             )
             model = FSDP(model, device_id=device_id)
-            handles = traversal_utils._get_fsdp_handles(model)
-            self.assertEqual([handle.flat_param.device for handle in handles], [device] * 4)
+            self.assertEqual([flat_param.device for flat_param in internals.flat_params(model)], [device] * 4)
             self.assertEqual({module.compute_device for module in FSDP.fsdp_modules(model)}, {device})
 
         check(device_id, DEVICEInitMode.DEVICE_NEVER)
@@ -232,14 +224,14 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """A device without an index stands for the current one, with a warning; the host has no index to miss."""
         current = torch.device("meta", self.rank)
         with self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
-            found = _init_utils._get_device_from_device_id(META, self.rank, _stub_handle(current))
+            found = internals.fsdp1_init._get_device_from_device_id(META, self.rank, _stub_handle(current))
         self.assertEqual(found, current)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for device_id in (torch.device("meta", 1), HOST):
-                found = _init_utils._get_device_from_device_id(device_id, self.rank, _stub_handle(current))
+                found = internals.fsdp1_init._get_device_from_device_id(device_id, self.rank, _stub_handle(current))
                 self.assertEqual(found, device_id)
-            self.assertIsNone(_init_utils._get_device_from_device_id(None, self.rank, _stub_handle(current)))
+            self.assertIsNone(internals.fsdp1_init._get_device_from_device_id(None, self.rank, _stub_handle(current)))
 
     @requires(lambda: None if accelerator.current().is_host else "needs a host without an accelerator")
     def test_device_id_that_is_not_there(self):
@@ -262,7 +254,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             use_orig_params=True,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Conv2d}),
         )
-        ddp = self._ddp(plain)
+        ddp = data_parallel(plain.to(self.device))
         models = fsdp, ddp
         # Large enough for a step to be seen in the next loss, should a forward use what was gathered before the step.
         optims = [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) for model in models]
@@ -286,8 +278,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertEqual(*losses)
             if training:
                 self.assertEqual(*input_grads)
-        found = full_parameters(fsdp)
-        self.assertEqual(found, {name: param.detach() for name, param in ddp.module.named_parameters()})
+        self.assertEqual(full_parameters(fsdp), named(ddp))
 
     @skip_if_lt_x_gpu(2)
     @parametrize("use_second_layer", [True, False])
@@ -296,33 +287,35 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """A layer whose output is not used, or that does not run, gets no gradient; the other gets its own."""
         self._test_fsdp_module_no_compute_grad(use_second_layer, sharding_strategy)
 
-    def _test_fsdp_module_no_compute_grad(self, use_second_layer, sharding_strategy):
+    def _test_fsdp_module_no_compute_grad(
+        self, use_second_layer: bool, sharding_strategy: ShardingStrategy | None
+    ) -> None:
         torch.manual_seed(0)
         model = FSDP(
             TwoLayers(use_second_layer).to(self.device),
             auto_wrap_policy=always_wrap_policy,
             sharding_strategy=sharding_strategy,
         )
-        a, b = (layer._handle for layer in (model.a, model.b))
-        before = [handle.flat_param.detach().clone() for handle in (a, b)]
+        a, b = (internals.flat_param_of(layer) for layer in (model.a, model.b))
+        before = [flat_param.detach().clone() for flat_param in (a, b)]
+        is_sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
         inputs = [torch.randn(5, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
         # The gradient of a sum: of each row of the weight the sum of the inputs, and of the bias their number.
         of_ranks = torch.stack([torch.cat([x.sum(0).repeat(10), torch.full((10,), 5.0)]) for x in inputs])
         mean = of_ranks.mean(0)
-        mine = mean.chunk(self.world_size)[self.rank] if a.uses_sharded_strategy else mean
+        mine = mean.chunk(self.world_size)[self.rank] if is_sharded else mean
         for step in range(1, 5):
             y, _ = model(inputs[self.rank].to(self.device))
             y.sum().backward()
-            self.assertEqual(a.flat_param.grad, step * mine.to(self.device))
-            self.assertIsNone(b.flat_param.grad)
-            for handle in (a, b):
-                flat_param = handle.flat_param
-                self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
-                if handle.uses_sharded_strategy:
-                    self.assertEqual(_storage_size(flat_param), 0)
+            self.assertEqual(a.grad, step * mine.to(self.device))
+            self.assertIsNone(b.grad)
+            for flat_param in (a, b):
+                self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
+                if is_sharded:
+                    self.assertFalse(internals.is_gathered(flat_param))
         torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1).step()
-        self.assertNotEqual(a.flat_param.detach(), before[0])
-        self.assertEqual(b.flat_param.detach(), before[1], rtol=0, atol=0)
+        self.assertNotEqual(a.detach(), before[0])
+        self.assertEqual(b.detach(), before[1], rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_unused_module_that_stayed_gathered(self):
@@ -345,7 +338,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """
         self._test_unused_module_that_stayed_gathered(use_orig_params=False)
 
-    def _test_unused_module_that_stayed_gathered(self, use_orig_params):
+    def _test_unused_module_that_stayed_gathered(self, use_orig_params: bool) -> None:
         torch.manual_seed(0)
         local = TwoLayers(True).to(self.device)
         model = FSDP(
@@ -357,7 +350,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, local)]
         inputs = torch.randn(self.world_size, 5, 10).to(self.device)
 
-        def loss(each, x, uses_b):
+        def loss(each: nn.Module, x: torch.Tensor, uses_b: bool) -> torch.Tensor:
             a, b = each(x)
             return (b if uses_b else a).square().mean()
 
@@ -371,7 +364,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             torch.stack(expected).mean().backward()
             for optim in optims:
                 optim.step()
-        self.assertEqual([_storage_size(layer._handle.flat_param) for layer in (model.a, model.b)], [0, 0])
+        flat_params = [internals.flat_param_of(layer) for layer in (model.a, model.b)]
+        self.assertEqual([internals.is_gathered(flat_param) for flat_param in flat_params], [False, False])
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_not_all_outputs_used_in_loss(self):
@@ -381,7 +375,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self._test_fsdp_not_all_outputs_used_in_loss,
         )
 
-    def _test_fsdp_not_all_outputs_used_in_loss(self, sharding_strategy):
+    def _test_fsdp_not_all_outputs_used_in_loss(self, sharding_strategy: ShardingStrategy) -> None:
         torch.manual_seed(0)
         local = SideBySide().to(self.device)
         model = copy.deepcopy(local)
@@ -390,7 +384,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         optims = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, local)]
         inputs = [torch.ones(4, device=self.device) * (rank + 1) for rank in range(self.world_size)]
 
-        def loss(each, x, step):
+        def loss(each: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
             first, second = each(x)
             return (first * second).sum() if step < 2 else first.sum()
 
@@ -399,22 +393,22 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             for optim in optims:
                 optim.zero_grad()
             loss(model, inputs[self.rank], step).backward()
-            flat_param = model._handle.flat_param
-            self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
+            flat_param = internals.flat_param_of(model)
+            self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
             if sharding_strategy is not ShardingStrategy.NO_SHARD:
-                self.assertEqual(_storage_size(flat_param), 0)
+                self.assertFalse(internals.is_gathered(flat_param))
             torch.stack([loss(local, x, step) for x in inputs]).mean().backward()
             for optim in optims:
                 optim.step()
             changed = [not torch.equal(new, old) for new, old in zip(local.parameters(), before)]
             self.assertEqual(changed, [True] * 2 + [step < 2] * 2)
-            self.assertEqual(full_parameters(model), {name: p.detach() for name, p in local.named_parameters()})
+            self.assertEqual(full_parameters(model), named(local))
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_optim_overlap_no_use_orig_params_error(self):
         """An optimizer in backward needs the original parameters, which the first forward says."""
         model = FSDP(MyModel().to(self.device), auto_wrap_policy=always_wrap_policy, use_orig_params=False)
-        _apply_optimizer_in_backward(
+        distributed_optim._apply_optimizer_in_backward(
             optimizer_class=torch.optim.SGD,
             params=model.parameters(),
             optimizer_kwargs={"lr": 0.03},
@@ -429,7 +423,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """An optimizer that steps in backward does what it does afterwards, and keeps no gradient."""
         self.run_subtests({"cpu_offload": [True, False]}, self._test_fsdp_optimizer_overlap)
 
-    def _test_fsdp_optimizer_overlap(self, cpu_offload):
+    def _test_fsdp_optimizer_overlap(self, cpu_offload: bool) -> None:
         torch.manual_seed(0)
         plain = MyModel()
         normal, overlap = (
@@ -441,9 +435,9 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             )
             for _ in range(2)
         )
-        ddp = self._ddp(plain)
+        ddp = data_parallel(plain.to(self.device))
         optims = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (normal, ddp)]
-        _apply_optimizer_in_backward(
+        distributed_optim._apply_optimizer_in_backward(
             optimizer_class=CountingSGD,
             params=overlap.parameters(),
             optimizer_kwargs={"lr": 0.03},
@@ -462,28 +456,29 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 model(x, x).sum().backward()
             for optim in optims:
                 optim.step()
-            for handle in traversal_utils._get_fsdp_handles(overlap):
+            for handle in internals.handles(overlap):
                 self.assertIsNone(handle.sharded_grad)
             # Beyond upstream: once for each parameter of which something is in this rank's shard.
             owned = {id(param): 1 for param in overlap.parameters() if param.numel() > 0}
             self.assertEqual(dict(CountingSGD.steps), owned)
 
             with FSDP.summon_full_params(overlap, with_grads=True):
-                for name, param in overlap.named_parameters():
-                    self.assertNotEqual(param.detach(), previous[name.replace("_fsdp_wrapped_module.", "")])
+                for name, param in named(overlap).items():
+                    self.assertNotEqual(param.detach(), previous[name])
             previous = full_parameters(overlap)
             self.assertEqual(previous, full_parameters(normal))
-            expected = {name: param.detach() for name, param in ddp.module.named_parameters()}
-            self.assertEqual(previous, expected, exact_device=not cpu_offload)
+            self.assertEqual(previous, named(ddp), exact_device=not cpu_offload)
             for optim in optims:
                 optim.zero_grad()
             overlap.zero_grad()
             grads = [param.grad for model in (normal, overlap) for param in model.parameters()]
             self.assertEqual(grads, [None] * 8)
 
-    def _groups_of_the_host(self, sharding_strategy, shards):
+    def _groups_of_the_host(
+        self, sharding_strategy: ShardingStrategy, shards: int
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """What to shard over, and what to replicate over if the strategy is hybrid. All ranks make all groups."""
-        if sharding_strategy not in HYBRID:
+        if sharding_strategy not in internals.hybrid_strategies():
             return dist.new_group(backend="gloo"), None
         ranks = range(self.world_size)
         within = [dist.new_group([*ranks[first : first + shards]], backend="gloo") for first in ranks[::shards]]
@@ -498,7 +493,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """
         self.run_subtests(
             {
-                "sharding_strategy": [ShardingStrategy.NO_SHARD, *SHARDED, *HYBRID],
+                "sharding_strategy": [ShardingStrategy.NO_SHARD, *SHARDED, *internals.hybrid_strategies()],
                 "optim_class": [torch.optim.Adam, functools.partial(torch.optim.SGD, momentum=0.9)],
             },
             self._test_fsdp_cpu_training,
@@ -509,12 +504,17 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     def test_fsdp_cpu_training_with_replicas(self):
         """Beyond upstream: hybrid strategies over two groups of two ranks, whose shards stay alike."""
         self.run_subtests(
-            {"sharding_strategy": HYBRID, "optim_class": [functools.partial(torch.optim.SGD, momentum=0.9)]},
+            {
+                "sharding_strategy": internals.hybrid_strategies(),
+                "optim_class": [functools.partial(torch.optim.SGD, momentum=0.9)],
+            },
             self._test_fsdp_cpu_training,
             shards=2,
         )
 
-    def _test_fsdp_cpu_training(self, sharding_strategy, optim_class, shards):
+    def _test_fsdp_cpu_training(
+        self, sharding_strategy: ShardingStrategy, optim_class: Callable[..., torch.optim.Optimizer], shards: int
+    ) -> None:
         group, replicas = self._groups_of_the_host(sharding_strategy, shards)
         torch.manual_seed(42)
         plain = MyModel()
@@ -539,11 +539,11 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 losses[-1].backward()
                 optim.step()
             self.assertEqual(*losses)
-            self.assertEqual(full_parameters(fsdp), {name: p.detach() for name, p in ddp.module.named_parameters()})
+            self.assertEqual(full_parameters(fsdp), named(ddp))
             alike = everybody if sharding_strategy is ShardingStrategy.NO_SHARD else replicas
             if alike is not None:
-                for handle in traversal_utils._get_fsdp_handles(fsdp):
-                    self._assert_alike(handle.flat_param.detach(), alike)
+                for flat_param in internals.flat_params(fsdp):
+                    self._assert_alike(flat_param.detach(), alike)
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_cpu_init_stays_on_cpu(self):
@@ -552,7 +552,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         A host without an accelerator is refused then, and trains with the ``device_id`` that it is given here.
         """
 
-        def build(**fsdp_kwargs):
+        def build(**fsdp_kwargs: Any) -> FSDP:
             mode = DEVICEInitMode.DEVICE_NEVER
             model = NestedWrappedModule.init(self.process_group, FSDPInitMode.RECURSIVE, mode, fsdp_kwargs)
             return FSDP(model, self.process_group, **fsdp_kwargs)
@@ -581,19 +581,19 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """What is in host memory is warned about, unless FSDP is told where to move it."""
         module = nn.Linear(2, 2, device=HOST)
         with self.assertWarnsRegex(UserWarning, "passed-in `module` is on CPU"):
-            _init_utils._move_module_to_device(module, set(), set(), None)
+            internals.fsdp1_init._move_module_to_device(module, set(), set(), None)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _init_utils._move_module_to_device(module, set(module.parameters()), set(), None)
-            _init_utils._move_module_to_device(nn.Linear(2, 2, device=META), set(), set(), None)
-            _init_utils._move_module_to_device(module, set(), set(), HOST)
+            internals.fsdp1_init._move_module_to_device(module, set(module.parameters()), set(), None)
+            internals.fsdp1_init._move_module_to_device(nn.Linear(2, 2, device=META), set(), set(), None)
+            internals.fsdp1_init._move_module_to_device(module, set(), set(), HOST)
         self.assertEqual([param.device for param in module.parameters()], [HOST] * 2)
 
     @skip_if_lt_x_gpu(2)
     def test_cpu_init_with_sync_module_states(self):
         """``sync_module_states`` needs the module on the device, to which ``device_id`` brings it."""
 
-        def build():
+        def build() -> nn.Module:
             mode = DEVICEInitMode.DEVICE_NEVER
             model = NestedWrappedModule.init(self.process_group, FSDPInitMode.NO_FSDP, mode)
             _add_buffers_of(self.rank, model)
@@ -608,9 +608,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
         torch.manual_seed(self.rank)
         model = build()
-        expected = [None]
-        if self.rank == 0:
-            expected = [{name: param.detach().clone() for name, param in model.named_parameters()}]
+        expected = [{name: param.detach().clone() for name, param in model.named_parameters()}]
         dist.broadcast_object_list(expected)
         with states_may_be_synced():
             model = FSDP(
@@ -627,12 +625,10 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
 
 class TestFSDPMiscMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @property
-    def process_group(self):
+    def process_group(self) -> dist.ProcessGroup:
         return dist.distributed_c10d._get_default_group()
 
     @skip_if_lt_x_gpu(2)
@@ -653,7 +649,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         with _meta_computes():
             self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap, META)
 
-    def _test_device_id_auto_wrap(self, device, use_callable):
+    def _test_device_id_auto_wrap(self, device: torch.device, use_callable: bool) -> None:
         layers = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
         policy = (
             functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
@@ -669,7 +665,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             )
         found = [module.compute_device for module in FSDP.fsdp_modules(model)]
         self.assertEqual(found, [device] * 5)
-        found = [handle.flat_param.device for handle in traversal_utils._get_fsdp_handles(model)]
+        found = [flat_param.device for flat_param in internals.flat_params(model)]
         self.assertEqual(found, [device] * 5)
         self.assertEqual({buffer.device for buffer in model.buffers()}, {device})
 
@@ -678,14 +674,14 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         """With a ``device_id`` for computation, offloaded parameters are in host memory, before and after a step."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_fsdp_device_id_cpu_offload)
 
-    def _test_fsdp_device_id_cpu_offload(self, use_orig_params):
+    def _test_fsdp_device_id_cpu_offload(self, use_orig_params: bool) -> None:
         local = nn.Sequential(collections.OrderedDict(seq=nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))))
         local.append(nn.Linear(10, 10))
         with torch.no_grad():
             for number, param in enumerate(local.parameters()):  # threads share the random generator
                 param.copy_(torch.rand(param.shape, generator=torch.Generator().manual_seed(number)) - 0.5)
 
-        def build(device):
+        def build(device: torch.device) -> FSDP:
             model = FSDP(
                 copy.deepcopy(local),
                 auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
@@ -693,14 +689,14 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 device_id=device,
                 use_orig_params=use_orig_params,
             )
-            handles = traversal_utils._get_fsdp_handles(model)
+            handles = internals.handles(model)
             self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
             self.assertEqual([handle.device for handle in handles], [device] * 2)
-            return model, handles
+            return model
 
         with _meta_computes():
             build(META)
-        model, handles = build(self.device)
+        model = build(self.device)
 
         # Beyond upstream: and it trains.
         inputs = [torch.rand(3, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
@@ -708,9 +704,8 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         torch.stack([local(x).square().sum() for x in inputs]).mean().backward()
         for each in (model, local):
             torch.optim.SGD(each.parameters(), lr=1e-2).step()
-        self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
-        expected = {name: param.detach() for name, param in local.named_parameters()}
-        self.assertEqual(full_parameters(model), expected, exact_device=False)
+        self.assertEqual([flat_param.device for flat_param in internals.flat_params(model)], [HOST] * 2)
+        self.assertEqual(full_parameters(model), named(local), exact_device=False)
 
     @skip_if_lt_x_gpu(2)
     def test_module_device_mismatches_device_id(self):
@@ -725,7 +720,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             with self.assertRaisesRegex(ValueError, f"on rank {self.rank}: {device.type} vs {device.type}:0"):
                 FSDP(nn.Linear(2, 2), device_id=torch.device(device.type, 0))
 
-        decide = _init_utils._get_compute_device
+        decide = internals.fsdp1_init._get_compute_device
         on_host, on_meta = nn.Linear(1, 1, device=HOST), nn.Linear(1, 1, device=META)
         current = _stub_handle(torch.device("meta", 1))
         # In host memory: the current device decides. Elsewhere: the parameters do, unless they are ignored.
@@ -749,7 +744,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             self.assertEqual({param.device for param in model.parameters()}, {device})
 
         mixed = nn.Sequential(nn.Linear(1, 1, device=META), nn.Linear(1, 1, device=HOST))
-        check = _init_utils._check_single_device_module
+        check = internals.fsdp1_init._check_single_device_module
         with self.assertRaisesRegex(RuntimeError, "please pass in device_id"):
             check(mixed, set(), None)
         self.assertIsNone(check(mixed, set(), META))
@@ -759,12 +754,14 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     def test_fsdp_ignored_module_meta(self):
         """An ignored module on the meta device stays there, and nobody initializes it."""
 
-        def init(module):
+        initialized: list[nn.Module] = []
+
+        def init(module: nn.Module) -> None:
             initialized.append(module)
             module.to_empty(device=self.device, recurse=False)
 
         for kwargs in ({}, {"param_init_fn": init}):
-            initialized = []
+            initialized.clear()
             with torch.device(META):
                 module = MyModel()
             ignored = module.a
@@ -780,19 +777,20 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         with _meta_computes():
             self._test_fsdp_device_id_no_move_ignored_params_and_bufs(META)
 
-    def _test_fsdp_device_id_no_move_ignored_params_and_bufs(self, device):
+    def _test_fsdp_device_id_no_move_ignored_params_and_bufs(self, device: torch.device) -> None:
         module = MyModel()
         for layer in (module.a, module.b):
             layer.register_buffer("buf", torch.ones(1))
         ignored = [*module.a.parameters(), *module.a.buffers()]
         addresses = [tensor.data_ptr() for tensor in ignored]
         model = FSDP(module, device_id=device, ignored_modules=[module.a])
-        self.assertEqual((model._handle.flat_param.device, model.module.b.buf.device), (device, device))
+        flat_param = internals.flat_param_of(model)
+        self.assertEqual((flat_param.device, model.module.b.buf.device), (device, device))
         found = [*model.module.a.parameters(), *model.module.a.buffers()]
         self.assertEqual([id(tensor) for tensor in found], [id(tensor) for tensor in ignored])
         self.assertEqual([tensor.data_ptr() for tensor in found], addresses)
         self.assertEqual([tensor.device for tensor in found], [HOST] * 3)
-        self.assertEqual(model._handle.flat_param._fqns, ("b.weight", "b.bias"))
+        self.assertEqual(internals.names_in(flat_param), ("b.weight", "b.bias"))
 
     @skip_if_lt_x_gpu(2)
     def test_multigpu_module(self):
@@ -805,11 +803,11 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             with self.assertRaisesRegex(RuntimeError, "FSDP only supports single device modules"):
                 FSDP(module)
 
-        def module_on(*devices):
+        def module_on(*devices: torch.device) -> Any:
             params = [mock.Mock(device=device, _fsdp_flattened=False) for device in devices]
             return mock.Mock(parameters=lambda: iter(params))
 
-        check = _init_utils._check_single_device_module
+        check = internals.fsdp1_init._check_single_device_module
         first, second = (torch.device("meta", index) for index in range(2))
         for devices in ((first, second), (first, HOST, second)):
             for device_id in (None, first):
@@ -824,7 +822,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         x = torch.tensor([-1.0, 1.0], device=device)
         models = [FSDP(nn.ReLU()), FSDP(nn.ReLU().to(device)), FSDP(nn.ReLU(), device_id=device)]
         for model in models:
-            self.assertIsNone(model._handle)
+            self.assertIsNone(internals.handle(model))
             self.assertEqual(model.compute_device, device)
             self.assertEqual(model(x), x.relu())
         if device.index != 0:
@@ -836,8 +834,8 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         """``sync_module_states`` makes all states those of rank 0, from the device or brought there first."""
         self.run_subtests({"device_id": [None, self.device]}, self._test_fsdp_same_model_across_ranks)
 
-    def _test_fsdp_same_model_across_ranks(self, device_id):
-        def weight_of(rank):
+    def _test_fsdp_same_model_across_ranks(self, device_id: torch.device | None) -> None:
+        def weight_of(rank: int) -> torch.Tensor:
             return torch.rand(10, 10, generator=torch.Generator().manual_seed(rank))
 
         module = nn.Linear(10, 10, bias=False)
@@ -858,14 +856,14 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
     def test_homogeneous_attributes(self):
         """What must be the same for all of a tree is compared at the first forward."""
         names = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
-        self.assertEqual(list(HOMOGENEOUS_ATTR_NAMES), names)
+        self.assertEqual(list(internals.fsdp1_runtime.HOMOGENEOUS_ATTR_NAMES), names)
         self.run_subtests({"attr_name": names}, self._test_homogeneous_attributes)
 
-    def _test_homogeneous_attributes(self, attr_name):
-        def wrap(module, value):
+    def _test_homogeneous_attributes(self, attr_name: str) -> None:
+        def wrap(module: nn.Module, value: bool) -> FSDP:
             if attr_name != "_use_full_prec_in_eval":
                 return FSDP(module, **{attr_name.removeprefix("_"): value})
-            with mock.patch.dict(os.environ, {_FSDP_USE_FULL_PREC_IN_EVAL: "1" if value else ""}):
+            with mock.patch.dict(os.environ, {internals.flat_param._FSDP_USE_FULL_PREC_IN_EVAL: "1" if value else ""}):
                 return FSDP(module)
 
         model = NestedWrappedModule.init(self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE)
@@ -897,24 +895,22 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 class _RecordsSetattr(nn.Module):
     """A 5 by 5 weight, and a ``__setattr__`` of its own that tells of its calls."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 5))
-        self.calls = []
+        self.calls: list[str] = []
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "calls" in vars(self):
             self.calls.append(name)
         super().__setattr__(name, value)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight
 
 
 class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_world_size_1_sharding_strategy_warning(self):
@@ -924,7 +920,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
             self._test_world_size_1_sharding_strategy_warning,
         )
 
-    def _test_world_size_1_sharding_strategy_warning(self, sharding_strategy):
+    def _test_world_size_1_sharding_strategy_warning(self, sharding_strategy: ShardingStrategy | None) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = FSDP(nn.Linear(3, 3).to(self.device), sharding_strategy=sharding_strategy)
@@ -955,7 +951,8 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
         with self.assertRaisesRegex(RuntimeError, in_host.format(device, META)):
             model(x)
         model = FSDP(nn.Linear(10, 10).to(device), cpu_offload=offload)
-        model._handle = types.SimpleNamespace(_offload_params=True, flat_param=torch.empty(1, device=META))
+        on_meta = types.SimpleNamespace(_offload_params=True, flat_param=torch.empty(1, device=META))
+        torch_names.set_attribute(model, "_handle", on_meta)
         with self.assertRaisesRegex(RuntimeError, on_device.format(META)):
             model(x)
 
@@ -964,12 +961,13 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
         """By default FSDP sets parameters through the module's own ``__setattr__``; a variable lets it go past that."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_unsafe_setattr)
 
-    def _test_unsafe_setattr(self, use_orig_params):
+    def _test_unsafe_setattr(self, use_orig_params: bool) -> None:
+        variable = internals.flat_param._FSDP_USE_UNSAFE_SETATTR
         for value, calls in ((None, True), ("1", False), ("0", True)):
             with mock.patch.dict(os.environ):
-                os.environ.pop(_FSDP_USE_UNSAFE_SETATTR, None)
+                os.environ.pop(variable, None)
                 if value is not None:
-                    os.environ[_FSDP_USE_UNSAFE_SETATTR] = value
+                    os.environ[variable] = value
                 module = _RecordsSetattr().to(self.device)
                 model = FSDP(module, use_orig_params=use_orig_params)
             expected = (x := torch.randn(8, 5, device=self.device)) @ module.weight

@@ -7,31 +7,25 @@ use two ranks: a sum of two numbers does not depend on the order of the summands
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.util
 import itertools
 import math
-import os
 import unittest
-from collections.abc import Iterator
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -41,6 +35,12 @@ from torch_fsdp_tests.common_fsdp import (
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import full_parameters, named
+from torch_fsdp_tests.fsdp.traffic import dtypes_of, recorded_calls
+
+batchnorm = torch_names.module("torch.nn.modules.batchnorm")
 
 default_mp = MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float16)
 mp_only_reduce = MixedPrecision(reduce_dtype=torch.float16)
@@ -86,151 +86,60 @@ BUFFER_DTYPE = torch.float64
 ITERATIONS = 3
 INIT_SCALE = 16.0  # with it nothing here overflows in float16, so every step is taken
 SAME_DTYPE = "mat1 and mat2 must have the same dtype"
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+IN_EVAL = {"cast_forward_inputs": [True, False], "full_precision": [True, False]}
 
 
-def full_precision_in_eval(use: bool):
-    """FSDP reads the variable where it is constructed."""
-    return mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1" if use else "0"})
+class Dtypes(NamedTuple):
+    """The dtypes of an FSDP model: of the optimizer's parameters, in forward, of buffers, and of what is reduced."""
 
-
-@contextlib.contextmanager
-def recorded_collectives() -> Iterator[dict[str, list[torch.dtype]]]:
-    """The dtypes of the parameters that are gathered and of the gradients that are reduced, one for each call."""
-    host = accelerator.current().is_host
-    names = {
-        "all_gather" if host else torch_facts.all_gather_name(): "gathered",  # FSDP1 asks where the tensor lies
-        torch_facts.reduce_scatter_name(): "reduced",
-        "all_reduce": "reduced",
-    }
-    sent: dict[str, list[torch.dtype]] = {"gathered": [], "reduced": []}
-
-    def record(name, collective, *args, **kwargs):
-        tensors = [each for arg in args[:2] for each in (arg if isinstance(arg, list) else [arg])]
-        dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)}
-        if len(dtypes) != 1:
-            raise AssertionError(f"{name} with tensors of {dtypes}")
-        sent[names[name]] += dtypes
-        return collective(*args, **kwargs)
-
-    with contextlib.ExitStack() as patches:
-        for name in names:
-            replacement = functools.partial(record, name, getattr(dist, name))
-            patches.enter_context(mock.patch.object(dist, name, replacement))
-        yield sent
-
-
-class Expected:
-    """The dtypes that a model of dtype ``full`` is to have. Goes through forward next to the tensor."""
-
-    def __init__(self, test, model, config, full):
-        self.test = test
-        self.model = model
-        self.full = full
-        self.param = config.param_dtype or full
-        self.buffer = config.buffer_dtype or BUFFER_DTYPE
-        self.reduce = config.reduce_dtype or self.param
-        self.handles = traversal_utils._get_fsdp_handles(model)
-        self.sharded = all(handle.uses_sharded_strategy for handle in self.handles)
-
-    def check_in_forward(self, layer, x):
-        """Of the running layer, and of every instance: gathered is what is low, the rest is full."""
-        found = x.dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
-        self.test.assertEqual(found, (self.param, self.param, self.buffer))
-        if not self.sharded:
-            return
-        gathered = [flat.data_ptr() != flat._local_shard.data_ptr() for flat in self._flat_params()]
-        self.test.assertIn(True, gathered)
-        dtypes = [flat.dtype for flat in self._flat_params()]
-        self.test.assertEqual(dtypes, [self.param if each else self.full for each in gathered])
-        self.check_low_shards()
-
-    def check_low_shards(self):
-        """They are there with a low dtype only, and hold memory only while they are gathered."""
-        for flat in self._flat_params():
-            self.test.assertEqual(hasattr(flat, "_mp_shard"), self.param != self.full)
-            if self.param != self.full:
-                self.test.assertEqual(flat._mp_shard.dtype, self.param)
-                self.test.assertEqual(flat._mp_shard.untyped_storage().size(), 0)
-
-    def check_between(self):
-        """Before and after backward: buffers stay low, and no low shard is left."""
-        self.check_low_shards()
-        self.test.assertEqual([buffer.dtype for buffer in self.model.buffers()], [self.buffer] * len(self.handles))
-
-    def check_sent(self, sent):
-        """What is gathered, and the gradient of each instance, once."""
-        reshards = self.handles[0]._sharding_strategy.name == "FULL_SHARD"
-        gathers = len(self.handles) + (len(self.handles) - 1 if reshards else 0)  # the root is gathered once
-        self.test.assertEqual(sent["gathered"], [self.param] * (gathers if self.sharded else 0))
-        self.test.assertEqual(sent["reduced"], [self.reduce] * len(self.handles))
-
-    def check_params_and_grads(self):
-        for param in self.model.parameters():
-            self.test.assertEqual((param.dtype, param.grad.dtype), (self.full, self.full))
-
-    def check_summoned(self):
-        with FSDP.summon_full_params(self.model):
-            self.check_between()
-            self.test.assertEqual({param.dtype for param in self.model.parameters()}, {self.full})
-
-    def check_state_dict(self):
-        """It has the dtypes that the model was made with; the buffers in use stay as they are."""
-        buffers = {clean_tensor_name(name) for name, _ in self.model.named_buffers()}
-        state_dict = self.model.state_dict()
-        self.test.assertLessEqual(buffers, set(state_dict))
-        for name, value in state_dict.items():
-            self.test.assertEqual(value.dtype, BUFFER_DTYPE if name in buffers else self.full, msg=name)
-        self.check_between()
-
-    def _flat_params(self):
-        return [handle.flat_param for handle in self.handles]
+    full: torch.dtype
+    param: torch.dtype
+    buffer: torch.dtype
+    reduce: torch.dtype
 
 
 class LinearMixedPrecision(nn.Module):
-    """A layer without bias in a dtype of its own, and a buffer. Takes and returns the tensor with what is expected."""
+    """A layer without bias, and a buffer in a dtype of its own. It takes and returns a tensor in a tuple."""
 
-    def __init__(self, param_dtype, buffer_name="buffer", run_checks=True):
+    def __init__(self, param_dtype: torch.dtype, buffer_name: str = "buffer") -> None:
         super().__init__()
         self.lin = nn.Linear(10, 10, bias=False).to(param_dtype)
         self.buffer_name = buffer_name
         self.register_buffer(buffer_name, torch.randn((1, 2), dtype=BUFFER_DTYPE))
-        self.run_checks = run_checks
 
-    def forward(self, inputs):
-        x, expected = inputs
-        if self.run_checks:
-            expected.check_in_forward(self, x)
-        return self.lin(x), expected
+    def forward(self, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (x,) = inputs
+        return (self.lin(x),)
 
 
 class TestFSDPMixedPrecision(FSDPTest):
     """What the sharded and the unsharded case have in common."""
 
-    def _get_simple_model(self, param_dtype, **fsdp_kwargs):
+    def _get_simple_model(self, param_dtype: torch.dtype, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(LinearMixedPrecision(param_dtype).to(self.device), **fsdp_kwargs)
 
-    def _get_simple_nested_model(self, param_dtype, run_checks=True, **fsdp_kwargs):
-        inner = LinearMixedPrecision(param_dtype, "buffer0", run_checks).to(self.device)
-        outer = LinearMixedPrecision(param_dtype, "buffer1", run_checks).to(self.device)
+    def _get_simple_nested_model(self, param_dtype: torch.dtype, **fsdp_kwargs: Any) -> FSDP:
+        inner, outer = (LinearMixedPrecision(param_dtype, name).to(self.device) for name in ("buffer0", "buffer1"))
         return FSDP(nn.Sequential(FSDP(inner, **fsdp_kwargs), outer), **fsdp_kwargs)
 
-    def _transformer(self, fsdp_init_mode=FSDPInitMode.RECURSIVE, **fsdp_kwargs):
+    def _transformer(self, fsdp_init_mode: FSDPInitMode = FSDPInitMode.RECURSIVE, **fsdp_kwargs: Any) -> nn.Module:
         return TransformerWithSharedParams.init(
             self.process_group, fsdp_init_mode, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs, deterministic=True
         )
 
-    def _scaler(self, **kwargs):
+    def _scaler(self, **kwargs: Any) -> ShardedGradScaler:
         return ShardedGradScaler(**{"device": accelerator.current().type, "init_scale": INIT_SCALE, **kwargs})
 
     def _run_test_mixed_precision_e2e(
         self,
-        mp_config,
-        cpu_offload=CPUOffload(offload_params=True),  # noqa: B008
-        prefetches=(False, None),
-        full_precision_param_dtype=torch.float64,
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
-        enable_sharded_grad_scaler=None,
-    ):
+        mp_config: MixedPrecision,
+        cpu_offload: CPUOffload = CPUOffload(offload_params=True),  # noqa: B008
+        prefetches: tuple[bool, BackwardPrefetch | None] = (False, None),
+        full_precision_param_dtype: torch.dtype = torch.float64,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        enable_sharded_grad_scaler: str | None = None,
+    ) -> None:
         forward_prefetch, backward_prefetch = prefetches
         fsdp_kwargs = {
             "mixed_precision": mp_config,
@@ -244,32 +153,80 @@ class TestFSDPMixedPrecision(FSDPTest):
         if backward_prefetch is None and not forward_prefetch:  # a single instance has none to prefetch
             models.append(self._get_simple_model(full_precision_param_dtype, **fsdp_kwargs))
         for model in models:
-            expected = Expected(self, model, mp_config, full_precision_param_dtype)
-            self._check_training(model, expected, self._scaler(enabled=enable_sharded_grad_scaler is not None))
+            self._check_training(model, mp_config, full_precision_param_dtype, enable_sharded_grad_scaler is not None)
 
-    def _check_training(self, model, expected, scaler):
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    def _check_training(self, model: FSDP, config: MixedPrecision, full: torch.dtype, scales: bool) -> None:
+        """Train for some steps, and look at the dtypes of everything wherever they can be seen."""
+        param = config.param_dtype or full
+        dtypes = Dtypes(full, param, config.buffer_dtype or BUFFER_DTYPE, config.reduce_dtype or param)
+        for layer in model.modules():
+            if isinstance(layer, LinearMixedPrecision):
+                layer.register_forward_pre_hook(lambda layer, args: self._check_forward(model, layer, args[0], dtypes))
+        instances = len(internals.handles(model))
+        gathers = {
+            ShardingStrategy.FULL_SHARD: 2 * instances - 1,  # the root is gathered once
+            ShardingStrategy.SHARD_GRAD_OP: instances,
+            ShardingStrategy.NO_SHARD: 0,
+        }[model.sharding_strategy]
+
+        optim, scaler = torch.optim.Adam(model.parameters(), lr=0.1), self._scaler(enabled=scales)
         torch.manual_seed(self.rank + 1)
         for _ in range(ITERATIONS):
             before = [param.detach().clone() for param in model.parameters()]
-            with recorded_collectives() as sent:
-                output, _ = model((torch.randn(3, 10, device=self.device, dtype=expected.full), expected))
-                expected.check_between()
+            with recorded_calls() as calls:
+                (output,) = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full),))
+                self._check_low_shards_and_buffers(model, dtypes)
                 loss = scaler.scale(output.sum())
-                self.assertEqual(loss.dtype, expected.param)
+                self.assertEqual(loss.dtype, dtypes.param)
                 loss.backward()
-            expected.check_sent(sent)
-            expected.check_between()
-            expected.check_params_and_grads()
+            self.assertEqual(dtypes_of(calls, "all_gather"), [dtypes.param] * gathers)
+            self.assertEqual(dtypes_of(calls, "reduce_scatter", "all_reduce"), [dtypes.reduce] * instances)
+            self._check_low_shards_and_buffers(model, dtypes)
+            for param in model.parameters():
+                self.assertEqual((param.dtype, param.grad.dtype), (dtypes.full, dtypes.full))
             scaler.step(optim)
             scaler.update()
             for param, was in zip(model.parameters(), before):
                 self.assertNotEqual(param, was)
             optim.zero_grad()
-            expected.check_summoned()
-            expected.check_state_dict()
 
-    def _test_grads_reduced_precision(self, offload_params, use_orig_params):
+            with FSDP.summon_full_params(model):
+                self._check_low_shards_and_buffers(model, dtypes)
+                self.assertEqual({param.dtype for param in model.parameters()}, {dtypes.full})
+            # A state dict has the dtypes that the model was made with; the buffers in use stay as they are.
+            buffers = {internals.clean_name(name) for name, _ in model.named_buffers()}
+            state_dict = model.state_dict()
+            self.assertLessEqual(buffers, set(state_dict))
+            for name, value in state_dict.items():
+                self.assertEqual(value.dtype, BUFFER_DTYPE if name in buffers else dtypes.full, msg=name)
+            self._check_low_shards_and_buffers(model, dtypes)
+
+    def _check_forward(self, model: FSDP, layer: nn.Module, inputs: tuple[torch.Tensor], dtypes: Dtypes) -> None:
+        """The layer computes in low dtypes. Gathered flat parameters have the low dtype, the others the full one."""
+        found = inputs[0].dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
+        self.assertEqual(found, (dtypes.param, dtypes.param, dtypes.buffer))
+        if model.sharding_strategy is ShardingStrategy.NO_SHARD:
+            return
+        flat_params = internals.flat_params(model)
+        gathered = [flat.data_ptr() != internals.local_shard(flat).data_ptr() for flat in flat_params]
+        self.assertIn(True, gathered)
+        self.assertEqual(
+            [flat.dtype for flat in flat_params], [dtypes.param if each else dtypes.full for each in gathered]
+        )
+        self._check_low_shards_and_buffers(model, dtypes)
+
+    def _check_low_shards_and_buffers(self, model: FSDP, dtypes: Dtypes) -> None:
+        """Flat parameters have a shard in the low dtype if there is one, empty unless gathered. Buffers are low."""
+        for flat_param in internals.flat_params(model):
+            is_low = dtypes.param != dtypes.full
+            self.assertEqual(internals.has_low_precision_shard(flat_param), is_low)
+            if is_low:
+                shard = internals.low_precision_shard(flat_param)
+                self.assertEqual((shard.dtype, shard.untyped_storage().size()), (dtypes.param, 0))
+        buffers = [buffer.dtype for buffer in model.buffers()]
+        self.assertEqual(buffers, [dtypes.buffer] * len(internals.handles(model)))
+
+    def _test_grads_reduced_precision(self, offload_params: bool, use_orig_params: bool) -> None:
         """The gradients, which are added up over iterations, are and stay low. Offloading starts anew each time."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)).to(self.device)
@@ -299,20 +256,20 @@ class TestFSDPMixedPrecision(FSDPTest):
                 times = 1 if offload_params else iteration + 1
                 self._check_low_grads(model, [grad * times for grad in expected], times)
 
-    def _check_low_grads(self, model, expected, additions):
+    def _check_low_grads(self, model: FSDP, expected: list[torch.Tensor], additions: int) -> None:
         """Each shard that this rank holds has its part of the expected gradients, one rounding for each addition."""
-        found = {clean_tensor_name(name): param.grad for name, param in model.named_parameters()}
+        found = {name: param.grad for name, param in named(model).items()}
         tolerance = additions * torch.finfo(torch.float16).eps
-        for handle in traversal_utils._get_fsdp_handles(model):
+        for handle in internals.handles(model):
             flat_param = handle.flat_param
-            for fqn, info in zip(flat_param._fqns, flat_param._shard_param_infos):
-                name = fqn if handle is model._handle else f"0.{fqn}"
+            for name, info in zip(internals.names_in(flat_param), internals.shard_infos(flat_param)):
+                name = name if handle is internals.handle(model) else f"0.{name}"
                 grad = expected[list(found).index(name)].flatten()
                 if handle.uses_sharded_strategy:
                     first = info.intra_param_start_idx
                     grad = grad[first : info.intra_param_end_idx + 1] if info.in_shard else None
                 mine = None if found[name] is None else found[name].flatten()
-                self.assertEqual(mine, grad, rtol=tolerance, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+                self.assertEqual(mine, grad, rtol=tolerance, atol=0, msg=name)
 
 
 def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,9 +280,7 @@ def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_no_reshard_after_forward(self):
@@ -369,7 +324,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             enable_sharded_grad_scaler="enable_sharded_grad_scaler",
         )
 
-    def _check_embedding(self, mp_config):
+    def _check_embedding(self, mp_config: MixedPrecision) -> None:
         """Tokens stay integers, else the embedding would raise; gradients travel in the low dtype."""
         model = self._transformer(FSDPInitMode.NO_FSDP)
         model = FSDP(model, mixed_precision=mp_config)
@@ -377,15 +332,17 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         low = mp_config.param_dtype or torch.float32
         for _ in range(6):
             inputs = model.module.get_input(self.device)
-            with recorded_collectives() as sent:
+            with recorded_calls() as calls:
                 output = model(*inputs)
                 loss = model.module.get_loss(inputs, output)
                 loss.backward()
             self.assertEqual((output.dtype, loss.dtype), (low, low))
-            self.assertEqual(sent, {"gathered": [low], "reduced": [mp_config.reduce_dtype or low]})
-            before = model._handle.flat_param.detach().clone()
+            sent = [(call.name, call.dtype) for call in calls]
+            self.assertEqual(sent, [("all_gather", low), ("reduce_scatter", mp_config.reduce_dtype or low)])
+            flat_param = internals.flat_param_of(model)
+            before = flat_param.detach().clone()
             optim.step()
-            self.assertNotEqual(model._handle.flat_param.detach(), before)
+            self.assertNotEqual(flat_param.detach(), before)
             optim.zero_grad()
 
     @skip_if_lt_x_gpu(2)
@@ -406,11 +363,10 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float32)
         )
 
-    def _residual_network(self):
+    def _residual_network(self) -> tuple[nn.Module, torch.Tensor]:
         """torchvision's ResNet-50 where it is installed and a device computes, else a small relation of it."""
         if not accelerator.current().is_host and importlib.util.find_spec("torchvision") is not None:
-            from torchvision.models import resnet50
-
+            resnet50 = importlib.import_module("torchvision.models").resnet50
             return resnet50(), torch.ones(1, 3, 1000, 1000, device=self.device)
         return ResidualNetwork(), torch.ones(2, 3, 8, 8, device=self.device)
 
@@ -423,26 +379,27 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         network, x = self._residual_network()
         if not accelerator.current().is_host:
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-        norms = sum(isinstance(module, _BatchNorm) for module in network.modules())
+        norms = sum(isinstance(module, batchnorm._BatchNorm) for module in network.modules())
         synced = sum(isinstance(module, nn.SyncBatchNorm) for module in network.modules())
         self.assertGreater(norms, 1)
         policy = functools.partial(size_based_auto_wrap_policy, min_num_params=200)
         with self.assertWarnsRegex(UserWarning, "These modules will be wrapped as separate FSDP"):
             model = FSDP(network.to(self.device), auto_wrap_policy=policy, mixed_precision=default_mp)
         instances = FSDP.fsdp_modules(model)
-        apart = [each for each in instances if isinstance(each.module, _BatchNorm)]
+        apart = [each for each in instances if isinstance(each.module, batchnorm._BatchNorm)]
         self.assertEqual(len(apart), norms)
         self.assertGreater(len(instances), norms + 1)  # the policy itself has wrapped some
-        with recorded_collectives() as sent:
+        with recorded_calls() as calls:
             output = model(x)
             output.sum().backward()
+        reduced = dtypes_of(calls, "reduce_scatter", "all_reduce")
         self.assertEqual(output.dtype, torch.float16)
-        with_parameters = len(traversal_utils._get_fsdp_handles(model))
+        with_parameters = len(internals.handles(model))
         # Each gradient once, and of a norm that synchronizes also what it sums over the ranks in its own backward.
-        self.assertEqual(sent["reduced"].count(torch.float32), norms + synced)
-        self.assertEqual(sent["reduced"].count(torch.float16), with_parameters - norms)
+        self.assertEqual(reduced.count(torch.float32), norms + synced)
+        self.assertEqual(reduced.count(torch.float16), with_parameters - norms)
         for norm in apart:
-            self.assertTrue(norm._handle.flat_param.grad.isfinite().all())
+            self.assertTrue(internals.flat_param_of(norm).grad.isfinite().all())
 
     @skip_if_lt_x_gpu(2)
     def test_grads_reduced_precision(self):
@@ -474,7 +431,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             for _ in range(forwards):
                 output = model(x)
             output.sum().backward()
-            grads.append(model._handle.flat_param.grad)
+            grads.append(internals.flat_param_of(model).grad)
         self.assertEqual(grads[0].dtype, torch.float32)
         self.assertEqual(grads[1], grads[0])
 
@@ -498,7 +455,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=offload, device_id=self.device)
         for _ in range(2):
             model(torch.ones(1, 4, device=self.device)).sum().backward()
-            self.assertEqual(model._handle.flat_param.grad.dtype, torch.float16)
+            self.assertEqual(internals.flat_param_of(model).grad.dtype, torch.float16)
             model.zero_grad()
 
     @skip_if_lt_x_gpu(2)
@@ -506,11 +463,11 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     def test_mp_batchnorm(self, convert_sync_bn):
         """Norms that the config ignores become instances of their own, without mixed precision, and get float32."""
 
-        def never_wrap_policy(*args, **kwargs):
+        def never_wrap_policy(*args: Any, **kwargs: Any) -> bool:
             return False
 
         config = MixedPrecision(
-            torch.float16, torch.float16, torch.float16, _module_classes_to_ignore=[_BatchNorm, nn.LayerNorm]
+            torch.float16, torch.float16, torch.float16, _module_classes_to_ignore=[batchnorm._BatchNorm, nn.LayerNorm]
         )
         net = BatchNormNet().to(self.device)
         if convert_sync_bn:
@@ -524,7 +481,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         for layer in (model.fc1, model.fc2, model.fc3):
             self.assertNotIsInstance(layer, FSDP)
         self.assertEqual(model.mixed_precision, config)
-        seen = []
+        seen: list[torch.dtype] = []
         for norm in (model.bn.module, model.ln.module):
             norm.register_forward_hook(lambda module, args, output: seen.extend((args[0].dtype, module.weight.dtype)))
 
@@ -536,35 +493,28 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         output = model(x)
         self.assertEqual((output.dtype, seen), (torch.float16, [torch.float32] * 4))
         output.sum().backward()
-        self.assertTrue(model.bn._handle.flat_param.grad.isfinite().all())
+        self.assertTrue(internals.flat_param_of(model.bn).grad.isfinite().all())
 
     @skip_if_lt_x_gpu(2)
-    def test_eval_root_cast_inputs(self):
+    @subtests(full_precision=[True, False])
+    def test_eval_root_cast_inputs(self, full_precision):
         """A root without parameters casts its inputs in eval mode, unless that is to be in full precision."""
-        self.run_subtests({"full_precision": [True, False]}, self._test_eval_root_cast_inputs)
-
-    def _test_eval_root_cast_inputs(self, full_precision):
-        with full_precision_in_eval(full_precision):
+        with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             root = SeesInput(FSDP(nn.Linear(5, 5).to(self.device), mixed_precision=default_mp))
             model = FSDP(root, mixed_precision=default_mp).eval()
-        self.assertIsNone(model._handle)
+        self.assertIsNone(internals.handle(model))
         output = model(torch.randn(5, 5, device=self.device))
         dtype = torch.float32 if full_precision else torch.float16
         self.assertEqual((root.seen, output.dtype), (dtype, dtype))
         output.sum().backward()
-        self.assertEqual(root.layer._handle.flat_param.grad.dtype, torch.float32)
-
-    def _run_in_eval(self, test):
-        self.run_subtests({"cast_forward_inputs": [True, False], "full_precision": [True, False]}, test)
+        self.assertEqual(internals.flat_param_of(root.layer).grad.dtype, torch.float32)
 
     @skip_if_lt_x_gpu(2)
-    def test_full_precision_in_eval(self):
+    @subtests(**IN_EVAL)
+    def test_full_precision_in_eval(self, cast_forward_inputs, full_precision):
         """Eval mode computes in full precision where that is asked for, and training in low precision after it."""
-        self._run_in_eval(self._test_full_precision_in_eval)
-
-    def _test_full_precision_in_eval(self, cast_forward_inputs, full_precision):
         config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
-        with full_precision_in_eval(full_precision):
+        with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._transformer(mixed_precision=config)
         reference = self._transformer(FSDPInitMode.NO_FSDP)
         inputs = model.module.get_input(self.device)
@@ -585,22 +535,20 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
                 self.assertEqual(output, reference(*inputs))
 
     @skip_if_lt_x_gpu(2)
-    def test_full_precision_in_eval_buffers(self):
+    @subtests(**IN_EVAL)
+    def test_full_precision_in_eval_buffers(self, cast_forward_inputs, full_precision):
         """So do buffers, which are low again in training."""
-        self._run_in_eval(self._test_full_precision_in_eval_buffers)
-
-    def _test_full_precision_in_eval_buffers(self, cast_forward_inputs, full_precision):
         config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
-        with full_precision_in_eval(full_precision):
-            model = self._get_simple_nested_model(torch.float32, run_checks=False, mixed_precision=config)
-        seen = []
+        with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
+            model = self._get_simple_nested_model(torch.float32, mixed_precision=config)
+        seen: list[torch.dtype] = []
         for layer in (model.module[0].module, model.module[1]):
             layer.register_forward_pre_hook(lambda layer, _: seen.append(getattr(layer, layer.buffer_name).dtype))
         x = torch.randn(1, 10, device=self.device)
         in_eval = BUFFER_DTYPE if full_precision else torch.float16
         for training, dtype in ((True, torch.float16), (False, in_eval), (True, torch.float16)):
             model.train(training)
-            model((x, None))
+            model((x,))
             self.assertEqual(seen, [dtype] * 2)
             self.assertEqual([buffer.dtype for buffer in model.buffers()], [dtype] * 2)
             seen.clear()
@@ -608,24 +556,22 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     def test_full_precision_in_eval_buffers_under_any_root(self):
         """Beyond upstream: a root without parameters casts all buffers if any of its instances has mixed precision."""
-        with full_precision_in_eval(True):
-            layers = [LinearMixedPrecision(torch.float32, f"buffer{index}", False).to(self.device) for index in (0, 1)]
+        with internals.switched(FULL_PRECISION_IN_EVAL, True):
+            layers = [LinearMixedPrecision(torch.float32, f"buffer{index}").to(self.device) for index in (0, 1)]
             half = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=True)
             wrapped = [FSDP(layers[0], mixed_precision=half), FSDP(layers[1])]
             model = FSDP(nn.ModuleList(wrapped))
-        model.module.forward = lambda x: [layer((x, None)) for layer in wrapped]
-        self.assertIsNone(model._handle)
+        model.module.forward = lambda x: [layer((x,)) for layer in wrapped]
+        self.assertIsNone(internals.handle(model))
         for training, low in ((True, torch.float16), (False, BUFFER_DTYPE), (True, torch.float16)):
             model.train(training)
             model(torch.randn(1, 10, device=self.device))
             self.assertEqual([buffer.dtype for buffer in model.buffers()], [low, BUFFER_DTYPE])
 
     @skip_if_lt_x_gpu(2)
-    def test_full_precision_in_eval_comm(self):
+    @subtests(**IN_EVAL)
+    def test_full_precision_in_eval_comm(self, cast_forward_inputs, full_precision):
         """And gradients of a model in eval mode are reduced in full precision where that is asked for."""
-        self._run_in_eval(self._test_full_precision_in_eval_comm)
-
-    def _test_full_precision_in_eval_comm(self, cast_forward_inputs, full_precision):
         config = MixedPrecision(
             param_dtype=torch.float32,
             buffer_dtype=torch.float32,
@@ -633,23 +579,19 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             cast_forward_inputs=cast_forward_inputs,
             _module_classes_to_ignore=[],
         )
-        with full_precision_in_eval(full_precision):
+        with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._transformer(mixed_precision=config).eval()
         inputs = model.module.get_input(self.device)
-        with recorded_collectives() as sent:
+        with recorded_calls() as calls:
             model.module.get_loss(inputs, model(*inputs)).backward()
-        self.assertEqual(sent["reduced"], [torch.float32 if full_precision else torch.float16] * 5)
-        self.assertEqual(set(sent["gathered"]), {torch.float32})
+        reduced = dtypes_of(calls, "reduce_scatter", "all_reduce")
+        self.assertEqual(reduced, [torch.float32 if full_precision else torch.float16] * 5)
+        self.assertEqual(set(dtypes_of(calls, "all_gather")), {torch.float32})
 
     @skip_if_lt_x_gpu(2)
-    def test_input_grads_with_param_mixed_precision(self):
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_input_grads_with_param_mixed_precision(self, sharding_strategy, use_orig_params):
         """The gradient of a float32 input is float32, though it was computed in half of that."""
-        self.run_subtests(
-            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
-            self._test_input_grads_with_param_mixed_precision,
-        )
-
-    def _test_input_grads_with_param_mixed_precision(self, sharding_strategy, use_orig_params):
         torch.manual_seed(0)
         layer = nn.Linear(16, 16, bias=False, device=self.device)
         expected = layer.weight.detach().half()
@@ -666,29 +608,24 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual(x.grad, (weight @ expected).float(), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_parity_with_casts_by_hand(self):
+    @subtests(
+        dtypes=[
+            (torch.float16, torch.float32),
+            (torch.bfloat16, torch.float32),
+            (torch.float16, None),
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.float16),
+            (None, torch.float16),
+        ],
+        # Gradients are compared with the original parameters in use; without, only parameters.
+        layout=[*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
+    )
+    def test_parity_with_casts_by_hand(self, dtypes, layout):
         """Beyond upstream: on each rank all gradients, parameters and losses are, bit for bit, those of casts by hand.
 
         The reference computes with a copy in ``param_dtype``, averages its gradients in ``reduce_dtype`` over the ranks
         and steps in float32. Inputs differ by rank; after the first of the three steps so do Adam's moments.
         """
-        self.run_subtests(
-            {
-                "dtypes": [
-                    (torch.float16, torch.float32),
-                    (torch.bfloat16, torch.float32),
-                    (torch.float16, None),
-                    (torch.bfloat16, None),
-                    (torch.bfloat16, torch.float16),
-                    (None, torch.float16),
-                ],
-                # Gradients are compared with the original parameters in use; without, only parameters.
-                "layout": [*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
-            },
-            self._test_parity_with_casts_by_hand,
-        )
-
-    def _test_parity_with_casts_by_hand(self, dtypes, layout):
         param_dtype, reduce_dtype = dtypes
         sharding_strategy, use_orig_params = layout
         torch.manual_seed(0)
@@ -720,26 +657,20 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-            with FSDP.summon_full_params(model, writeback=False):
-                found = [param.detach().clone() for param in model.parameters()]
-            self.assertEqual(found, [param.detach() for param in reference.parameters()], rtol=0, atol=0)
+            self.assertEqual(full_parameters(model), dict(reference.named_parameters()), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_overflow_on_one_rank(self):
+    @subtests(overflows=["loss", "output"], on_rank=[0, 1], reduce_dtype=[torch.float16, torch.float32])
+    def test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
         """Beyond upstream: where one rank's scaled loss, or a part of it, overflows, all ranks skip the step.
 
         A loss that is inf spoils all of the gradient. An output that is spoils a row of it, which a single rank holds,
         and only the scaler tells the others.
         """
-        self.run_subtests(
-            {"overflows": ["loss", "output"], "on_rank": [0, 1], "reduce_dtype": [torch.float16, torch.float32]},
-            self._test_overflow_on_one_rank,
-        )
-
-    def _test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
         torch.manual_seed(0)
         config = MixedPrecision(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
         model = FSDP(nn.Linear(8, 8, bias=False).to(self.device), mixed_precision=config)
+        flat_param = internals.flat_param_of(model)
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         scaler = self._scaler(growth_interval=100)
         x = torch.full((1, 8), self.rank + 1.0, device=self.device)
@@ -749,24 +680,24 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             if overflow and self.rank == on_rank:
                 weight[0] = math.inf if overflows == "output" else 1.0
                 weight *= 1.0 if overflows == "output" else 60000.0
-            before = model._handle.flat_param.detach().clone()
+            before = flat_param.detach().clone()
             optim.zero_grad()
             scaler.scale((model(x) * weight).sum()).backward()
-            spoilt = not model._handle.flat_param.grad.isfinite().all()
+            spoilt = not flat_param.grad.isfinite().all()
             self.assertEqual(spoilt, overflow and (overflows == "loss" or self.rank == 0))
             scaler.step(optim)
             scaler.update()
             scale *= 0.5 if overflow else 1.0
             self.assertEqual(scaler.get_scale(), scale)
-            changed = not torch.equal(model._handle.flat_param.detach(), before)
+            changed = not torch.equal(flat_param.detach(), before)
             self.assertEqual(changed, not overflow)
-        self.assertEqual(optim.state[model._handle.flat_param]["step"].item(), 2)
+        self.assertEqual(optim.state[flat_param]["step"].item(), 2)
 
 
 class ResidualNetwork(nn.Module):
     """Convolutions and batch norms, with a shortcut, and a layer on top."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
         self.block = nn.Sequential(
@@ -775,13 +706,13 @@ class ResidualNetwork(nn.Module):
         )
         self.fc = nn.Linear(4, 5)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         return self.fc(F.relu(x + self.block(x)).mean((2, 3)))
 
 
 class BatchNormNet(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.fc1 = nn.Linear(2, 40, bias=False)
         self.bn = nn.BatchNorm1d(4)
@@ -789,7 +720,7 @@ class BatchNormNet(nn.Module):
         self.ln = nn.LayerNorm(4)
         self.fc3 = nn.Linear(4, 4, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.bn(self.fc1(x).reshape(-1, 4, 10))
         x = self.ln(self.fc2(x.reshape(-1, 40)))
         return self.fc3(x).softmax(dim=1)
@@ -798,11 +729,11 @@ class BatchNormNet(nn.Module):
 class SeesInput(nn.Module):
     """A module that remembers the dtype of its input."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = x.dtype
         return self.layer(x)
 
@@ -810,13 +741,13 @@ class SeesInput(nn.Module):
 class ResidualLayers(nn.Module):
     """Three layers of odd sizes, two of them in a shortcut, a parameter of the root's own, and a buffer in use."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.lin1, self.lin2, self.lin3 = nn.Linear(8, 5), nn.Linear(5, 7), nn.Linear(7, 5)
         self.scale = nn.Parameter(torch.rand(5))
         self.register_buffer("shift", torch.rand(5))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.lin1(x)
         return x + self.lin3(self.lin2(x).relu()) * self.scale + self.shift
 
@@ -824,9 +755,7 @@ class ResidualLayers(nn.Module):
 class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
     """On one rank, for which every strategy becomes NO_SHARD."""
 
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_grads_reduced_precision(self):
@@ -844,29 +773,27 @@ class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
 
 
 class IgnoredModule(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(100, 100)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.l(x)
 
 
 class ModelWithIgnoredModule(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.l1 = nn.Linear(100, 100)
         self.ignored = IgnoredModule()
         self.l2 = nn.Linear(100, 100)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.l2(self.ignored(self.l1(x)))
 
 
 class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_with_ignored_module(self):
@@ -886,93 +813,91 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     Beyond upstream: in bfloat16 as in float16, and the gradients are those of the original dtype.
     """
 
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _run_dtypes(self, test):
-        self.run_subtests({"low": LOW_DTYPES}, test)
+    def _build(
+        self,
+        seen: dict[nn.Module, torch.Tensor],
+        cast_forward_inputs: bool,
+        c1: MixedPrecision | None = None,
+        c2: MixedPrecision | None = None,
+        root: MixedPrecision | None = None,
+    ) -> tuple[nn.Module, nn.Module, nn.Module, FSDP]:
+        """The model and its submodules c1 and c2, and all of it in FSDP, as is each submodule with a precision.
 
-    def _check_seen(self, forward_inputs, expected):
-        self.assertEqual([forward_inputs[module].dtype for module in expected], list(expected.values()))
+        ``seen`` gets the inputs of all three. With ``cast_forward_inputs`` the submodules cast theirs themselves.
+        """
+        model = SaveForwardInputsModel(seen, cast_forward_inputs).to(self.device)
+        plain = model, model.c1, model.c2
+        if c1 is not None:
+            model.c1 = FSDP(model.c1, mixed_precision=c1)
+        if c2 is not None:
+            model.c2 = FSDP(model.c2, mixed_precision=c2)
+        return *plain, FSDP(model, mixed_precision=root)
 
-    def _check_grads(self, model):
-        grads = [handle.flat_param.grad for handle in traversal_utils._get_fsdp_handles(model)]
-        self.assertEqual({grad.dtype for grad in grads}, {torch.float32})
+    def _forward(self, sharded: FSDP) -> torch.Tensor:
+        return sharded(torch.zeros(2, 100, device=self.device))
+
+    def _check_seen(self, seen: dict[nn.Module, torch.Tensor], expected: dict[nn.Module, torch.dtype]) -> None:
+        self.assertEqual([seen[module].dtype for module in expected], list(expected.values()))
+
+    def _check_grads(self, model: FSDP) -> None:
+        self.assertEqual({flat_param.grad.dtype for flat_param in internals.flat_params(model)}, {torch.float32})
 
     @skip_if_lt_x_gpu(2)
-    def test_float16_on_one_submodule(self):
-        self._run_dtypes(self._test_float16_on_one_submodule)
-
-    def _test_float16_on_one_submodule(self, low):
-        seen = {}
-        model = SaveForwardInputsModel(seen, cast_forward_inputs=False).to(self.device)
-        c1, c2 = model.c1, model.c2
-        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=True))
-        sharded = FSDP(model)
-        output = sharded(torch.zeros(2, 100, device=self.device))
+    @subtests(low=LOW_DTYPES)
+    def test_float16_on_one_submodule(self, low):
+        seen: dict[nn.Module, torch.Tensor] = {}
+        casts = MixedPrecision(param_dtype=low, cast_forward_inputs=True)
+        model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts)
+        output = self._forward(sharded)
         output.sum().backward()
         self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: low})
         self.assertEqual(output.dtype, low)
         self._check_grads(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_float16_on_one_submodule_skip_inputs(self):
-        self._run_dtypes(self._test_float16_on_one_submodule_skip_inputs)
-
-    def _test_float16_on_one_submodule_skip_inputs(self, low):
-        seen = {}
-        model = SaveForwardInputsModel(seen, cast_forward_inputs=True).to(self.device)
-        c1, c2 = model.c1, model.c2
-        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=False))
-        sharded = FSDP(model)
-        sharded(torch.zeros(2, 100, device=self.device)).sum().backward()
+    @subtests(low=LOW_DTYPES)
+    def test_float16_on_one_submodule_skip_inputs(self, low):
+        seen: dict[nn.Module, torch.Tensor] = {}
+        casts_not = MixedPrecision(param_dtype=low, cast_forward_inputs=False)
+        model, c1, c2, sharded = self._build(seen, cast_forward_inputs=True, c2=casts_not)
+        self._forward(sharded).sum().backward()
         self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: torch.float32})
         self._check_grads(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_float16_on_one_submodule_skip_inputs_error(self):
-        self._run_dtypes(self._test_float16_on_one_submodule_skip_inputs_error)
-
-    def _test_float16_on_one_submodule_skip_inputs_error(self, low):
-        model = SaveForwardInputsModel({}, cast_forward_inputs=False).to(self.device)
-        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=False))
+    @subtests(low=LOW_DTYPES)
+    def test_float16_on_one_submodule_skip_inputs_error(self, low):
+        casts_not = MixedPrecision(param_dtype=low, cast_forward_inputs=False)
+        *_, sharded = self._build({}, cast_forward_inputs=False, c2=casts_not)
         with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
-            FSDP(model)(torch.zeros(2, 100, device=self.device))
+            self._forward(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_submodules_with_different_precisions_error(self):
+    @subtests(low=LOW_DTYPES)
+    def test_submodules_with_different_precisions_error(self, low):
         """The root casts its own input only: what its first submodule makes of it reaches the second in fp16."""
-        self._run_dtypes(self._test_submodules_with_different_precisions_error)
-
-    def _test_submodules_with_different_precisions_error(self, low):
-        model = SaveForwardInputsModel({}, cast_forward_inputs=False).to(self.device)
-        model.c1 = FSDP(model.c1, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=True))
-        sharded = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True))
+        casts, root = (MixedPrecision(dtype, cast_forward_inputs=True) for dtype in (low, torch.float32))
+        *_, sharded = self._build({}, cast_forward_inputs=False, c1=casts, root=root)
         with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
-            sharded(torch.zeros(2, 100, device=self.device))
+            self._forward(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_submodules_with_different_precisions(self):
-        self._run_dtypes(self._test_submodules_with_different_precisions)
-
-    def _test_submodules_with_different_precisions(self, low):
-        seen = {}
-        model = SaveForwardInputsModel(seen, cast_forward_inputs=False).to(self.device)
-        c1, c2 = model.c1, model.c2
-        model.c2 = FSDP(model.c2, mixed_precision=MixedPrecision(param_dtype=low, cast_forward_inputs=True))
-        sharded = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True))
-        sharded(torch.zeros(2, 100, device=self.device)).sum().backward()
+    @subtests(low=LOW_DTYPES)
+    def test_submodules_with_different_precisions(self, low):
+        seen: dict[nn.Module, torch.Tensor] = {}
+        casts, root = (MixedPrecision(dtype, cast_forward_inputs=True) for dtype in (low, torch.float32))
+        model, c1, c2, sharded = self._build(seen, cast_forward_inputs=False, c2=casts, root=root)
+        self._forward(sharded).sum().backward()
         self._check_seen(seen, {model: torch.float32, c1: torch.float32, c2: low})
         self._check_grads(sharded)
 
     @skip_if_lt_x_gpu(2)
-    def test_submodules_with_external_inputs(self):
+    @subtests(low=LOW_DTYPES)
+    def test_submodules_with_external_inputs(self, low):
         """A submodule's inputs are cast by the root if they come from outside, and not if the model makes them."""
-        self._run_dtypes(self._test_submodules_with_external_inputs)
-
-    def _test_submodules_with_external_inputs(self, low):
-        seen = {}
+        seen: dict[str, torch.dtype] = {}
         model = MakesAnInput(seen).to(self.device)
         l2 = model.l2
         model.l2 = FSDP(model.l2, mixed_precision=MixedPrecision(param_dtype=low))
@@ -984,12 +909,12 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
 
 
 class TakesTwo(nn.Module):
-    def __init__(self, seen):
+    def __init__(self, seen: dict[str, torch.dtype]) -> None:
         super().__init__()
         self.l = nn.Linear(100, 100)
         self.seen = seen
 
-    def forward(self, x, y):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.seen.update(x=x.dtype, y=y.dtype)
         return self.l(x)
 
@@ -997,13 +922,13 @@ class TakesTwo(nn.Module):
 class MakesAnInput(nn.Module):
     """Calls its second layer with an output of the first and a tensor that it makes by itself."""
 
-    def __init__(self, seen):
+    def __init__(self, seen: dict[str, torch.dtype]) -> None:
         super().__init__()
         self.l1 = nn.Linear(100, 100)
         self.l2 = TakesTwo(seen)
         self.seen = seen
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen["root"] = x.dtype
         return self.l2(self.l1(x), torch.ones(2, 100, device=x.device))
 
@@ -1011,39 +936,26 @@ class MakesAnInput(nn.Module):
 class TransformerWithEMA(nn.Module):
     """Trains a transformer, and evaluates a moving average of one."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.module = self._transformer()
         # A short memory: what a step changes has to be seen in half precision.
         self.ema_module = AveragedModel(self._transformer(), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
-    def _transformer(self):
+    def _transformer(self) -> nn.Module:
         return nn.Transformer(8, nhead=2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=8)
 
-    def forward(self, *args):
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
         return self.module(*args) if self.training else self.ema_module(*args)
 
 
 class TestFSDPTrainEval(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    def test_train_ema_eval_flow(self):
+    @subtests(sharding_strategy=STRATEGIES)
+    def test_train_ema_eval_flow(self, sharding_strategy):
         """Training one part of a model, averaging it into the other, and evaluating that, in turn."""
-        self.run_subtests(
-            {
-                "sharding_strategy": [
-                    ShardingStrategy.SHARD_GRAD_OP,
-                    ShardingStrategy.FULL_SHARD,
-                    ShardingStrategy.NO_SHARD,
-                ]
-            },
-            self._test_train_ema_eval_flow,
-        )
-
-    def _test_train_ema_eval_flow(self, sharding_strategy):
         device = self.device
         torch.manual_seed(0)
         model = FSDP(
@@ -1057,7 +969,7 @@ class TestFSDPTrainEval(FSDPTest):
         eval_source = torch.randn(8, 1, 8, device=device)
         eval_target = torch.randn(16, 1, 8, device=device)
         sums = []
-        expected = None  # beyond upstream: the average, kept by hand
+        expected: list[torch.Tensor] | None = None  # beyond upstream: the average, kept by hand
         for _ in range(3):
             model.train()
             source, target = torch.randn(8, 4, 8, device=device), torch.randn(16, 4, 8, device=device)

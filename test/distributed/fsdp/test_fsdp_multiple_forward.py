@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as fsdp_runtime
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype, get_full_params
+from torch_fsdp_tests.common_fsdp import get_devtype, get_full_params
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
+from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 
 class Model(nn.Module):
     """The inner layer twice, (4) to (4), and the outer one on the sum, to (5)."""
 
-    def __init__(self, wrap_fsdp, **fsdp_kwargs):
+    def __init__(self, wrap_fsdp: bool, **fsdp_kwargs: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(4, 4).to(get_devtype())
@@ -31,20 +32,12 @@ class Model(nn.Module):
             self.inner = FSDP(self.inner, **fsdp_kwargs)
         self.outer = nn.Linear(4, 5).to(get_devtype())
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer(self.inner(x) + self.inner(x))
 
 
-class TestMultiForward(FSDPTest):
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _ddp(self):
-        device = self.device
-        return DDP(Model(wrap_fsdp=False), device_ids=None if device.index is None else [device])
-
-    def _dist_train(self, model):
+class TestMultiForward(FewRanksTest):
+    def _dist_train(self, model: nn.Module) -> None:
         """Three steps of SGD on the same data on every rank."""
         torch.manual_seed(0)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +51,7 @@ class TestMultiForward(FSDPTest):
     def test_multi_forward(self):
         """FSDP ends with the parameters of DDP."""
         model = FSDP(Model(wrap_fsdp=True))
-        reference = self._ddp()
+        reference = data_parallel(Model(wrap_fsdp=False))
         before = [param.detach().clone() for param in reference.parameters()]
         self._dist_train(model)
         self._dist_train(reference)
@@ -76,7 +69,7 @@ class TestMultiForward(FSDPTest):
             self._test_gradients_of_each_step,
         )
 
-    def _test_gradients_of_each_step(self, **fsdp_kwargs):
+    def _test_gradients_of_each_step(self, **fsdp_kwargs: Any) -> None:
         reference = Model(wrap_fsdp=False)
         model = FSDP(Model(wrap_fsdp=True, **fsdp_kwargs), **fsdp_kwargs)
         models = [reference, model]
@@ -89,15 +82,14 @@ class TestMultiForward(FSDPTest):
             for each, mine, optim in zip(models, inputs, optims):
                 optim.zero_grad()
                 each(mine).square().sum().backward()
-            for param in reference.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(reference)
             self.assertEqual(inputs[1].grad, inputs[0].grad)
             # Flattened as FSDP does it; the last rank's shard ends in padding, if it has any.
-            for handle, layer in ((model.module.inner._handle, "inner"), (model._handle, "outer")):
-                full = torch.cat([p.grad.flatten() for p in getattr(reference, layer).parameters()])
-                shard = full[handle.flat_param.numel() * self.rank :][: handle.flat_param.numel()]
-                self.assertEqual(handle.flat_param.grad[: len(shard)], shard, rtol=1e-5, atol=1e-5)
+            for unit, layer in ((model.module.inner, reference.inner), (model, reference.outer)):
+                flat_param = internals.flat_param_of(unit)
+                full = torch.cat([param.grad.flatten() for param in layer.parameters()])
+                shard = full[flat_param.numel() * self.rank :][: flat_param.numel()]
+                self.assertEqual(flat_param.grad[: len(shard)], shard, rtol=1e-5, atol=1e-5)
             for optim in optims:
                 optim.step()
             self.assertEqual(get_full_params(model), list(reference.parameters()), rtol=1e-5, atol=1e-5)
@@ -108,32 +100,22 @@ class TestMultiForward(FSDPTest):
 
         Its post-backward logic runs once, after both of the runs.
         """
-        for strategy, expected in ((ShardingStrategy.FULL_SHARD, (2, 1)), (ShardingStrategy.SHARD_GRAD_OP, (1, 0))):
+        for strategy, expected in ((ShardingStrategy.FULL_SHARD, [2, 1]), (ShardingStrategy.SHARD_GRAD_OP, [1, 0])):
             with self.subTest(strategy=strategy):
                 model = FSDP(Model(wrap_fsdp=True, sharding_strategy=strategy), sharding_strategy=strategy)
-                inner = model.module.inner._handle.flat_param.numel()
-                self.assertNotEqual(inner, model._handle.flat_param.numel())  # by which they are told apart
+                outer, inner = (internals.flat_param_of(unit).numel() for unit in (model, model.module.inner))
+                self.assertNotEqual(outer, inner)  # by which they are told apart
                 for _ in range(2):
-                    gathered: list[int] = []
-
-                    def record(gather, output, input, *args, gathered=gathered, **kwargs):
-                        gathered.append(input.numel())
-                        return gather(output, input, *args, **kwargs)
-
-                    # Where the CPU computes, parameters are gathered into a list; everywhere else, into one tensor.
-                    names = ("all_gather", torch_facts.all_gather_name())
-                    patches = {name: functools.partial(record, getattr(dist, name)) for name in names}
-                    hook = mock.Mock(side_effect=fsdp_runtime._post_backward_hook)
-                    with (
-                        mock.patch.multiple(dist, **patches),
-                        mock.patch.object(fsdp_runtime, "_post_backward_hook", hook),
-                    ):
-                        output = model(torch.ones(2, 4, device=get_devtype()))
-                        in_forward = gathered.count(inner)
-                        output.sum().backward()
-                    self.assertEqual((in_forward, gathered.count(inner) - in_forward), expected)
+                    hook = mock.Mock(side_effect=internals.fsdp1_runtime._post_backward_hook)
+                    with torch_names.patched(internals.fsdp1_runtime, "_post_backward_hook", hook):
+                        with recorded_calls("all_gather") as in_forward:
+                            output = model(torch.ones(2, 4, device=get_devtype()))
+                        with recorded_calls("all_gather") as in_backward:
+                            output.sum().backward()
+                    gathers = [[call.numel for call in calls].count(inner) for calls in (in_forward, in_backward)]
+                    self.assertEqual(gathers, expected)
                     units = [call.args[1] for call in hook.call_args_list]
-                    self.assertEqual([units.count(each._handle) for each in (model, model.module.inner)], [1, 1])
+                    self.assertEqual([units.count(handle) for handle in internals.handles(model)], [1, 1])
 
 
 instantiate_device_type_tests(TestMultiForward, globals(), allow_xpu=True)

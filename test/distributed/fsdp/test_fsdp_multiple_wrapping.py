@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.references import average_gradients
 
 
 class InnerModel(nn.Module):
     """One layer, (5) to (5), in FSDP; the module itself is not."""
 
-    def __init__(self, device):
+    def __init__(self, device: str) -> None:
         super().__init__()
         self.layers = nn.Sequential(FSDP(nn.Linear(5, 5).to(device), device_id=torch.device(device)))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
 
 
-class TestMultipleWrapping(FSDPTest):
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _train_under_root(self, inner, device):
+class TestMultipleWrapping(FewRanksTest):
+    def _train_under_root(self, inner: InnerModel, device: str) -> FSDP:
         """Three steps through a root over the module; the root is returned."""
         torch.manual_seed(10 + self.rank)
         model = FSDP(inner, device_id=torch.device(device))
@@ -58,16 +55,18 @@ class TestMultipleWrapping(FSDPTest):
         inner = InnerModel(device)
         first = self._train_under_root(inner, device)
         (unit,) = inner.layers
-        shared = ("_exec_order_data", "_free_event_queue", "_unshard_stream", "_post_backward_stream")
-        shared += ("_pre_unshard_stream", "_default_stream", "_all_reduce_stream")
-        for name in shared:
-            self.assertIs(getattr(unit, name), getattr(first, name), msg=name)
+        self._assert_shared(unit, first)
         second = FSDP(inner, device_id=torch.device(device))
         second(torch.rand(1, 5, device=device))
-        for name in shared:
-            self.assertIs(getattr(unit, name), getattr(second, name), msg=name)
-        self.assertIsNot(unit._exec_order_data, first._exec_order_data)
-        self.assertEqual((unit._is_root, second._is_root), (False, True))
+        self._assert_shared(unit, second)
+        self.assertIsNot(internals.execution_order(unit), internals.execution_order(first))
+        self.assertEqual((internals.is_root(unit), internals.is_root(second)), (False, True))
+
+    def _assert_shared(self, unit: FSDP, root: FSDP) -> None:
+        self.assertIs(internals.execution_order(unit), internals.execution_order(root))
+        streams = ("default", "unshard", "pre_unshard", "post_backward", "all_reduce")
+        for name in ("_free_event_queue", *(f"_{stream}_stream" for stream in streams)):
+            self.assertIs(torch_names.attribute(unit, name), torch_names.attribute(root, name), msg=name)
 
     @skip_if_lt_x_gpu(2)
     def test_training_through_second_root(self, device):
@@ -86,9 +85,7 @@ class TestMultipleWrapping(FSDPTest):
             for each, optim in zip(models, optims):
                 optim.zero_grad()
                 each(x).square().sum().backward()
-            for param in reference.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(reference)
             for optim in optims:
                 optim.step()
             with FSDP.summon_full_params(second):

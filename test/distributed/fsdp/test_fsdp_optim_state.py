@@ -1,14 +1,14 @@
 """Optimizer state of FSDP1: saved with the parameters' own names and shapes, and cut again for another wrapping,
 other parameter groups, another order of parameters or another number of ranks.
 
-What FSDP gives out is compared, by name, with an unwrapped model trained alone on the whole batch, of which each rank
-of FSDP sees its rows only.
+What FSDP saves is compared, by name, with an unwrapped model that was trained alone on the whole batch. Each rank of
+FSDP sees its rows of the batch only.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
+import dataclasses
 import gc
 import itertools
 import math
@@ -16,38 +16,31 @@ import os
 import shutil
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed._state_dict_utils import _gather_state_dict
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    _CHECKPOINT_PREFIX,
-    apply_activation_checkpointing,
-)
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.fully_sharded_data_parallel import (
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.fsdp import (
+    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
-    OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    StateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
 )
-from torch.distributed.optim import _NamedOptimizer
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import (
     get_required_world_size,
     requires,
@@ -57,44 +50,24 @@ from torch_fsdp_tests.common_distributed import (
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
+from torch_fsdp_tests.fsdp.references import average, full_parameters
 
+optimizers = torch_names.module("torch.distributed.optim")
+state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
 
-class Place(NamedTuple):
-    """A rank of a group and the size of the group, by which the rank finds its rows of a batch."""
+Group: TypeAlias = "dist.ProcessGroup | None"
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None = None
-
-
-ALONE = Place(0, 1)
 BATCH = 8
-FIRST, NEXT = range(3), range(3, 6)  # the iterations before a state is saved, and those after it is loaded
-OTHER = range(50, 51)  # an iteration that is no part of the training: it leads the state astray
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-Settings = tuple[StateDictType, StateDictConfig, OptimStateDictConfig]
-FULL_EVERYWHERE: Settings = (FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-FULL_ON_RANK_0: Settings = (FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True))
-SHARDS: Settings = (SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+FULL_EVERYWHERE = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+FULL_ON_RANK_0 = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True))
+SHARDS = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
 MANY_GROUPS = parametrize("use_multiple_param_groups", [False, True])
 TYPES = parametrize("state_dict_type", [FULL, SHARDED])
-OPTIM_INPUT = {"use_optim_input": [False, True]}
-
-
-class _OSDCommMethod(enum.Enum):
-    """How an older interface brings the state of one model to the ranks of another."""
-
-    BROADCAST_OBJECT_LIST = enum.auto()
-    SCATTER_FULL_OSD = enum.auto()
-    FLATTEN_SHARDED_OSD = enum.auto()
-
-
-class _ModelClass(enum.Enum):
-    NESTED = enum.auto()
-    TRANSFORMER = enum.auto()
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -140,6 +113,8 @@ class BlockB(_Block):
 
 class NestedModel(nn.Module):
     """Blocks of odd sizes, which may be wrapped in several ways, and a parameter that no FSDP instance holds."""
+
+    features = 5
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,6 +163,8 @@ class NestedModel(nn.Module):
 class TwoBlocks(nn.Sequential):
     """One block is in FSDP, of the other one bias, and the rest of it is not; four ranks share no part of it evenly."""
 
+    features = 5
+
     def __init__(self) -> None:
         super().__init__(BlockB(5, 3), BlockA(3, 5))
 
@@ -200,6 +177,7 @@ class TestDummyModel(nn.Module):
     """Four small linear layers, the first of them frozen where asked."""
 
     __test__ = False
+    features = 8
 
     def __init__(self, no_grad: bool = False) -> None:
         super().__init__()
@@ -214,104 +192,119 @@ class TestDummyModel(nn.Module):
         return self.net4(self.net3(self.net2(self.net1(x))))
 
 
-class Run(NamedTuple):
-    """A model in training, and what its optimizer was made of."""
+@dataclasses.dataclass
+class Training:
+    """A model, its optimizer, the input of the optimizer, and the number of iterations so far."""
 
     model: nn.Module
     optim: torch.optim.Optimizer
-    optim_input: list[Any]
+    optim_input: list[Any] = dataclasses.field(default_factory=list)
+    iteration: int = 0
+
+    def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
+        """The optimizer as an argument of FSDP's older functions: itself, or its input."""
+        return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
 
 
-class Way(NamedTuple):
-    """One of FSDP's ways to save an optimizer's state, and to convert it for the optimizer of another model."""
+class Interface:
+    """Two functions of FSDP: one saves an optimizer's state, one converts it for the optimizer of another model."""
 
-    name: str
-    save: Callable[[Run, dist.ProcessGroup | None], dict[str, Any]]
-    convert: Callable[[dict[str, Any], Run, dist.ProcessGroup | None], dict[str, Any]]
-    only_on_rank_0: bool  # is what was saved
+    rank0_only = False  # whether other ranks save nothing
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {vars(self)}"
 
-def turns(count: int) -> list[range]:
-    """The iterations before each of so many loads, and those after the last: three first, three last, else one."""
-    return [FIRST, *(range(at, at + 1) for at in range(3, 2 + count)), range(2 + count, 5 + count)]
+    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
+        raise NotImplementedError
 
-
-def place(group: dist.ProcessGroup | None = None) -> Place:
-    return Place(dist.get_rank(group), dist.get_world_size(group), group)
+    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        raise NotImplementedError
 
 
-def replicated(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters outside of FSDP, whose gradients nobody averages."""
-    inside = {param for module in FSDP.fsdp_modules(model) for param in module.parameters()}
-    return [param for param in model.parameters() if param not in inside]
+class OptimStateDict(Interface):
+    """``optim_state_dict`` and ``optim_state_dict_to_load``, with state dicts of this kind."""
+
+    def __init__(self, settings: StateDictSettings) -> None:
+        self.settings = settings
+        self.rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+
+    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
+        set_state_dict_type(training.model, self.settings)
+        return FSDP.optim_state_dict(training.model, training.optim, group=group)
+
+    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=group)
 
 
-def group_of(ranks: range) -> dist.ProcessGroup | None:
+class ShardFull(Interface):
+    """The older functions for a full state: rank 0 saves and broadcasts it, and each rank cuts its own part."""
+
+    rank0_only = True
+
+    def __init__(self, use_optim_input: bool) -> None:
+        self.use_optim_input = use_optim_input
+
+    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
+        optim_input = training.optim_input if self.use_optim_input else None
+        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=group)
+
+    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        optim = training.optim_argument(self.use_optim_input)
+        return FSDP.shard_full_optim_state_dict(broadcast(osd, group), training.model, **optim)
+
+
+class ScatterFull(ShardFull):
+    """As :class:`ShardFull`, but rank 0 cuts the state and scatters the parts."""
+
+    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        on_rank_0 = osd if dist.get_rank(group) == 0 else None
+        optim = training.optim_argument(self.use_optim_input)
+        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=group, **optim)
+
+
+class FlattenSharded(Interface):
+    """The older functions for a sharded state: every rank saves its shards and flattens them."""
+
+    def save(self, training: Training, group: Group = None) -> dict[str, Any]:
+        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=group)
+
+    def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+        return FSDP.flatten_sharded_optim_state_dict(osd, training.model, training.optim)
+
+
+def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
+    FSDP.set_state_dict_type(
+        model, settings.state_dict_type, settings.state_dict_config, settings.optim_state_dict_config
+    )
+
+
+def full_of_original_parameters(rank0_only: bool = False) -> StateDictSettings:
+    """Offloaded only where that copies; see ``test_offloaded_state_of_original_parameters``."""
+    offload = accelerator.current().has("device_memory")
+    optim_config = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+    return StateDictSettings(FULL, FullStateDictConfig(), optim_config)
+
+
+def group_of(ranks: range) -> Group:
     """A new group, made by all ranks; None for all of them."""
     return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
-def legacy(method: _OSDCommMethod, use_optim_input: bool) -> Way:
-    """By the interfaces that ``optim_state_dict`` replaces."""
-
-    def which(run: Run) -> dict[str, Any]:
-        return {"optim_input": run.optim_input} if use_optim_input else {"optim": run.optim}
-
-    def save(run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        if method is _OSDCommMethod.FLATTEN_SHARDED_OSD:
-            return FSDP.sharded_optim_state_dict(run.model, run.optim, group=group)
-        optim_input = run.optim_input if use_optim_input else None
-        return FSDP.full_optim_state_dict(run.model, run.optim, optim_input, group=group)
-
-    def convert(osd: dict[str, Any], run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        if method is _OSDCommMethod.FLATTEN_SHARDED_OSD:
-            return FSDP.flatten_sharded_optim_state_dict(osd, run.model, run.optim)
-        if method is _OSDCommMethod.SCATTER_FULL_OSD:
-            on_rank_0 = osd if dist.get_rank(group) == 0 else None
-            return FSDP.scatter_full_optim_state_dict(on_rank_0, run.model, group=group, **which(run))
-        return FSDP.shard_full_optim_state_dict(broadcast(osd, group), run.model, **which(run))
-
-    full = method is not _OSDCommMethod.FLATTEN_SHARDED_OSD
-    return Way(f"{method.name}, use_optim_input={use_optim_input}", save, convert, only_on_rank_0=full)
-
-
-def legacy_and_generic(method: _OSDCommMethod, settings: Settings) -> list[Way]:
-    """By older interfaces, with the optimizer and with its input, and by those that replace them."""
-    return [legacy(method, use_optim_input=False), legacy(method, use_optim_input=True), generic(settings)]
-
-
-def broadcast(osd: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Rank 0's, on every rank."""
-    (received,) = objects = [osd]
+def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
+    """The state that rank 0 passes, on every rank."""
+    objects = [osd]
     dist.broadcast_object_list(objects, src=0, group=group)
-    (received,) = objects
-    return received
+    return objects[0]
 
 
-def generic(settings: Settings) -> Way:
-    """By ``optim_state_dict`` and ``optim_state_dict_to_load``."""
-
-    def save(run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        FSDP.set_state_dict_type(run.model, *settings)
-        return FSDP.optim_state_dict(run.model, run.optim, group=group)
-
-    def convert(osd: dict[str, Any], run: Run, group: dist.ProcessGroup | None) -> dict[str, Any]:
-        return FSDP.optim_state_dict_to_load(run.model, run.optim, osd, group=group)
-
-    only_on_rank_0 = getattr(settings[2], "rank0_only", False)
-    return Way(f"{settings[0].name}, rank0_only={only_on_rank_0}", save, convert, only_on_rank_0)
-
-
-def tensors_of(osd: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The states of parameters that have dimensions, which is all but the step counts."""
-    for states in osd["state"].values():
-        for name, value in states.items():
-            if isinstance(value, ShardedTensor) or (torch.is_tensor(value) and value.dim() > 0):
-                yield name, value
+def moments_of(osd: dict[str, Any]) -> list[Any]:
+    """The states that have their parameter's shape, which is all but the step counts."""
+    values = [value for states in osd["state"].values() for value in states.values()]
+    return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
 
 
 def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
-    """Load, in place of what is there, with tensors of the optimizer's own; see ``test_steps_are_apart``."""
+    """Replace the optimizer's state by copies of the given one; for the reason see ``test_steps_are_apart``."""
     state = {
         key: {name: value.clone() if torch.is_tensor(value) else value for name, value in each.items()}
         for key, each in osd["state"].items()
@@ -329,6 +322,20 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 
 class TestFSDPOptimState(FSDPTest):
+    # The older functions, called with the optimizer and with its input, and then the functions that replace them.
+    SHARD_FULL = (ShardFull(use_optim_input=False), ShardFull(use_optim_input=True), OptimStateDict(FULL_EVERYWHERE))
+    SCATTER_FULL = (
+        ScatterFull(use_optim_input=False),
+        ScatterFull(use_optim_input=True),
+        OptimStateDict(FULL_ON_RANK_0),
+    )
+    HALVED = {
+        "halve_world_size": True,
+        "use_multiple_param_groups": True,
+        "wrap_alt": True,
+        "use_diff_optim_inputs": True,
+    }
+
     @property
     def world_size(self) -> int:
         return get_required_world_size(self, 2)
@@ -344,54 +351,66 @@ class TestFSDPOptimState(FSDPTest):
     def _init_nested_model(
         self,
         wrap: str | None,
+        group: Group = None,
         use_multiple_param_groups: bool = False,
         use_diff_optim_inputs: bool = False,
         **fsdp_kwargs: Any,
-    ) -> Run:
+    ) -> Training:
         """A nested model, in FSDP as its method ``wrap`` says, and Adam; odd ranks may take parameters in reverse."""
         model = NestedModel().to(self.device)
         if wrap is not None:
-            getattr(model, wrap)(**fsdp_kwargs)
+            getattr(model, wrap)(process_group=group, **fsdp_kwargs)
         optim_input = model.optim_input(use_multiple_param_groups, use_diff_optim_inputs and self.rank % 2 == 1)
-        return Run(model, torch.optim.Adam(optim_input, lr=0.01), optim_input)
+        return Training(model, torch.optim.Adam(optim_input, lr=0.01), optim_input)
 
-    def _init_transformer_model(self, wrap: bool, process_group: dist.ProcessGroup | None = None) -> Run:
+    def _init_transformer_model(self, wrap: str | None, group: Group = None) -> Training:
         model = TransformerWithSharedParams.init(
-            process_group or self.process_group,
-            FSDPInitMode.RECURSIVE if wrap else FSDPInitMode.NO_FSDP,
+            group or self.process_group,
+            FSDPInitMode.NO_FSDP if wrap is None else FSDPInitMode.RECURSIVE,
             DEVICEInitMode.DEVICE_BEFORE,
             deterministic=True,
             add_bn=False,  # over the batch, of which each rank has a part
         )
         params = list(model.parameters())
         # The bias of attention's keys has no gradient but for rounding, of which a smaller eps would make whole steps.
-        return Run(model, torch.optim.Adam(params, lr=0.01, eps=1e-3), params)
+        return Training(model, torch.optim.Adam(params, lr=0.01, eps=1e-3), params)
 
-    def _loss(self, model: nn.Module, iteration: int, place: Place) -> torch.Tensor:
-        """The mean over the rows of the iteration's batch that the rank has in a group of that size."""
-        rank, size, _ = place
-        seed, model_class = 1000 + iteration, type(getattr(model, "module", model))
-        if model_class is TransformerWithSharedParams:
+    def _loss(self, model: nn.Module, iteration: int, rank: int, size: int) -> torch.Tensor:
+        """The mean over a rank's rows of the iteration's batch, of which ``size`` ranks have equal parts."""
+        seed = 1000 + iteration
+        if isinstance(getattr(model, "module", model), TransformerWithSharedParams):
             source, target = torch.randint(23, (10, BATCH), generator=torch.Generator().manual_seed(seed)).split([6, 4])
             ids = [tokens.chunk(size, dim=1)[rank].to(self.device) for tokens in (source, target)]
             return F.cross_entropy(model(*ids).flatten(0, -2), ids[1].flatten())
-        features = 5 if model_class in (NestedModel, TwoBlocks) else 8
-        rows = normal(seed, BATCH, features).chunk(size)[rank].to(self.device)
+        rows = normal(seed, BATCH, model.features).chunk(size)[rank].to(self.device)
         return model(rows).sum() / len(rows)
 
-    def _step_model(self, run: Run, iterations: range, place: Place) -> list[torch.Tensor]:
-        losses, outside = [], replicated(run.model) if place.size > 1 else []
-        for iteration in iterations:
-            run.model.zero_grad()
-            loss = self._loss(run.model, iteration, place)
+    def _train(self, training: Training, iterations: int = 1, group: Group = None) -> list[torch.Tensor]:
+        """Train a model in FSDP on this rank's rows, any other model alone on all rows. Returns the losses.
+
+        FSDP leaves the gradients of parameters that it does not manage alone, so they are averaged here.
+        """
+        model, instances = training.model, FSDP.fsdp_modules(training.model)
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if instances else (0, 1)
+        managed = {param for instance in instances for param in instance.parameters()}
+        losses = []
+        for _ in range(iterations):
+            model.zero_grad()
+            loss = self._loss(model, training.iteration, rank, size)
             loss.backward()
-            if grads := [param.grad for param in outside if param.grad is not None]:
-                mean = parameters_to_vector(grads)
-                dist.all_reduce(mean, group=place.group)
-                vector_to_parameters(mean / place.size, grads)
-            run.optim.step()
+            if instances:
+                outside = [param for param in model.parameters() if param not in managed]
+                average([param.grad for param in outside if param.grad is not None], group)
+            training.optim.step()
+            training.iteration += 1
             losses.append(loss.detach())
         return losses
+
+    def _train_both(self, run: Training, reference: Training, iterations: int) -> None:
+        """Train both, and compare their parameters."""
+        self._train(run, iterations)
+        self._train(reference, iterations)
+        self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
 
     # What is compared
 
@@ -401,86 +420,71 @@ class TestFSDPOptimState(FSDPTest):
         self.assertEqual(found["state"], wanted["state"], exact_device=False, **tolerance)
         self.assertEqual(found["param_groups"], wanted["param_groups"])
 
-    def _check_by_name(self, osd: dict[str, Any], twin: Run, group: dist.ProcessGroup | None = None) -> None:
-        """Every state is that of the twin's parameter of the same name, and the groups are of the same names."""
-        names = {param: name for name, param in twin.model.named_parameters()}
-        wanted = {names[param]: state for param, state in twin.optim.state.items()}
+    def _check_saved(
+        self,
+        osd: dict[str, Any],
+        reference: Training,
+        group: Group = None,
+        rank0_only: bool = False,
+    ) -> None:
+        """States and parameter groups are the reference's, by name. With ``rank0_only`` other ranks have nothing."""
+        if rank0_only and dist.get_rank(group) > 0:
+            self.assertEqual(osd, {})
+            return
+        names = {param: name for name, param in reference.model.named_parameters()}
+        wanted = {names[param]: state for param, state in reference.optim.state.items()}
         self.assertGreater(len(wanted), 0)
-        self.assertEqual(_gather_state_dict(osd["state"], pg=group), wanted, exact_device=False)
+        self.assertEqual(state_dict_utils._gather_state_dict(osd["state"], pg=group), wanted, exact_device=False)
         groups = [
-            {**each, "params": sorted(names[param] for param in each["params"])} for each in twin.optim.param_groups
+            {**each, "params": sorted(names[param] for param in each["params"])}
+            for each in reference.optim.param_groups
         ]
         self.assertEqual([{**each, "params": sorted(each["params"])} for each in osd["param_groups"]], groups)
 
     def _test_load_optim_state(
         self,
-        ways: list[Way],
-        model_class: _ModelClass,
+        interfaces: Sequence[Interface],
+        init: Callable[..., Training],
         halve_world_size: bool = False,
         wrap_alt: bool = False,
-        use_orig_params: bool = False,
-        use_diff_optim_inputs: bool = False,
-        **groups: bool,
+        use_multiple_param_groups: bool = False,
+        **target_kwargs: bool,
     ) -> None:
-        """The state of a model, saved and converted for another one, is that one's own, and it trains on with it.
+        """Save a model's state, convert it for another model's optimizer, load it there and train on.
 
-        The models take steps before each of the ways, and at least three after it.
+        Both models train in FSDP like a reference without it, so their states are that reference's. ``target_kwargs``
+        are for the second model alone.
         """
-
-        def init(wrap: str | None, group: dist.ProcessGroup | None = None, **kwargs: Any) -> Run:
-            if model_class is _ModelClass.NESTED:
-                return self._init_nested_model(wrap, **groups, **kwargs, **({"process_group": group} if wrap else {}))
-            return self._init_transformer_model(wrap is not None, group)
-
-        source, twin, target = init("wrap"), init(None), None
+        groups = {"use_multiple_param_groups": True} if use_multiple_param_groups else {}
+        source, reference, target = init("wrap", **groups), init(None, **groups), None
         group = group_of(range(0, self.world_size, 2 if halve_world_size else 1))
         if not halve_world_size or self.rank % 2 == 0:
-            other = {"use_diff_optim_inputs": use_diff_optim_inputs, "use_orig_params": use_orig_params}
-            wrap = "wrap_alt" if wrap_alt else "wrap"
-            target = init(wrap, group, **other if model_class is _ModelClass.NESTED else {})
-        *before, last = turns(len(ways))
-        for way, steps in zip(ways, before, strict=True):
-            with self.subTest(way=way.name):
-                self._step_model(source, steps, place())
-                self._step_model(twin, steps, ALONE)
-                saved = way.save(source, None)
-                self._check_saved(saved, way, twin, None)
+            target = init("wrap_alt" if wrap_alt else "wrap", group, **groups, **target_kwargs)
+
+        def train(iterations: int) -> None:
+            self._train(source, iterations)
+            self._train(reference, iterations)
+            if target is not None:
+                self._train(target, iterations, group)
+                self.assertEqual(full_parameters(target.model), dict(reference.model.named_parameters()))
+
+        train(3)
+        for interface in interfaces:
+            with self.subTest(interface=interface):
+                saved = interface.save(source)
+                self._check_saved(saved, reference, rank0_only=interface.rank0_only)
                 if target is not None:
-                    self._step_as_twin(target, twin, steps, group)
-                    self._check_taken_over(saved, way, target, twin, group)
-        self._step_model(twin, last, ALONE)
-        if target is not None:
-            self._step_as_twin(target, twin, last, group)
-
-    def _step_as_twin(self, run: Run, twin: Run, iterations: range, group: dist.ProcessGroup | None = None) -> None:
-        """With these steps the model comes to where its twin is already."""
-        self._step_model(run, iterations, place(group))
-        self.assertEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
-
-    def _check_saved(self, osd: dict[str, Any], way: Way, twin: Run, group: dist.ProcessGroup | None) -> None:
-        if dist.get_rank(group) == 0 or not way.only_on_rank_0:
-            self._check_by_name(osd, twin, group)
-        else:
-            self.assertEqual(osd, {})
-
-    def _check_taken_over(
-        self, saved: dict[str, Any], way: Way, target: Run, twin: Run, group: dist.ProcessGroup | None
-    ) -> None:
-        """Both what the target saves and what another model saved become the target's own state, which it then has."""
-        own = way.save(target, group)
-        self._check_saved(own, way, twin, group)
-        wanted = copy.deepcopy(target.optim.state_dict())
-        self._check_same_osd(way.convert(own, target, group), wanted, rtol=0, atol=0)
-        converted = way.convert(saved, target, group)
-        # What was in shards, and belongs to a parameter that is not in FSDP here, has stayed as it was.
-        converted["state"] = _gather_state_dict(converted["state"], pg=group)
-        self._check_same_osd(converted, wanted)
-        load_into(target.optim, converted)
-
-    def _full_of_orig_params(self, rank0_only: bool = False) -> Settings:
-        """Offloaded only where that copies; see ``test_offloaded_state_of_original_parameters``."""
-        offload = accelerator.current().has("device_memory")
-        return FULL, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+                    own = interface.save(target, group)
+                    self._check_saved(own, reference, group, interface.rank0_only)
+                    wanted = copy.deepcopy(target.optim.state_dict())
+                    self._check_same_osd(interface.convert(own, target, group), wanted, rtol=0, atol=0)
+                    converted = interface.convert(saved, target, group)
+                    # What was in shards, and belongs to a parameter that is not in FSDP here, has stayed as it was.
+                    converted["state"] = state_dict_utils._gather_state_dict(converted["state"], pg=group)
+                    self._check_same_osd(converted, wanted)
+                    load_into(target.optim, converted)
+                train(1)
+        train(2)
 
     # Saving
 
@@ -499,19 +503,16 @@ class TestFSDPOptimState(FSDPTest):
             "use_multiple_param_groups": use_multiple_param_groups,
             "use_diff_optim_inputs": use_diff_optim_inputs,
         }
-        run, twin = self._init_nested_model("wrap", **kwargs), self._init_nested_model(None, **kwargs)
-        losses = torch.stack(self._step_model(run, FIRST, place()))
-        dist.all_reduce(losses)
-        self.assertEqual(losses / self.world_size, torch.stack(self._step_model(twin, FIRST, ALONE)))
+        run, reference = self._init_nested_model("wrap", **kwargs), self._init_nested_model(None, **kwargs)
+        losses = torch.stack(self._train(run, 3))
+        average([losses])
+        self.assertEqual(losses, torch.stack(self._train(reference, 3)))
         if state_dict_type is SHARDED:
-            return self._check_by_name(FSDP.sharded_optim_state_dict(run.model, run.optim), twin)
+            return self._check_saved(FSDP.sharded_optim_state_dict(run.model, run.optim), reference)
         for optim_input in (None, run.optim_input):
             with self.subTest(use_optim_input=optim_input is not None):
                 osd = FSDP.full_optim_state_dict(run.model, run.optim, optim_input, rank0_only=rank0_only)
-                if rank0_only and self.rank > 0:
-                    self.assertEqual(osd, {})
-                else:
-                    self._check_by_name(osd, twin)
+                self._check_saved(osd, reference, rank0_only=rank0_only)
 
     def _check_shards_are_for_all_ranks(self) -> None:
         """``rank0_only`` belongs to FULL_STATE_DICT."""
@@ -533,11 +534,13 @@ class TestFSDPOptimState(FSDPTest):
         """States have the names of the model's state dict, whatever is ignored or wrapped for checkpointing."""
         model = NestedModel().to(self.device)
         model.wrap(ignore=True)
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Sequential))
-        self.assertTrue(any(_CHECKPOINT_PREFIX in name for name, _ in model.named_modules()))
+        checkpoint_wrapping.apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, nn.Sequential)
+        )
+        self.assertTrue(any(checkpoint_wrapping._CHECKPOINT_PREFIX in name for name, _ in model.named_modules()))
         params = list(model.parameters())
-        run = Run(model, torch.optim.Adam(params, lr=1e-3), params)
-        self._step_model(run, range(1), place())
+        run = Training(model, torch.optim.Adam(params, lr=1e-3), params)
+        self._train(run)
         osd = FSDP.full_optim_state_dict(model, run.optim, rank0_only=False)
         with FSDP.state_dict_type(model, FULL):
             state_dict = model.state_dict()
@@ -550,8 +553,8 @@ class TestFSDPOptimState(FSDPTest):
         model = NestedModel().to(self.device)
         model.wrap()
         params = list(model.parameters())[: None if self.rank == 0 else -1]
-        run = Run(model, torch.optim.Adam(params, lr=0.01), params)
-        self._step_model(run, FIRST, place())
+        run = Training(model, torch.optim.Adam(params, lr=0.01), params)
+        self._train(run, 3)
         message = (
             "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer "
             "but some ranks are missing some of those states"
@@ -560,15 +563,12 @@ class TestFSDPOptimState(FSDPTest):
             FSDP.full_optim_state_dict(model, run.optim)
 
     @skip_if_lt_x_gpu(2)
-    def test_rank0_only_leaves_nothing_elsewhere(self):
+    @subtests(use_orig_params=[False, True], use_legacy=[False, True])
+    def test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params, use_legacy):
         """Beyond upstream: what was gathered for rank 0 is gone on the others, and not merely out of the dict."""
-        config = {"use_orig_params": [False, True], "use_legacy": [False, True]}
-        self.run_subtests(config, self._test_rank0_only_leaves_nothing_elsewhere)
-
-    def _test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params: bool, use_legacy: bool) -> None:
         run = self._init_nested_model("wrap", use_orig_params=use_orig_params)
-        self._step_model(run, FIRST, place())
-        FSDP.set_state_dict_type(run.model, *FULL_ON_RANK_0)
+        self._train(run, 3)
+        set_state_dict_type(run.model, FULL_ON_RANK_0)
         save = FSDP.full_optim_state_dict if use_legacy else FSDP.optim_state_dict
         before = live_storages()
         osd = save(run.model, run.optim)
@@ -588,27 +588,15 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_shard_full_optim_state_dict_nested(self, **config):
-        ways = legacy_and_generic(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
-        self._test_load_optim_state(ways, _ModelClass.NESTED, **config)
+        self._test_load_optim_state(self.SHARD_FULL, self._init_nested_model, **config)
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
-        self._test_halved(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
-
-    def _test_halved(self, method: _OSDCommMethod, settings: Settings) -> None:
-        self._test_load_optim_state(
-            legacy_and_generic(method, settings),
-            _ModelClass.NESTED,
-            halve_world_size=True,
-            use_multiple_param_groups=True,
-            wrap_alt=True,
-            use_diff_optim_inputs=True,
-        )
+        self._test_load_optim_state(self.SHARD_FULL, self._init_nested_model, **self.HALVED)
 
     @requires_world_size(4)
     def test_shard_full_optim_state_dict_transformer(self):
-        ways = legacy_and_generic(_OSDCommMethod.BROADCAST_OBJECT_LIST, FULL_EVERYWHERE)
-        self._test_load_optim_state(ways, _ModelClass.TRANSFORMER, halve_world_size=True)
+        self._test_load_optim_state(self.SHARD_FULL, self._init_transformer_model, halve_world_size=True)
 
     # Full state on rank 0, scattered
 
@@ -617,37 +605,35 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_scatter_full_optim_state_dict_nested(self, **config):
-        ways = legacy_and_generic(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0)
-        self._test_load_optim_state(ways, _ModelClass.NESTED, **config)
+        self._test_load_optim_state(self.SCATTER_FULL, self._init_nested_model, **config)
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):
-        self._test_halved(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0)
+        self._test_load_optim_state(self.SCATTER_FULL, self._init_nested_model, **self.HALVED)
 
     @requires_world_size(4)
     def test_scatter_full_optim_state_dict_transformer(self):
-        ways = legacy_and_generic(_OSDCommMethod.SCATTER_FULL_OSD, FULL_ON_RANK_0)
-        self._test_load_optim_state(ways, _ModelClass.TRANSFORMER, halve_world_size=True)
+        self._test_load_optim_state(self.SCATTER_FULL, self._init_transformer_model, halve_world_size=True)
 
     # Sharded state
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_nested(self):
         # Beyond upstream: LOCAL_STATE_DICT, documented as not supported yet for optimizers, is the same to them.
-        local = StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
-        ways = [legacy(_OSDCommMethod.FLATTEN_SHARDED_OSD, use_optim_input=False), generic(SHARDS), generic(local)]
-        self._test_load_optim_state(ways, _ModelClass.NESTED, wrap_alt=True)
+        local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
+        interfaces = [FlattenSharded(), OptimStateDict(SHARDS), OptimStateDict(local)]
+        self._test_load_optim_state(interfaces, self._init_nested_model, wrap_alt=True)
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_transformer(self):
-        ways = [legacy(_OSDCommMethod.FLATTEN_SHARDED_OSD, use_optim_input=False), generic(SHARDS)]
-        self._test_load_optim_state(ways, _ModelClass.TRANSFORMER)
+        interfaces = [FlattenSharded(), OptimStateDict(SHARDS)]
+        self._test_load_optim_state(interfaces, self._init_transformer_model)
 
     @requires_world_size(4)
     def test_uneven_shards(self):
         """Beyond upstream: of 5 rows four ranks have 2, 2, 1 and none; of 3 rows the last rank has none either."""
         run = self._init_nested_model("wrap")
-        self._step_model(run, FIRST, place())
+        self._train(run, 3)
         osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
         for name, shape in {"block2.2.bias_module0.bias": (5,), "block1.weight": (3, 7)}.items():
             state = osd["state"][name]["exp_avg"]
@@ -657,18 +643,16 @@ class TestFSDPOptimState(FSDPTest):
             offsets = [[self.rank * rows, *(0 for _ in shape[1:])]] * (mine > 0)
             self.assertEqual([shard.metadata.shard_offsets for shard in state.local_shards()], offsets)
             self.assertEqual(state.size(), shape)
-        self._test_load_optim_state([generic(SHARDS)], _ModelClass.NESTED, use_diff_optim_inputs=True)
+        self._test_load_optim_state([OptimStateDict(SHARDS)], self._init_nested_model, use_diff_optim_inputs=True)
 
     @requires_world_size(4)
-    def test_use_orig_params(self):
+    @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
+    def test_use_orig_params(self, halve_world_size, wrap_alt):
         """From a model with flat parameters to one with the original ones."""
-        self.run_subtests({"halve_world_size": [True, False], "wrap_alt": [True, False]}, self._test_use_orig_params)
-
-    def _test_use_orig_params(self, halve_world_size: bool, wrap_alt: bool) -> None:
-        settings = [self._full_of_orig_params(rank0_only=only) for only in (False, True)]
+        settings = [full_of_original_parameters(rank0_only) for rank0_only in (False, True)]
         self._test_load_optim_state(
-            [generic(each) for each in (settings if halve_world_size else [*settings, SHARDS])],
-            _ModelClass.NESTED,
+            [OptimStateDict(each) for each in (settings if halve_world_size else [*settings, SHARDS])],
+            self._init_nested_model,
             halve_world_size=halve_world_size,
             wrap_alt=wrap_alt,
             use_orig_params=True,
@@ -681,7 +665,7 @@ class TestFSDPOptimState(FSDPTest):
     @parametrize("add_to_fsdp_module", [False, True])
     def test_shard_full_optim_state_dict_unmanaged_params(self, state_dict_type, add_to_fsdp_module):
         self.run_subtests(
-            OPTIM_INPUT if state_dict_type is FULL else {"use_optim_input": [False]},
+            {"use_optim_input": [False, True] if state_dict_type is FULL else [False]},
             self._test_unmanaged_params,
             state_dict_type=state_dict_type,
             add_to_fsdp_module=add_to_fsdp_module,
@@ -692,25 +676,23 @@ class TestFSDPOptimState(FSDPTest):
     ) -> None:
         """A parameter without a saved state cannot be part of a flat one that has; by itself it may be left out."""
         source = self._init_nested_model("wrap")
-        self._step_model(source, range(1), place())
+        self._train(source)
         model = NestedModel().to(self.device)
         model.wrap_with_unmanaged_params(add_to_fsdp_module)
         params = list(model.parameters())
-        target = Run(model, torch.optim.Adam(params, lr=1e-3), params)
-        full = state_dict_type is FULL
-        method = _OSDCommMethod.BROADCAST_OBJECT_LIST if full else _OSDCommMethod.FLATTEN_SHARDED_OSD
-        way = legacy(method, use_optim_input)
-        saved = way.save(source, None)
+        target = Training(model, torch.optim.Adam(params, lr=1e-3), params)
+        interface = ShardFull(use_optim_input) if state_dict_type is FULL else FlattenSharded()
+        saved = interface.save(source)
         if add_to_fsdp_module:
             message = (
                 "^All unflattened parameters comprising a single flat parameter must have scalar state with the same "
                 "value and dtype"
             )
             with self.assertRaisesRegex(ValueError, message):
-                way.convert(saved, target, None)
+                interface.convert(saved, target)
             self.assertEqual(target.optim.state_dict()["state"], {})
             return
-        converted = way.convert(saved, target, None)
+        converted = interface.convert(saved, target)
         (skipped,) = set(range(len(params))) - set(converted["state"])
         self.assertIs(params[skipped], model.unmanaged_param)
         moments = torch.randn(2, 5, 5, device=self.device)
@@ -718,7 +700,7 @@ class TestFSDPOptimState(FSDPTest):
         converted["param_groups"][0]["params"].insert(skipped, skipped)
         target.optim.load_state_dict(converted)
         self.assertEqual(target.optim.state_dict()["state"], converted["state"])
-        self._step_model(target, range(1, 2), place())
+        self._train(target)
         steps = {int(state["step"]) for state in target.optim.state.values()}
         self.assertEqual(steps, {2, 1})  # the one that is in no loss has no gradient, and stays at 1
 
@@ -728,62 +710,54 @@ class TestFSDPOptimState(FSDPTest):
     def test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups):
         """With numbers for names, FSDP's state is one that an optimizer without FSDP loads."""
         groups, full = {"use_multiple_param_groups": use_multiple_param_groups}, state_dict_type is FULL
-        run, twin = self._init_nested_model("wrap", **groups), self._init_nested_model(None, **groups)
-
-        def step(steps: range) -> None:
-            self._step_model(twin, steps, ALONE)
-            self._step_as_twin(run, twin, steps)
-
-        inputs = [False, True] if full else [False]
-        *before, last = turns(len(inputs))
-        for use_optim_input, steps in zip(inputs, before, strict=True):
+        run, plain = self._init_nested_model("wrap", **groups), self._init_nested_model(None, **groups)
+        self._train_both(run, plain, 3)
+        for use_optim_input in [False, True] if full else [False]:
             with self.subTest(use_optim_input=use_optim_input):
-                step(steps)
-                if full:
-                    optim_input = run.optim_input if use_optim_input else None
-                    osd = broadcast(FSDP.full_optim_state_dict(run.model, run.optim, optim_input))
-                else:
-                    osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
-                which = {"optim_input": twin.optim_input} if use_optim_input else {"optim": twin.optim}
-                rekeyed = FSDP.rekey_optim_state_dict(osd, OptimStateKeyType.PARAM_ID, twin.model, **which)
-                rekeyed["state"] = _gather_state_dict(rekeyed["state"])
-                self._check_same_osd(rekeyed, twin.optim.state_dict())
-                load_into(twin.optim, rekeyed)
-        step(last)
+                interface = ShardFull(use_optim_input) if full else FlattenSharded()
+                osd = interface.save(run)
+                osd = FSDP.rekey_optim_state_dict(
+                    broadcast(osd) if full else osd,
+                    OptimStateKeyType.PARAM_ID,
+                    plain.model,
+                    **plain.optim_argument(use_optim_input),
+                )
+                osd["state"] = state_dict_utils._gather_state_dict(osd["state"])
+                self._check_same_osd(osd, plain.optim.state_dict())
+                load_into(plain.optim, osd)
+                self._train_both(run, plain, 1)
+        self._train_both(run, plain, 2)
 
     @skip_if_lt_x_gpu(2)
     def test_rekey_optim_state_dict_to_names(self):
         """With names for numbers, the state of an optimizer without FSDP is one that FSDP cuts."""
-        run, twin = self._init_nested_model("wrap"), self._init_nested_model(None)
-        *before, last = turns(2)
-        for use_optim_input, steps in zip([False, True], before, strict=True):
+        run, plain = self._init_nested_model("wrap"), self._init_nested_model(None)
+        self._train_both(run, plain, 3)
+        for use_optim_input in (False, True):
             with self.subTest(use_optim_input=use_optim_input):
-                self._step_model(twin, steps, ALONE)
-                self._step_as_twin(run, twin, steps)
-                mine, twins = (
-                    {"optim_input": each.optim_input} if use_optim_input else {"optim": each.optim}
-                    for each in (run, twin)
-                )
                 osd = FSDP.rekey_optim_state_dict(
-                    twin.optim.state_dict(), OptimStateKeyType.PARAM_NAME, twin.model, **twins
+                    plain.optim.state_dict(),
+                    OptimStateKeyType.PARAM_NAME,
+                    plain.model,
+                    **plain.optim_argument(use_optim_input),
                 )
-                self._check_by_name(osd, twin)
-                sharded = FSDP.shard_full_optim_state_dict(osd, run.model, **mine)
-                self._check_same_osd(sharded, run.optim.state_dict())
-                load_into(run.optim, sharded)
-        self._step_model(twin, last, ALONE)
-        self._step_as_twin(run, twin, last)
+                self._check_saved(osd, plain)
+                osd = FSDP.shard_full_optim_state_dict(osd, run.model, **run.optim_argument(use_optim_input))
+                self._check_same_osd(osd, run.optim.state_dict())
+                load_into(run.optim, osd)
+                self._train_both(run, plain, 1)
+        self._train_both(run, plain, 2)
 
     @skip_if_lt_x_gpu(2)
     def test_optim_input_warning(self):
         run = self._init_nested_model("wrap")
-        self._step_model(run, range(1), place())
+        self._train(run)
         model, which = run.model, {"optim_input": run.optim_input}
         osd = FSDP.full_optim_state_dict(model, run.optim, rank0_only=False)
         on_rank_0 = osd if self.rank == 0 else None
         to_id, to_name = OptimStateKeyType.PARAM_ID, OptimStateKeyType.PARAM_NAME
         plain = self._init_nested_model(None)
-        self._step_model(plain, range(1), ALONE)
+        self._train(plain)
         by_id = plain.optim.state_dict()
         for call in (
             lambda **which: FSDP.full_optim_state_dict(model, run.optim, **which),
@@ -846,6 +820,8 @@ class TestFSDPOptimState(FSDPTest):
         """A root without FSDP, parts that only some ranks have, and an optimizer whose keys are names."""
 
         class DenseAndSparse(nn.Module):
+            features = 8
+
             def __init__(self, rank: int) -> None:
                 super().__init__()
                 self.dense = FSDP(TestDummyModel(), use_orig_params=True)
@@ -860,20 +836,20 @@ class TestFSDPOptimState(FSDPTest):
         models = [DenseAndSparse(self.rank).to(self.device) for _ in range(2)]
         models[1].load_state_dict(models[0].state_dict())
         plain = torch.optim.Adam(models[0].parameters(), lr=1e-2)
-        named = _NamedOptimizer(
+        named = optimizers._NamedOptimizer(
             models[1].named_parameters(),
             torch.optim.Adam,
             [{"params": list(models[1].parameters())}],
             models[1],
             lr=1e-2,
         )
-        runs = [Run(model, optim, []) for model, optim in zip(models, (plain, named))]
+        runs = [Training(model, optim) for model, optim in zip(models, (plain, named))]
         for run in runs:
-            FSDP.set_state_dict_type(run.model, *self._full_of_orig_params())
+            set_state_dict_type(run.model, full_of_original_parameters())
             for param in run.model.parameters():
                 param.grad = torch.zeros_like(param)
             run.optim.step()
-            self._step_model(run, range(1), place())
+            self._train(run)
 
         def check_same() -> None:
             saved, found = (FSDP.optim_state_dict(run.model, run.optim) for run in runs)
@@ -886,7 +862,7 @@ class TestFSDPOptimState(FSDPTest):
 
         check_same()
         saved = copy.deepcopy(FSDP.optim_state_dict(models[1], named))
-        self._step_model(runs[1], range(1, 6), place())
+        self._train(runs[1], 5)
         with self.assertRaises(AssertionError):
             check_same()
         converted = FSDP.optim_state_dict_to_load(models[1], named, saved, is_named_optimizer=True)
@@ -897,11 +873,11 @@ class TestFSDPOptimState(FSDPTest):
 
     # Details of optim_state_dict
 
-    def _dummy(self, optim_class: type[torch.optim.Optimizer] = torch.optim.Adam, **kwargs: Any) -> Run:
+    def _dummy(self, optim_class: type[torch.optim.Optimizer] = torch.optim.Adam, **kwargs: Any) -> Training:
         model = FSDP(TestDummyModel().to(self.device), **kwargs)
         if kwargs.get("use_orig_params"):
-            FSDP.set_state_dict_type(model, *self._full_of_orig_params())
-        return Run(model, optim_class(model.parameters(), lr=1e-2), [])
+            set_state_dict_type(model, full_of_original_parameters())
+        return Training(model, optim_class(model.parameters(), lr=1e-2))
 
     @skip_if_lt_x_gpu(2)
     def test_optim_state_without_param_groups(self):
@@ -939,16 +915,17 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_interface_arguments(self):
-        model, optim, _ = run = self._dummy()
-        self._step_model(run, range(1), place())
+        run = self._dummy()
+        model, optim = run.model, run.optim
+        self._train(run)
         saved = copy.deepcopy(FSDP.optim_state_dict(model, optim))
         given = copy.deepcopy(optim.state_dict())
         self._check_same_osd(FSDP.optim_state_dict(model, optim, optim_state_dict=given), saved, rtol=0, atol=0)
         host = "cpu"  # the CPU is the subject
-        for _, value in tensors_of(saved):
+        for value in moments_of(saved):
             self.assertEqual((type(value), value.device.type), (torch.Tensor, host))
 
-        self._step_model(run, range(1, 2), place())
+        self._train(run)
         self.assertNotEqual(FSDP.optim_state_dict(model, optim)["state"], saved["state"])
         FSDP.optim_state_dict_to_load(model, optim, saved, load_directly=True)
         self._check_same_osd(FSDP.optim_state_dict(model, optim), saved, rtol=0, atol=0)
@@ -957,10 +934,10 @@ class TestFSDPOptimState(FSDPTest):
         FSDP.set_state_dict_type(
             model, SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=False)
         )
-        shards = list(tensors_of(FSDP.optim_state_dict(model, optim)))
+        shards = moments_of(FSDP.optim_state_dict(model, optim))
         self.assertEqual(len(shards), 16)
-        for _, value in shards:
-            self.assertIsInstance(value, ShardedTensor)
+        for value in shards:
+            self.assertIsInstance(value, sharded_tensors.ShardedTensor)
             for shard in value.local_shards():
                 self.assertEqual(shard.tensor.device, self.device)
 
@@ -970,22 +947,16 @@ class TestFSDPOptimState(FSDPTest):
         if self.rank > 0:
             self.assertEqual(osd, {})
         else:
-            kinds = {(type(value), value.device.type) for _, value in tensors_of(osd)}
+            kinds = {(type(value), value.device.type) for value in moments_of(osd)}
             self.assertEqual(kinds, {(torch.Tensor, host)})
 
     @skip_if_lt_x_gpu(2)
-    def test_state_dict_with_none_tensor_state(self):
+    @subtests(use_orig_params=[False, True], optim_class=[torch.optim.Adam, torch.optim.SGD])
+    def test_state_dict_with_none_tensor_state(self, use_orig_params, optim_class):
         """Numbers and None beside or instead of tensors survive."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "optim_class": [torch.optim.Adam, torch.optim.SGD]},
-            self._test_state_dict_with_none_tensor_state,
-        )
-
-    def _test_state_dict_with_none_tensor_state(
-        self, use_orig_params: bool, optim_class: type[torch.optim.Optimizer]
-    ) -> None:
-        model, optim, _ = run = self._dummy(optim_class, use_orig_params=use_orig_params)
-        self._step_model(run, range(1), place())
+        run = self._dummy(optim_class, use_orig_params=use_orig_params)
+        model, optim = run.model, run.optim
+        self._train(run)
         mine = [param for param in model.parameters() if param.numel() > 0]
         for param in mine:
             optim.state[param].update(number=2.74, nothing=None)
@@ -994,22 +965,21 @@ class TestFSDPOptimState(FSDPTest):
         for state in saved["state"].values():
             self.assertEqual((state["number"], state["nothing"]), (2.74, None))
         self.assertEqual(len(saved["state"]), 8)
-        self._step_model(run, range(1, 2), place())
+        self._train(run)
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved))
         self._check_same_osd(optim.state_dict(), original, rtol=0, atol=0)
         self.assertEqual([optim.state[param]["number"] for param in mine], [2.74] * len(mine))
 
     @skip_if_lt_x_gpu(2)
-    def test_with_no_shard(self):
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_with_no_shard)
-
-    def _test_with_no_shard(self, use_orig_params: bool) -> None:
+    @subtests(use_orig_params=[False, True])
+    def test_with_no_shard(self, use_orig_params):
         strategy = ShardingStrategy.NO_SHARD
-        model, optim, _ = run = self._dummy(use_orig_params=use_orig_params, sharding_strategy=strategy)
-        self._step_model(run, range(1), place())
+        run = self._dummy(use_orig_params=use_orig_params, sharding_strategy=strategy)
+        model, optim = run.model, run.optim
+        self._train(run)
         original = copy.deepcopy(optim.state_dict())
         saved = copy.deepcopy(FSDP.optim_state_dict(model, optim))
-        self._step_model(run, range(1, 2), place())
+        self._train(run)
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved))
         self._check_same_osd(optim.state_dict(), original, rtol=0, atol=0)
 
@@ -1017,13 +987,13 @@ class TestFSDPOptimState(FSDPTest):
     def test_no_grad(self):
         """Parameters that are frozen in every other step keep the state they had, or have none."""
         model = FSDP(TestDummyModel(no_grad=True).to(self.device), use_orig_params=True)
-        FSDP.set_state_dict_type(model, *self._full_of_orig_params())
-        run = Run(model, torch.optim.Adam(model.parameters(), lr=1e-2), [])
+        set_state_dict_type(model, full_of_original_parameters())
+        run = Training(model, torch.optim.Adam(model.parameters(), lr=1e-2))
         for iteration in range(5):
             frozen = iteration % 2 == 0
             for param in model.net1.parameters():
                 param.requires_grad_(not frozen)
-            self._step_model(run, range(iteration, iteration + 1), place())
+            self._train(run)
             original = copy.deepcopy(run.optim.state_dict())
             saved = copy.deepcopy(FSDP.optim_state_dict(model, run.optim))
             self.assertEqual(len(saved["state"]), 6 if iteration == 0 else 8)
@@ -1059,9 +1029,9 @@ class TestFSDPOptimState(FSDPTest):
     def test_damaged_state_is_refused(self):
         """Beyond upstream: what cannot be the model's is refused with its fault, and the optimizer stays as is."""
         run = self._init_nested_model("wrap")
-        self._step_model(run, FIRST, place())
+        self._train(run, 3)
         model, optim = run.model, run.optim
-        FSDP.set_state_dict_type(model, *FULL_EVERYWHERE)
+        set_state_dict_type(model, FULL_EVERYWHERE)
         good = FSDP.optim_state_dict(model, optim)
         before = copy.deepcopy(optim.state_dict()), full_parameters(model)
 
@@ -1118,7 +1088,7 @@ class TestFSDPOptimState(FSDPTest):
         optim = torch.optim.Adam(model.parameters())
         model(torch.randn(4, 2, device=self.device)).sum().backward()
         optim.step()
-        FSDP.set_state_dict_type(model, *FULL_EVERYWHERE)
+        set_state_dict_type(model, FULL_EVERYWHERE)
         osd = FSDP.optim_state_dict(model, optim)
         osd["state"]["weight"]["exp_avg"] = osd["state"]["weight"]["exp_avg"].t()
         with self.assertRaises(ValueError):
@@ -1152,40 +1122,39 @@ class TestFSDPOptimState(FSDPTest):
     def test_checkpoint_on_disk(self):
         """Beyond upstream: saved by some ranks, loaded by as many, more or fewer, trained on as if uninterrupted."""
         groups = {size: group_of(range(size)) for size in (4, 2, 1)}
-        twins = [self._init_two_blocks(None, range(last.stop), ALONE) for last in (FIRST, NEXT)]
         kinds = [SHARDS, FULL_EVERYWHERE, FULL_ON_RANK_0]
         # Every two of sizes, kind and parameters meet; all three do where slow tests are asked for.
         for number, (saved_by, settings) in enumerate(itertools.product([4, 2], kinds)):
             path, orig = os.path.join(self.temp_dir, str(number)), number % 2 == 1
             if self.rank < saved_by:
-                run = self._init_two_blocks(orig, FIRST, place(groups[saved_by]))
+                run = self._init_two_blocks(orig, groups[saved_by])
+                self._train(run, 3, groups[saved_by])
                 state = self._state_on_disk(run, settings, orig, groups[saved_by])
                 dcp.save(state, checkpoint_id=path, process_group=groups[saved_by])
             dist.barrier()
             for also_orig, loaded_by in enumerate([4, 2, 1] if saved_by == 4 else [4]):
                 which = [False, True] if flags.TEST_WITH_SLOW else [(number + also_orig) % 2 == 1]
                 config = {"loaded_by": [loaded_by], "use_orig_params": which, "settings": [settings]}
-                self.run_subtests(config, self._test_load_from_disk, path, groups, *twins)
+                self.run_subtests(config, self._test_load_from_disk, path, groups)
 
-    def _init_two_blocks(self, use_orig_params: bool | None, steps: range, place: Place) -> Run:
-        """After these steps; without FSDP if there is no saying which parameters it is to use."""
+    def _init_two_blocks(self, use_orig_params: bool | None, group: Group = None) -> Training:
+        """The blocks in FSDP, with original or with flat parameters; without FSDP for None."""
         model = TwoBlocks().to(self.device)
         if use_orig_params is not None:
             # Offloading goes with flat parameters: neither is known to the other's code.
             offload = CPUOffload(not use_orig_params)
-            model.wrap(use_orig_params=use_orig_params, cpu_offload=offload, process_group=place.group)
-        run = Run(model, torch.optim.Adam(model.parameters(), lr=0.01), [])
-        self._step_model(run, steps, place)
-        return run
+            model.wrap(use_orig_params=use_orig_params, cpu_offload=offload, process_group=group)
+        return Training(model, torch.optim.Adam(model.parameters(), lr=0.01))
 
     def _state_on_disk(
-        self, run: Run, settings: Settings, use_orig_params: bool, group: dist.ProcessGroup | None
+        self, run: Training, settings: StateDictSettings, use_orig_params: bool, group: Group
     ) -> dict[str, Any]:
-        kind, config, optim_config = copy.deepcopy(settings)
-        optim_config.offload_to_cpu = offload = not use_orig_params
+        settings = copy.deepcopy(settings)
+        offload, has_copies = not use_orig_params, accelerator.current().has("device_memory")
+        settings.optim_state_dict_config.offload_to_cpu = offload
         # Where the host itself computes, a full state dict is not copied when offloaded, but freed.
-        config.offload_to_cpu = offload and (kind is SHARDED or accelerator.current().has("device_memory"))
-        FSDP.set_state_dict_type(run.model, kind, config, optim_config)
+        settings.state_dict_config.offload_to_cpu = offload and (settings.state_dict_type is SHARDED or has_copies)
+        set_state_dict_type(run.model, settings)
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
         # Without the parameter groups: see test_load_where_a_rank_has_no_rows.
         return {"model": run.model.state_dict(), "optim": osd.get("state", {})}
@@ -1193,18 +1162,19 @@ class TestFSDPOptimState(FSDPTest):
     def _test_load_from_disk(
         self,
         path: str,
-        groups: dict[int, dist.ProcessGroup | None],
-        twin: Run,
-        later_twin: Run,
+        groups: dict[int, Group],
         loaded_by: int,
-        settings: Settings,
+        settings: StateDictSettings,
         use_orig_params: bool,
     ) -> None:
         if self.rank >= loaded_by:
             return
-        group = groups[loaded_by]
-        run = self._init_two_blocks(use_orig_params, OTHER, place(group))
-        self.assertNotEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
+        reference, group = self._init_two_blocks(None), groups[loaded_by]
+        self._train(reference, 3)
+        run = self._init_two_blocks(use_orig_params, group)
+        run.iteration = 50  # no part of the training: it leads the state astray
+        self._train(run, 1, group)
+        self.assertNotEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
         state = self._state_on_disk(run, settings, use_orig_params, group)
         dcp.load(state, checkpoint_id=path, process_group=group)
         run.model.load_state_dict(state["model"])
@@ -1212,10 +1182,11 @@ class TestFSDPOptimState(FSDPTest):
         osd = {**osd, "state": state["optim"]} if osd else {}
         FSDP.optim_state_dict_to_load(run.model, run.optim, osd, load_directly=True, group=group)
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
-        if osd or dist.get_rank(group) == 0:
-            self._check_by_name(osd, twin, group)
-        self._step_model(run, NEXT, place(group))
-        self.assertEqual(full_parameters(run.model), dict(later_twin.model.named_parameters()), exact_device=False)
+        self._check_saved(osd, reference, group, OptimStateDict(settings).rank0_only)
+        run.iteration = reference.iteration
+        self._train(run, 3, group)
+        self._train(reference, 3)
+        self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()), exact_device=False)
 
     @unittest.expectedFailure
     @skip_if_lt_x_gpu(2)
@@ -1230,7 +1201,7 @@ class TestFSDPOptimState(FSDPTest):
         optim = torch.optim.Adam(model.parameters())
         model(torch.randn(4, 3, device=self.device)).sum().backward()
         optim.step()
-        FSDP.set_state_dict_type(model, *SHARDS)
+        set_state_dict_type(model, SHARDS)
         saved = {"optim": FSDP.optim_state_dict(model, optim)}
         dcp.save(saved, checkpoint_id=self.temp_dir)
         loaded = {"optim": FSDP.optim_state_dict(model, optim)}
@@ -1238,19 +1209,18 @@ class TestFSDPOptimState(FSDPTest):
             dcp.load(loaded, checkpoint_id=self.temp_dir)
         except CheckpointException as error:  # no Exception, and so nothing that unittest expects
             self.fail(str(error))
-        self.assertEqual(*(_gather_state_dict(each["optim"]["state"]) for each in (loaded, saved)))
+        self.assertEqual(*(state_dict_utils._gather_state_dict(each["optim"]["state"]) for each in (loaded, saved)))
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_damaged_checkpoint(self):
         """Beyond upstream: every rank hears of it, and model and optimizer train on as if nothing had been tried."""
-        model, _, _ = self._init_nested_model("wrap")
-        model = FSDP(model)  # the rest too: what FSDP does not manage is loaded into the live parameters
-        run = Run(model, torch.optim.Adam(model.parameters(), lr=0.01), [])
-        twin = self._init_nested_model(None)
-        self._step_model(run, FIRST, place())
-        self._step_model(twin, FIRST, ALONE)
-        FSDP.set_state_dict_type(model, *SHARDS)
+        model = FSDP(
+            self._init_nested_model("wrap").model
+        )  # the rest too: what FSDP does not manage is loaded into the live parameters
+        run, reference = Training(model, torch.optim.Adam(model.parameters(), lr=0.01)), self._init_nested_model(None)
+        self._train_both(run, reference, 3)
+        set_state_dict_type(model, SHARDS)
 
         def state() -> dict[str, Any]:
             return {"model": run.model.state_dict(), "optim": FSDP.optim_state_dict(run.model, run.optim)}
@@ -1290,9 +1260,7 @@ class TestFSDPOptimState(FSDPTest):
                 dcp.load(state(), checkpoint_id=path)
         self._check_same_osd(run.optim.state_dict(), before[0], rtol=0, atol=0)
         self.assertEqual(full_parameters(run.model), before[1], rtol=0, atol=0)
-        self._step_model(run, NEXT, place())
-        self._step_model(twin, NEXT, ALONE)
-        self.assertEqual(full_parameters(run.model), dict(twin.model.named_parameters()))
+        self._train_both(run, reference, 3)
 
 
 instantiate_parametrized_tests(TestFSDPOptimState)

@@ -6,11 +6,11 @@ where work is queued on streams and a kernel can keep the device busy.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
+from torch_fsdp_tests.fsdp import internals
+
+limiter = torch_names.module("torch.distributed.fsdp._limiter_utils")
+Event = tuple[str, int]  # what happens, and the number of its layer
 
 LAYERS = 4
 DELAY = 100  # milliseconds; long beside what an iteration costs without one
@@ -35,15 +37,15 @@ FACTOR = 10  # by which short and long times differ at least
 class Layer(nn.Module):
     """Keeps the device busy, and adds a parameter of one element if it has one; tells ``events`` when it computes."""
 
-    def __init__(self, cycles, has_params, number=0, events=None):
+    def __init__(self, cycles: int, has_params: bool, number: int = 0, events: list[Event] | None = None) -> None:
         super().__init__()
         self.cycles = cycles
         self.number = number
         self.events = [] if events is None else events
         self.weight = nn.Parameter(torch.full((1,), number + 1.0)) if has_params else None
-        self.timing = None  # a pair of events with times, on devices that have them
+        self.timing: tuple[torch.Event, torch.Event] | None = None  # with times, on devices that have them
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.events.append(("forward", self.number))
         if self.timing is not None:
             self.timing[0].record()
@@ -58,15 +60,16 @@ class Layer(nn.Module):
         summed.register_hook(functools.partial(self._tell, "backward"))
         return output
 
-    def _tell(self, what, grad):
+    def _tell(self, what: str, grad: torch.Tensor) -> None:
         self.events.append((what, self.number))
 
-    def elapsed(self):
+    def elapsed(self) -> float:
+        assert self.timing is not None
         start, end = self.timing
         return start.elapsed_time(end)
 
 
-def _create_model(compute_cycles, has_params, events=None, **fsdp_kwargs):
+def _create_model(compute_cycles: int, has_params: bool, events: list[Event] | None = None, **fsdp_kwargs: Any) -> FSDP:
     """The layers, each in FSDP, and the root around them, which has no parameters of its own."""
     kwargs = {"limit_all_gathers": False, **fsdp_kwargs}
     device = torch.device(accelerator.current().type)
@@ -77,41 +80,31 @@ def _create_model(compute_cycles, has_params, events=None, **fsdp_kwargs):
 class Min10:
     """The average of the ten smallest of the values that were added."""
 
-    def __init__(self):
-        self.values = []
+    def __init__(self) -> None:
+        self.values: list[float] = []
 
-    def add(self, value):
+    def add(self, value: float) -> None:
         self.values = sorted([*self.values, value])[:10]
 
-    def avg(self):
+    def avg(self) -> float:
         return sum(self.values) / len(self.values)
 
 
-@contextlib.contextmanager
-def _told_all_gathers(events, model) -> Iterator[None]:
+def _told_all_gathers(events: list[Event], model: FSDP) -> AbstractContextManager[None]:
     """Inside the context ``events`` learns of each all-gather of a layer's parameters."""
-    numbers = {layer._handle: layer.module.number for layer in model.module if layer._handle}
-    original = FlatParamHandle._all_gather_flat_param
-
-    def telling(handle, *args):
-        events.append(("all-gather", numbers[handle]))
-        return original(handle, *args)
-
-    with mock.patch.object(FlatParamHandle, "_all_gather_flat_param", telling):
-        yield
+    numbers = {internals.handle(layer): layer.module.number for layer in model.module}
+    return internals.recorded_gathers(lambda handle: events.append(("all-gather", numbers[handle])))
 
 
 class TestForwardOverlapWorldSizeOne(FSDPTest):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_forward_overlap(self):
         """A rank alone gathers nothing; where kernels can be slow, delays are the device's and not the host's."""
         self._test_forward_overlap()
 
-    def _test_forward_overlap(self):
+    def _test_forward_overlap(self) -> None:
         self.run_subtests(
             {"has_params": [False, True], "forward_prefetch": [False, True], "limit_all_gathers": [False, True]},
             self._check_order,
@@ -119,8 +112,8 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         if accelerator.current().lacks("streams", "sleep_kernel") is None:
             self._check_times()
 
-    def _check_order(self, has_params, forward_prefetch, limit_all_gathers):
-        events = []
+    def _check_order(self, has_params: bool, forward_prefetch: bool, limit_all_gathers: bool) -> None:
+        events: list[Event] = []
         model = _create_model(
             0, has_params, events, forward_prefetch=forward_prefetch, limit_all_gathers=limit_all_gathers
         )
@@ -140,9 +133,10 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
             # One element, and on the ranks behind the first only padding.
             self.assertEqual(grads, [[mean] if self.rank == 0 else [0.0]] * LAYERS * has_params)
 
-    def _expected_forward(self, ahead):
+    def _expected_forward(self, ahead: int | None) -> list[Event]:
         """Layers, and before each its all-gather and those of as many as are ``ahead``; None for no all-gathers."""
-        events, gathered = [], 0
+        events: list[Event] = []
+        gathered = 0
         for number in range(LAYERS):
             if ahead is not None:
                 upto = min(number + ahead + 1, LAYERS)
@@ -151,20 +145,20 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
             events.append(("forward", number))
         return events
 
-    def _measure(self, compute_cycles, all_gather_cycles):
+    def _measure(self, compute_cycles: int, all_gather_cycles: int) -> dict[str, float]:
         """Averages in ms: iteration and the wait after it by the host's clock, layers and total by the device's."""
         device = accelerator.current().type
         has_params = all_gather_cycles > 0
         model = _create_model(compute_cycles, has_params)
         layers = [layer.module for layer in model.module]
         for layer in layers:
-            layer.timing = tuple(torch.Event(device, enable_timing=True) for _ in range(2))
+            layer.timing = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
         inputs = torch.ones(1, device=self.device, requires_grad=True)
         calls = []
-        original = getattr(dist, torch_facts.all_gather_name())
+        original = internals.all_gather()
 
-        def delayed_all_gather(*args, **kwargs):
+        def delayed_all_gather(*args: Any, **kwargs: Any) -> Any:
             calls.append(args)
             device_sleep(device, all_gather_cycles)
             return original(*args, **kwargs)
@@ -195,7 +189,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
                 times["total"].add(begin.elapsed_time(end))
         return {name: values.avg() for name, values in times.items()}
 
-    def _check_times(self):
+    def _check_times(self) -> None:
         cycles = int(DELAY * get_cycles_per_ms(accelerator.current().type))
         none, gather, compute, both = (
             self._measure(*delays) for delays in ((0, 0), (0, cycles), (cycles, 0), (cycles, cycles))
@@ -215,9 +209,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
 
 
 class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_forward_overlap(self):
@@ -236,8 +228,10 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
             self._test_backward_order,
         )
 
-    def _test_backward_order(self, backward_prefetch, sharding_strategy, limit_all_gathers):
-        events = []
+    def _test_backward_order(
+        self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy, limit_all_gathers: bool
+    ) -> None:
+        events: list[Event] = []
         model = _create_model(
             0,
             True,
@@ -257,8 +251,8 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
                 expected = [event for event in expected if event[0] != "all-gather"]
             self.assertEqual(events, expected)
 
-    def _expected_backward(self, backward_prefetch):
-        events = []
+    def _expected_backward(self, backward_prefetch: BackwardPrefetch | None) -> list[Event]:
+        events: list[Event] = []
         for number in reversed(range(LAYERS)):
             is_last = number == LAYERS - 1
             following = [("all-gather", number - 1)] if number > 0 else []
@@ -283,12 +277,12 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
             self._test_limit_of_all_gathers,
         )
 
-    def _test_limit_of_all_gathers(self, limit_all_gathers, backward_prefetch):
+    def _test_limit_of_all_gathers(self, limit_all_gathers: bool, backward_prefetch: BackwardPrefetch | None) -> None:
         model = _create_model(0, True, limit_all_gathers=limit_all_gathers, backward_prefetch=backward_prefetch)
         pending, dequeued, waits = [], [], []
-        original = _FreeEventQueue.dequeue_if_needed
+        original = limiter._FreeEventQueue.dequeue_if_needed
 
-        def recording(queue):
+        def recording(queue: Any) -> Any:
             pending.append(len(queue._queue))
             oldest = queue._queue[0] if queue._queue else None
             event = original(queue)
@@ -300,7 +294,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
             return waits[-1]
 
         inputs = torch.ones(1, device=self.device, requires_grad=True)
-        with mock.patch.object(_FreeEventQueue, "dequeue_if_needed", recording):
+        with torch_names.patched(limiter._FreeEventQueue, "dequeue_if_needed", recording):
             for _ in range(3):
                 model(inputs).sum().backward()
         if not limit_all_gathers:
@@ -321,7 +315,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
                 model = _create_model(0, True, limit_all_gathers=True, sharding_strategy=strategy)
                 inputs = torch.ones(1, device=self.device, requires_grad=True)
                 for _ in range(2):
-                    with mock.patch.object(_FreeEventQueue, "enqueue", autospec=True) as freed:
+                    with torch_names.patched(limiter._FreeEventQueue, "enqueue", autospec=True) as freed:
                         output = model(inputs)
                         self.assertEqual(freed.call_count, in_forward)
                         output.sum().backward()

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import functools
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
-    FSDPTest,
     NestedWrappedModule,
     get_devtype,
 )
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.references import average, full_parameters
+from torch_fsdp_tests.fsdp.traffic import dtypes_of, recorded_calls
 
 
-class TestPureFP16(FSDPTest):
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _nested(self, fsdp_init_mode=FSDPInitMode.NO_FSDP, device_init_mode=DEVICEInitMode.DEVICE_BEFORE):
-        return NestedWrappedModule.init(self.process_group, fsdp_init_mode, device_init_mode, {}, deterministic=True)
+class TestPureFP16(FewRanksTest):
+    def _nested(self, device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_BEFORE) -> NestedWrappedModule:
+        return NestedWrappedModule.init(
+            self.process_group, FSDPInitMode.NO_FSDP, device_init_mode, {}, deterministic=True
+        )
 
     @skip_if_lt_x_gpu(2)
     def test_pure_fp16_training(self):
@@ -55,7 +52,7 @@ class TestPureFP16(FSDPTest):
         """Beyond upstream: the same for a model in bf16."""
         self._run_dtypes(torch.bfloat16)
 
-    def _run_dtypes(self, dtype):
+    def _run_dtypes(self, dtype: torch.dtype) -> None:
         self.run_subtests(
             {
                 "to_half_before_fsdp_init": [False, True],
@@ -71,7 +68,13 @@ class TestPureFP16(FSDPTest):
             dtype,
         )
 
-    def _test_fp16_dtypes(self, dtype, to_half_before_fsdp_init, use_orig_params, mixed_precision):
+    def _test_fp16_dtypes(
+        self,
+        dtype: torch.dtype,
+        to_half_before_fsdp_init: bool,
+        use_orig_params: bool,
+        mixed_precision: MixedPrecision,
+    ) -> None:
         model = self._nested(device_init_mode=DEVICEInitMode.DEVICE_NEVER)
         if to_half_before_fsdp_init:
             model = model.to(dtype)
@@ -81,22 +84,15 @@ class TestPureFP16(FSDPTest):
             model = model.to(dtype)
         self.assertEqual({param.dtype for param in model.parameters()}, {dtype})
 
-        reduced = []
-        scatter = getattr(dist, torch_facts.reduce_scatter_name())
-
-        def record(output, input, *args, **kwargs):
-            reduced.append((output.dtype, input.dtype))
-            return scatter(output, input, *args, **kwargs)
-
         inputs = tuple(each.to(dtype) for each in model.module.get_input(get_devtype()))
-        with mock.patch.object(dist, torch_facts.reduce_scatter_name(), record):
+        with recorded_calls() as calls:
             output = model(*inputs)
             model.module.get_loss(inputs, output).backward()
 
         param_dtype = mixed_precision.param_dtype or dtype
         reduce_dtype = mixed_precision.reduce_dtype or param_dtype
         self.assertEqual(output.dtype, param_dtype)
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertGreater(len(handles), 0)
         for handle in handles:
             flat_param = handle.flat_param
@@ -104,7 +100,7 @@ class TestPureFP16(FSDPTest):
             self.assertEqual(handle._fwd_bwd_param_dtype, param_dtype)
             self.assertEqual(handle._reduce_dtype, reduce_dtype)
         # Beyond upstream: and that is what is sent.
-        self.assertEqual(reduced, [(reduce_dtype, reduce_dtype)] * len(handles))
+        self.assertEqual(dtypes_of(calls, "reduce_scatter"), [reduce_dtype] * len(handles))
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         self.assertGreater(len(grads), 0)
         self.assertEqual({param.dtype for param in model.parameters()}, {dtype})
@@ -118,7 +114,7 @@ class TestPureFP16(FSDPTest):
             self._test_parameters_after_a_step,
         )
 
-    def _test_parameters_after_a_step(self, dtype, to_half_before_fsdp_init):
+    def _test_parameters_after_a_step(self, dtype: torch.dtype, to_half_before_fsdp_init: bool) -> None:
         reference = self._nested().to(dtype)
         model = self._nested()
         model = FSDP(model.to(dtype)) if to_half_before_fsdp_init else FSDP(model).to(dtype)
@@ -129,15 +125,14 @@ class TestPureFP16(FSDPTest):
             # With a loss that differs much by rank, no rank's own gradient passes for the average.
             (each(*inputs).sum() * (self.rank + 1)).backward()
             if each is reference:
-                for param in each.parameters():
-                    grad = param.grad.float()
-                    dist.all_reduce(grad)
-                    param.grad = (grad / self.world_size).to(dtype)
+                grads = [param.grad.float() for param in each.parameters()]
+                average(grads)
+                for param, grad in zip(each.parameters(), grads):
+                    param.grad = grad.to(dtype)
             optim.step()
         # Two roundings: of the gradient where ranks add them up, and of the updated parameter. In fp16, 2e-3.
         tolerance = 2 * torch.finfo(dtype).eps
-        with FSDP.summon_full_params(model):
-            found = [param.detach().clone() for param in model.parameters()]
+        found = list(full_parameters(model).values())
         expected = list(reference.parameters())
         self.assertEqual(found, expected, rtol=tolerance, atol=tolerance)
         moved = max((after - at_first).abs().max().item() for after, at_first in zip(expected, before))
@@ -148,7 +143,7 @@ class TestPureFP16(FSDPTest):
         """Beyond upstream: a full state dict of an fp16 model is fp16; a model in fp32 loads its exact values."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_state_dict_of_half_model)
 
-    def _test_state_dict_of_half_model(self, use_orig_params):
+    def _test_state_dict_of_half_model(self, use_orig_params: bool) -> None:
         wrap = functools.partial(FSDP, use_orig_params=use_orig_params)
         half, full = wrap(self._nested().half()), wrap(self._nested())
         with torch.no_grad():
@@ -160,9 +155,7 @@ class TestPureFP16(FSDPTest):
         with FSDP.state_dict_type(full, StateDictType.FULL_STATE_DICT):
             full.load_state_dict(state_dict)
         expected = [param.detach().half().float() for param in self._nested().parameters()]
-        with FSDP.summon_full_params(full):
-            found = [param.detach().clone() for param in full.parameters()]
-        self.assertEqual(found, expected, rtol=0, atol=0)
+        self.assertEqual(list(full_parameters(full).values()), expected, rtol=0, atol=0)
 
 
 instantiate_device_type_tests(TestPureFP16, globals(), allow_xpu=True)

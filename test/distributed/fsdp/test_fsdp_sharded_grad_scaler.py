@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import unittest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -28,13 +28,16 @@ from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     DummyProcessGroup,
     FSDPInitMode,
-    FSDPTest,
     NestedWrappedModule,
     NonUniformReqGradNWM,
     TransformerWithSharedParams,
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks
 
 params = "cpu_offload,sharding_strategy,mixed_precision,use_orig_params"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
@@ -59,7 +62,7 @@ NOT_FINITE = [math.inf, -math.inf, math.nan]
 class TestShardGradScaler(TestCase):
     """Without ranks, on host memory, of which a scaler takes tensors whatever the device is."""
 
-    def _scaler(self, **kwargs):
+    def _scaler(self, **kwargs: Any) -> ShardedGradScaler:
         device = "cpu"  # the CPU is the subject
         return ShardedGradScaler(device, process_group=DummyProcessGroup(0, 1), **{"init_scale": 2.0, **kwargs})
 
@@ -92,7 +95,9 @@ class TestShardGradScaler(TestCase):
         inverse, found = torch.full((1,), 0.5), torch.empty(1)
         indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
 
-        def unscaled(indices, values, dtype):
+        def unscaled(
+            indices: torch.Tensor, values: list[float], dtype: torch.dtype
+        ) -> tuple[torch.Tensor, list[float]]:
             """The gradient after unscaling, and the record of what was found."""
             grad = torch.sparse_coo_tensor(indices, torch.tensor(values), (2, 3), dtype=dtype, check_invariants=True)
             param = torch.empty((2, 3), dtype=dtype, requires_grad=True)
@@ -242,31 +247,13 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(moved, [-1.0 if spoilt is None else 1.0] * len(ps))
 
 
-class TestShardedGradScalerParityWithDDP(FSDPTest):
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _get_init_modes_for_test(self, cpu_offload):
-        # Without a memory of its own a device makes no difference between these modes.
-        if not accelerator.current().has("device_memory"):
-            return [DEVICEInitMode.DEVICE_BEFORE]
-        modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]
-        return [*modes, DEVICEInitMode.DEVICE_NEVER] if cpu_offload.offload_params else modes
-
-    def _scaler(self, cls=ShardedGradScaler, **kwargs):
+class TestShardedGradScalerParityWithDDP(FewRanksTest):
+    def _scaler(self, cls: type[GradScaler] = ShardedGradScaler, **kwargs: Any) -> GradScaler:
         return cls(**{"device": accelerator.current().type, "init_scale": 2.0, **kwargs})
 
-    def _everywhere(self, value):
-        """A number of each rank."""
-        here = torch.tensor(float(value), device=self.device)
-        values = [torch.empty_like(here) for _ in range(self.world_size)]
-        dist.all_gather(values, here)
-        return [each.item() for each in values]
-
-    def _check_scale(self, scaler, expected):
+    def _check_scale(self, scaler: GradScaler, expected: float) -> None:
         """Beyond upstream: it is the expected one on all ranks."""
-        self.assertEqual(self._everywhere(scaler.get_scale()), [float(expected)] * self.world_size)
+        self.assertEqual(of_all_ranks(scaler.get_scale()), [float(expected)] * self.world_size)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
@@ -284,7 +271,7 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
         if mixed_precision:
             scale = {"init_scale": 2.0**8}
         self.run_subtests(
-            {"device_init_mode": self._get_init_modes_for_test(cpu_offload)},
+            {"device_init_mode": device_init_modes(cpu_offload)},
             self._test_fsdp_parity,
             model_class,
             FSDPInitMode.RECURSIVE,
@@ -296,8 +283,8 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
             sharded_grad_scaler_kwargs=scale,
         )
 
-    def _train_for_several_steps(self, model, *args, **kwargs):
-        """Without a scaler for the reference. Fail also if all steps were skipped: nothing would be compared."""
+    def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train the reference without a scaler. Fail if all steps were skipped: nothing would be compared."""
         before = [param.detach().clone() for param in model.parameters()]
         if isinstance(model, FSDP):
             loss = super()._train_for_several_steps(model, *args, **kwargs)
@@ -306,23 +293,24 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
             loss = super()._train_for_several_steps(model, *args, **kwargs)
             loss = loss * kwargs["sharded_grad_scaler_kwargs"].get("init_scale", 2.0**16)
         changed = sum(not torch.equal(param, was) for param, was in zip(model.parameters(), before))
-        self.assertGreater(sum(self._everywhere(changed)), 0)
+        self.assertGreater(sum(of_all_ranks(changed)), 0)
         self.assertTrue(loss.isfinite())
         return loss
 
-    def _build_model_and_optim(self, cpu_offload=CPUOffload(offload_params=False), use_orig_params=False):  # noqa: B008
+    def _build_model_and_optim(
+        self, cpu_offload: CPUOffload | None = None, use_orig_params: bool = False
+    ) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
         """A transformer in FSDP and the same in DDP, each with its optimizer."""
         model = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
-        ids = None if self.device.index is None else [self.device.index]
-        ref_model = DDP(copy.deepcopy(model), device_ids=ids)
+        ref_model = data_parallel(copy.deepcopy(model))
         model = FSDP(model, cpu_offload=cpu_offload, auto_wrap_policy=LAYERS, use_orig_params=use_orig_params)
         ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2)
         return model, torch.optim.Adam(model.parameters(), lr=1e-2), ref_model, ref_optim
 
-    def _tokens(self):
-        """Of each rank its own, and others at each call."""
+    def _tokens(self) -> tuple[torch.Tensor, ...]:
+        """A batch of this rank's own, another one at each call."""
         return tuple(torch.randint(23, (length, 2), device=self.device) for length in (6, 4))
 
     @skip_if_lt_x_gpu(2)
@@ -340,7 +328,9 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
             self._test_sharded_grad_scaler_found_inf,
         )
 
-    def _test_sharded_grad_scaler_found_inf(self, use_orig_params, cpu_offload, spoilt):
+    def _test_sharded_grad_scaler_found_inf(
+        self, use_orig_params: bool, cpu_offload: CPUOffload, spoilt: tuple[int, float]
+    ) -> None:
         model, optim, ref_model, ref_optim = self._build_model_and_optim(cpu_offload, use_orig_params)
         scaler, ref_scaler = self._scaler(), self._scaler(GradScaler)
         spoilt_rank, value = spoilt
@@ -391,20 +381,18 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
             optim.zero_grad()
             scaler.scale(model.module.get_loss(tokens, model(*tokens))).backward()
             if self.rank in spoilt:
-                model._handle.flat_param.grad[0] = math.inf
+                internals.flat_param_of(model).grad[0] = math.inf
             scaler.step(optim)
             scaler.update()
             self._check_scale(scaler, scale)
 
     @skip_if_lt_x_gpu(2)
-    def test_rank_without_gradients(self):
+    @subtests(spoilt=[False, True])
+    def test_rank_without_gradients(self, spoilt):
         """Beyond upstream: a rank that holds nothing to train has a record all the same, and backs off with the rest.
 
         Both parameters that train lie in the second half of a flat parameter, of which the first rank has nothing.
         """
-        self.run_subtests({"spoilt": [False, True]}, self._test_rank_without_gradients)
-
-    def _test_rank_without_gradients(self, spoilt):
         model = NonUniformReqGradNWM.init(
             self.process_group,
             FSDPInitMode.RECURSIVE,
@@ -418,8 +406,8 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
         inputs = model.module.get_input(self.device)
         scaler.scale(model(*inputs).sum()).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        numels = self._everywhere(sum(grad.numel() for grad in grads))
-        self.assertEqual((numels[0], sum(numels)), (0.0, 4 * 8 + 8))
+        numels = of_all_ranks(sum(grad.numel() for grad in grads))
+        self.assertEqual((numels[0], sum(numels)), (0, 4 * 8 + 8))
         if spoilt and grads:
             grads[0].fill_(math.inf)
         scaler.unscale_(optim)
@@ -444,7 +432,7 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
         scaler.step(optim)
         scaler.update()
         self.assertEqual(param[0].item(), 1.0 if self.rank == 0 else 0.0)
-        self.assertEqual(self._everywhere(scaler.get_scale()), [1.0] + [2.0] * (self.world_size - 1))
+        self.assertEqual(of_all_ranks(scaler.get_scale()), [1.0] + [2.0] * (self.world_size - 1))
 
 
 instantiate_parametrized_tests(TestShardedGradScalerParityWithDDP)

@@ -11,20 +11,14 @@ import copy
 import functools
 import io
 import itertools
+import math
 import unittest
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties, init_from_local_shards
-from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec, ShardMetadata
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import (
     CPUOffload,
     FullStateDictConfig,
@@ -35,17 +29,10 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import FSDP_PREFIX, TrainingState, clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
-from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
-from torch.distributed.remote_device import _remote_device
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -60,6 +47,20 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_host_is_a_copy
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests, xfailIf
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
+from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
+
+if TYPE_CHECKING:
+    _Base = FSDPTest
+else:
+    _Base = object
+
+remote_device = torch_names.module("torch.distributed.remote_device")
+sharded_metadata = torch_names.module("torch.distributed._shard.sharded_tensor.metadata")
+sharding_spec = torch_names.module("torch.distributed._shard.sharding_spec")
+unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils")
 
 StateDict = dict[str, Any]
 
@@ -144,15 +145,10 @@ def square() -> nn.Linear:
     return nn.Linear(10, 10, bias=False)
 
 
-def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    return _get_fsdp_handles(model)
-
-
 def summoned(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers, by the names of the plain model."""
-    with FSDP.summon_full_params(model, writeback=False):
-        states = itertools.chain(model.named_parameters(), model.named_buffers())
-        return {clean_tensor_name(name): state.detach().clone() for name, state in states}
+    buffers = {clean_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return {**full_parameters(model), **buffers}
 
 
 def make_nonzero(model: nn.Module) -> None:
@@ -166,7 +162,7 @@ def make_nonzero(model: nn.Module) -> None:
 
 def shards_to(value: Any, device: torch.device) -> Any:
     """A tensor on another device; a sharded tensor with its shards there, though its metadata tell of the old one."""
-    if not isinstance(value, ShardedTensor):
+    if not isinstance(value, sharded_tensors.ShardedTensor):
         return value.to(device)
     for shard in value.local_shards():
         shard.tensor = shard.tensor.to(device)
@@ -175,14 +171,13 @@ def shards_to(value: Any, device: torch.device) -> Any:
 
 def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
     """Sharded tensors put together by their offsets; a place that no rank has stays not a number."""
-    sharded = {name: value for name, value in state_dict.items() if isinstance(value, ShardedTensor)}
+    sharded = {name: value for name, value in state_dict.items() if isinstance(value, sharded_tensors.ShardedTensor)}
     # Flat shards are views of parameters, made without autograd, which allows no copy of them after a step.
     mine = {
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()
     }
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = of_all_ranks(mine)
     whole = dict(state_dict)
     for name, value in sharded.items():
         tensor = torch.full(value.size(), torch.nan, dtype=value.dtype)
@@ -202,11 +197,11 @@ class HeldMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, out)):
+        for leaf in internals.pytree.tree_leaves((args, kwargs, out)):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = storage._weak_ref()
+                if internals.storage_id(storage) not in self._storages:
+                    self._storages[internals.storage_id(storage)] = storage._weak_ref()
         self.peak = max(self.peak, self._held())
         return out
 
@@ -221,7 +216,7 @@ class HeldMemory(TorchDispatchMode):
         return held
 
 
-class StateDictMixin:
+class StateDictMixin(_Base):
     """How the tests below save, load and compare."""
 
     def _mode(self, model: nn.Module, kind: str, rank0_and_offload: bool = False) -> Any:
@@ -245,14 +240,12 @@ class StateDictMixin:
         return result
 
     def _assert_resharded(self, model: nn.Module) -> None:
-        for handle in handles_of(model):
-            flat_param = handle.flat_param
-            for gathered_to in ("_full_param_padded", "_full_prec_full_param_padded"):
-                if hasattr(flat_param, gathered_to):
-                    self.assertEqual(getattr(flat_param, gathered_to).untyped_storage().size(), 0)
-            self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
+        for flat_param in internals.flat_params(model):
+            for buffer in internals.gather_buffers(flat_param):
+                self.assertEqual(buffer.untyped_storage().size(), 0)
+            self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
         for module in FSDP.fsdp_modules(model):
-            self.assertIs(module.training_state, TrainingState.IDLE)
+            self.assertIs(module.training_state, internals.fsdp1_common.TrainingState.IDLE)
 
     def _received(self, state_dict: StateDict, rank0_and_offload: bool) -> StateDict:
         """What rank 0 has, on every rank and on the device, if it alone has it."""
@@ -324,12 +317,15 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     def _get_simple_model(self, *, checkpoint_wrap: bool = False, **fsdp_kwargs: Any) -> nn.Module:
         layer = square().to(self.device)
-        return FSDP(checkpoint_wrapper(layer) if checkpoint_wrap else layer, **fsdp_kwargs)
+        return FSDP(self._maybe_checkpoint(layer, checkpoint_wrap), **fsdp_kwargs)
+
+    def _maybe_checkpoint(self, module: nn.Module, checkpoint: bool) -> nn.Module:
+        return checkpoint_wrapping.checkpoint_wrapper(module) if checkpoint else module
 
     def _get_simple_nested_model(self, *, checkpoint_wrap: bool = False, **fsdp_kwargs: Any) -> nn.Module:
-        maybe = checkpoint_wrapper if checkpoint_wrap else lambda module: module
-        lin1, lin2 = maybe(square().to(self.device)), maybe(square().to(self.device))
-        return FSDP(maybe(nn.Sequential(FSDP(lin1, **fsdp_kwargs), lin2)), **fsdp_kwargs)
+        lin1, lin2 = (self._maybe_checkpoint(square().to(self.device), checkpoint_wrap) for _ in range(2))
+        layers = nn.Sequential(FSDP(lin1, **fsdp_kwargs), lin2)
+        return FSDP(self._maybe_checkpoint(layers, checkpoint_wrap), **fsdp_kwargs)
 
     def _get_multibuffer_nested_model(self, mixed_precision: MixedPrecision | None, **fsdp_kwargs: Any) -> nn.Module:
         """Batch norm, which has three buffers, in an instance of its own and always in single precision."""
@@ -370,7 +366,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             before, after = (name, "both"), (f"{name}_after_wrap", "both_after_wrap")
             model = builder(checkpoint_wrap=checkpoint_wrap in before)
             if checkpoint_wrap in after:
-                apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+                checkpoint_wrapping.apply_activation_checkpointing(
+                    model, check_fn=lambda module: isinstance(module, nn.Linear)
+                )
             return model
 
         names = {self._get_simple_model: ["weight"], self._get_simple_nested_model: ["0.weight", "1.weight"]}
@@ -400,7 +398,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             model = self._transformer(FSDPInitMode.NO_FSDP)
             for layers in (model.transformer.encoder.layers, model.transformer.decoder.layers):
                 for index, layer in enumerate(layers):
-                    layers[index] = FSDP(checkpoint_wrapper(layer) if checkpoint else layer)
+                    layers[index] = FSDP(self._maybe_checkpoint(layer, checkpoint))
             model.transformer = FSDP(model.transformer)
             return model
 
@@ -551,11 +549,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def _dist_train(self, wrap_fsdp: bool = True, state_dict: StateDict | None = None, kind: str = "") -> nn.Module:
         """``Model`` trained for three steps, or one that was blank and then loaded."""
         torch.manual_seed(0)
-        model = Model(wrap_fsdp)
-        if wrap_fsdp:
-            model = FSDP(model)
-        else:
-            model = DDP(model, device_ids=None if self.device.index is None else [self.device.index])
+        model = FSDP(Model(True)) if wrap_fsdp else data_parallel(Model(False))
         if state_dict is None:
             self._train(model, torch.optim.SGD(model.parameters(), lr=0.1), self._rows(64, 4), iterations=3)
         else:
@@ -577,15 +571,14 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             state_dict = {name: shards_to(value, HOST) for name, value in state_dict.items()}
         blank = self._dist_train(state_dict=state_dict, kind=state_dict_type)
         # Gradients are averaged in another order than DDP's: the float32 tolerances of assertEqual.
-        wanted = {name.removeprefix("module."): param.detach() for name, param in reference.named_parameters()}
-        self.assertEqual(summoned(blank), wanted)
+        self.assertEqual(summoned(blank), named(reference))
 
     @skip_if_lt_x_gpu(2)
     @parametrize("state_dict_type", SUPPORTED)
     def test_fsdp_state_dict_keys(self, state_dict_type):
         state_dict = self._save(FSDP(Model(True)), state_dict_type)
         plain = list(Model(False).state_dict())
-        flat = [FLAT_PARAM, f"inner.{FLAT_PARAM}"]
+        flat = [unshard_utils.FLAT_PARAM, f"inner.{unshard_utils.FLAT_PARAM}"]
         self.assertEqual(sorted(state_dict), sorted(flat if state_dict_type == "local_state_dict" else plain))
 
     @skip_if_lt_x_gpu(2)
@@ -731,7 +724,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         with self._mode(model, "local_state_dict"):
             model(torch.ones(1, device=self.device)).sum().backward()
             state_dict = copy.deepcopy(model.state_dict())
-            self.assertEqual(len(state_dict[FLAT_PARAM].local_shards()), 1 - self.rank)
+            self.assertEqual(len(state_dict[unshard_utils.FLAT_PARAM].local_shards()), 1 - self.rank)
             with FSDP.summon_full_params(model), torch.no_grad():
                 model.a.fill_(1.75)
             self.assertEqual(summoned(model)["a"].tolist(), [1.75])
@@ -747,15 +740,15 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         torch.save(state_dict, file)
         file.seek(0)
         allowed = [
-            ShardedTensor,
-            ShardedTensor.ProcessGroupState,
-            ShardedTensorMetadata,
-            Shard,
-            ShardMetadata,
-            TensorProperties,
-            MEM_FORMAT_ENCODING,
-            ChunkShardingSpec,
-            _remote_device,
+            sharded_tensors.ShardedTensor,
+            sharded_tensors.ShardedTensor.ProcessGroupState,
+            sharded_metadata.ShardedTensorMetadata,
+            sharded_tensors.Shard,
+            sharding_spec.ShardMetadata,
+            sharded_tensors.TensorProperties,
+            sharded_metadata.MEM_FORMAT_ENCODING,
+            sharding_spec.ChunkShardingSpec,
+            remote_device._remote_device,
             getattr,
         ]
         with torch.serialization.safe_globals(allowed):
@@ -786,7 +779,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         state_dict["unexpected"] = torch.ones(1)
         result = self._load(model, "state_dict", state_dict, strict=False)
         self.assertEqual((result.missing_keys, result.unexpected_keys), ([missing], ["unexpected"]))
-        self.assertNotIn(FSDP_PREFIX, missing)
+        self.assertNotIn(internals.fsdp1_common.FSDP_PREFIX, missing)
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_load_multi_backend_pg(self):
@@ -853,7 +846,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         wanted = {name: value.clone() for name, value in ref_model.state_dict().items()}
         if kind == "local_state_dict":
             layers = {name: param.flatten() for name, param in wanted.items()}
-            wanted = {f"{i}.{FLAT_PARAM}": torch.cat([layers[f"{i}.weight"], layers[f"{i}.bias"]]) for i in (0, 2)}
+            wanted = {
+                f"{i}.{unshard_utils.FLAT_PARAM}": torch.cat([layers[f"{i}.weight"], layers[f"{i}.bias"]])
+                for i in (0, 2)
+            }
         # float32 sums of two ranks' gradients in another order: the tolerances of assertEqual.
         self.assertEqual(gathered(saved, self.device), wanted, exact_device=False)
         for value in saved.values():
@@ -864,7 +860,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self._step(model, optim, step=3)
         after = gathered(saved, HOST)
         if kind == "local_state_dict" and not (offload_to_cpu and accelerator.current().has("device_memory")):
-            live = [handle.flat_param.data_ptr() for handle in handles_of(model)]
+            live = [flat_param.data_ptr() for flat_param in internals.flat_params(model)]
             self.assertEqual([value.local_tensor().data_ptr() for value in saved.values()], live)
             for name, value in after.items():
                 self.assertNotEqual(value, before[name])
@@ -872,17 +868,14 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self.assertEqual(after, before, rtol=0, atol=0, exact_device=False)
 
     @skip_if_lt_x_gpu(2)
-    def test_gathered_storage(self):
+    @subtests(form=FORMS, strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    def test_gathered_storage(self, form, strategy):
         """Beyond upstream: saving frees what it has gathered, and leaves what forward had."""
-        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-        self.run_subtests({"form": FORMS, "strategy": strategies}, self._test_gathered_storage)
-
-    def _test_gathered_storage(self, form: tuple[str, bool], strategy: ShardingStrategy) -> None:
         kind, use_orig_params = form
         model = self._get_simple_nested_model(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
         def sizes() -> list[int]:
-            return [handle.flat_param._full_param_padded.untyped_storage().size() for handle in handles_of(model)]
+            return [internals.gathered(each).untyped_storage().size() for each in internals.flat_params(model)]
 
         for _ in range(2):
             self._save(model, kind)
@@ -911,24 +904,21 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                 self.assertEqual(after[name], (before if "non_persistent" in name else wanted)[name], msg=name)
 
     @skip_if_lt_x_gpu(2)
-    def test_damaged_state_dict(self):
+    @subtests(form=FORMS, damage=["missing", "unexpected", "shape"])
+    def test_damaged_state_dict(self, form, damage):
         """Beyond upstream: every rank is told what does not fit, and the model goes on with the rest.
 
         As torch's modules do, it loads what fits and then raises: what the error names is as it was, nothing is left
         gathered, and forward computes with what is there. What was to be loaded is not changed either.
         """
-        damages = ["missing", "unexpected", "shape"]
-        self.run_subtests({"form": FORMS, "damage": damages}, self._test_damaged_state_dict)
-
-    def _test_damaged_state_dict(self, form: tuple[str, bool], damage: str) -> None:
         kind, use_orig_params = form
         plain = self._uneven_layers()
         wrap_kwargs = {"use_orig_params": use_orig_params}
         model = self._wrapped(copy.deepcopy(plain), **wrap_kwargs)
         source = self._uneven_layers(seed=1)
         state_dict = self._save(self._wrapped(copy.deepcopy(source), **wrap_kwargs), kind)
-        damaged = f"2.{FLAT_PARAM if kind == 'local_state_dict' else 'weight'}"
-        errors = {
+        damaged = f"2.{unshard_utils.FLAT_PARAM if kind == 'local_state_dict' else 'weight'}"
+        errors: dict[str, tuple[type[Exception], str]] = {
             "missing": (RuntimeError, f'Missing key(s) in state_dict: "{damaged}".'),
             "unexpected": (RuntimeError, 'Unexpected key(s) in state_dict: "2.scale".'),
             "shape": (RuntimeError, f"size mismatch for {damaged}"),
@@ -949,7 +939,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             try:
                 model.load_state_dict(state_dict)
             except error as raised:
-                self.assertIn(words, clean_tensor_name(str(raised)))
+                self.assertIn(words, clean_name(str(raised)))
             else:
                 self.fail(f"loaded a state dict with a damage: {damage}")
         self.assertEqual(list(state_dict), list(before))
@@ -993,7 +983,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         """Beyond upstream: what is not sharded does not load as shards, and the model stays as it was."""
         model = self._get_simple_model()
         whole = self._save(model, "state_dict")
-        for kind, name in (("sharded_state_dict", "weight"), ("local_state_dict", FLAT_PARAM)):
+        for kind, name in (("sharded_state_dict", "weight"), ("local_state_dict", unshard_utils.FLAT_PARAM)):
             with self._mode(model, kind):
                 with self.assertRaises(AssertionError):
                     model.load_state_dict({name: torch.ones(10, 10, device=self.device)})
@@ -1086,9 +1076,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
 
 class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_local_state_dict_reshard(self):
@@ -1100,15 +1088,18 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
         whole = self._save(model, "state_dict")
         flat = gathered(local, self.device)
         self.assertEqual(
-            {name: value.numel() for name, value in flat.items()}, {FLAT_PARAM: 25, f"inner.{FLAT_PARAM}": 20}
+            {name: value.numel() for name, value in flat.items()},
+            {unshard_utils.FLAT_PARAM: 25, f"inner.{unshard_utils.FLAT_PARAM}": 20},
         )
         if self.rank > 1:
             return
         resharded = {}
         for name, value in flat.items():
             half = value.chunk(2)[self.rank]
-            shard = Shard.from_tensor_and_offsets(half, [self.rank * -(-value.numel() // 2)], self.rank)
-            resharded[name] = init_from_local_shards([shard], value.numel(), process_group=pair)
+            shard = sharded_tensors.Shard.from_tensor_and_offsets(
+                half, [self.rank * math.ceil(value.numel() / 2)], self.rank
+            )
+            resharded[name] = sharded_tensors.init_from_local_shards([shard], value.numel(), process_group=pair)
         smaller = FSDP(Model(True, process_group=pair), process_group=pair)
         self.assertNotEqual(self._save(smaller, "state_dict"), whole)
         self._load(smaller, "local_state_dict", resharded)
@@ -1132,7 +1123,7 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
         self.assertEqual(sorted(state_dict), sorted(whole))
         for name, value in state_dict.items():
             rows = whole[name].shape[0]
-            chunk = -(-rows // size)
+            chunk = math.ceil(rows / size)
             starts = list(range(0, rows, chunk))
             self.assertEqual(value.size(), whole[name].size())
             self.assertEqual([shard.shard_offsets[0] for shard in value.metadata().shards_metadata], starts)

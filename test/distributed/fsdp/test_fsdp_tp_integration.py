@@ -21,6 +21,10 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.fsdp.shards import local_of
 
 SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
 
@@ -72,9 +76,7 @@ def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 
 
 class TestTPFSDPIntegration(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _mesh(self) -> DeviceMesh:
         """Ranks 0 and 1, and 2 and 3, share a model; 0 and 2, and 1 and 3, shard it."""
@@ -104,9 +106,9 @@ class TestTPFSDPIntegration(FSDPTest):
 
     def _local_grads(self, model: FSDP) -> dict[str, torch.Tensor]:
         """This rank's elements of each parameter's gradient, flattened: views of the flat parameter's gradient."""
-        flat_param = model._handle.flat_param
+        flat_param = internals.flat_param_of(model)
         grads = {}
-        for name, info in zip(flat_param._fqns, flat_param._shard_param_infos, strict=True):
+        for name, info in zip(internals.names_in(flat_param), internals.shard_infos(flat_param), strict=True):
             start, count = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
             grads[name] = flat_param.grad[start : start + count]
         return grads
@@ -121,20 +123,18 @@ class TestTPFSDPIntegration(FSDPTest):
             summed = grads[name].to(self.device, copy=True)  # gradients that are offloaded lie elsewhere
             dist.all_reduce(summed, group=tp_group)
             grads[name].copy_(summed)
-        model._handle.flat_param.grad.div_(tp_group.size())
+        internals.flat_param_of(model).grad.div_(tp_group.size())
 
     def _full_grads(self, model: FSDP, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
         """The whole gradients by name, put together from the ranks that shard and then those that split."""
         mine = {name: grad.detach().cpu() for name, grad in self._local_grads(model).items()}
-        shards: list[Any] = [None] * model.process_group.size()
-        dist.all_gather_object(shards, mine, group=model.process_group)
+        shards = of_all_ranks(mine, model.process_group)
         full = {name: torch.cat([shard[name] for shard in shards]) for name in mine}
         shapes = {name: list(param.shape) for name, param in self._model().named_parameters()}
         self.assertEqual(list(full), list(shapes))
         if mesh is not None:
             tp_group = mesh.get_group("tp")
-            splits: list[Any] = [None] * tp_group.size()
-            dist.all_gather_object(splits, full, group=tp_group)
+            splits = of_all_ranks(full, tp_group)
             for name, dim in SimpleModel.get_sharded_param_names().items():
                 shape = [size // (tp_group.size() if index == dim else 1) for index, size in enumerate(shapes[name])]
                 full[name] = torch.cat([split[name].view(shape) for split in splits], dim=dim)
@@ -156,18 +156,13 @@ class TestTPFSDPIntegration(FSDPTest):
         return grads
 
     @skip_if_lt_x_gpu(4)
-    def test_fsdp_tp_integration(self):
+    @subtests(
+        cpu_offload=[CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
+        sharding_strategy=[None, ShardingStrategy.SHARD_GRAD_OP],
+        use_orig_params=[False, True],
+    )
+    def test_fsdp_tp_integration(self, **fsdp_kwargs):
         """On two dimensions outputs, gradients and the next outputs are those of sharding over all ranks."""
-        self.run_subtests(
-            {
-                "cpu_offload": [CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
-                "sharding_strategy": [None, ShardingStrategy.SHARD_GRAD_OP],
-                "use_orig_params": [False, True],
-            },
-            self._test_fsdp_tp_integration,
-        )
-
-    def _test_fsdp_tp_integration(self, **fsdp_kwargs: Any) -> None:
         mesh = self._mesh()
         all_ranks = init_device_mesh(accelerator.current().type, (self.world_size,))
         fsdp_model = FSDP(self._model(), device_mesh=all_ranks, **fsdp_kwargs)
@@ -200,11 +195,9 @@ class TestTPFSDPIntegration(FSDPTest):
             self.assertEqual(model(inp), expected)
 
     @skip_if_lt_x_gpu(4)
-    def test_replicas_stay_alike(self):
+    @subtests(synchronizes=[True, False])
+    def test_replicas_stay_alike(self, synchronizes):
         """Beyond upstream: what is not split stays alike where its gradients are synchronized, else it parts."""
-        self.run_subtests({"synchronizes": [True, False]}, self._test_replicas_stay_alike)
-
-    def _test_replicas_stay_alike(self, synchronizes: bool) -> None:
         mesh = self._mesh()
         tp_group = mesh.get_group("tp")
         model = self._tp_fsdp_model(mesh, use_orig_params=True)
@@ -236,12 +229,11 @@ class TestTPFSDPIntegration(FSDPTest):
         """Which of the parameters that nobody splits are the same on all ranks of the group, bit for bit."""
         with FSDP.summon_full_params(model, writeback=False):
             full = {
-                name: (param.to_local() if isinstance(param, DTensor) else param).detach().cpu().clone()
+                name: local_of(param.detach()).cpu().clone()
                 for name, param in model.module.named_parameters()
                 if name not in SimpleModel.get_sharded_param_names()
             }
-        everywhere: list[Any] = [None] * group.size()
-        dist.all_gather_object(everywhere, full, group=group)
+        everywhere = of_all_ranks(full, group)
         return {name: all(torch.equal(other[name], value) for other in everywhere) for name, value in full.items()}
 
     @skip_if_lt_x_gpu(4)
@@ -292,9 +284,7 @@ class TestTPFSDPIntegration(FSDPTest):
         def local_of_all(module: nn.Module) -> list[list[torch.Tensor]]:
             """For each rank of the group its local tensors."""
             mine = [tensor.to_local().detach().cpu().clone() for tensor in (module.param, module.buffer)]
-            everywhere: list[Any] = [None] * dp_group.size()
-            dist.all_gather_object(everywhere, mine, group=dp_group)
-            return everywhere
+            return of_all_ranks(mine, dp_group)
 
         first, second = local_of_all(model)
         for mine, theirs in zip(first, second, strict=True):
@@ -310,11 +300,9 @@ class TestTPFSDPIntegration(FSDPTest):
         return DTensor.from_local(torch.rand(8, 8).to(self.device), tp_mesh, [Replicate()], run_check=False)
 
     @skip_if_lt_x_gpu(4)
-    def test_sharded_state_dict(self):
+    @subtests(use_orig_params=[False, True])
+    def test_sharded_state_dict(self, use_orig_params):
         """Beyond upstream: a sharded state dict has the parameters as DTensors over both dimensions, and loads."""
-        self.run_subtests({"use_orig_params": [False, True]}, self._test_sharded_state_dict)
-
-    def _test_sharded_state_dict(self, use_orig_params: bool) -> None:
         mesh = self._mesh()
         model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
         reference = {name: param.detach() for name, param in self._model().named_parameters()}

@@ -12,17 +12,15 @@ from torch_fsdp_tests.common_utils import run_tests
 
 
 class TestTraversal(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _nested(self):
+    def _nested(self) -> tuple[NestedWrappedModule, list[FSDP]]:
         """A model that is not in FSDP, and the three instances in it, in the order of ``modules()``."""
         model = NestedWrappedModule.init(self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE)
         first, second = model.module[1], model.module[2]
         return model, [first, first.module[0], second]
 
-    def _assert_are(self, found, expected):
+    def _assert_are(self, found: list[FSDP], expected: list[FSDP]) -> None:
         """The very instances, and in this order."""
         self.assertEqual([id(each) for each in found], [id(each) for each in expected])
 

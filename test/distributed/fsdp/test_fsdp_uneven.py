@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
 
 NUMEL = 9  # of the layer that _layer makes
 
 
-def _layer(device, seed=0):
+def _layer(device: str, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(3, 3, bias=False).to(device)
 
 
-class _UnevenBase(FSDPTest):
-    def _assert_layout(self, model, numel):
+class _UnevenBase(FewRanksTest):
+    def _assert_layout(self, model: FSDP, numel: int) -> None:
         """Each rank holds equally many elements, of which the last ranks' are padding, and zero."""
-        (handle,) = traversal_utils._get_fsdp_handles(model)
-        flat_param = handle.flat_param
+        (flat_param,) = internals.flat_params(model)
         size = -(-numel // self.world_size)
         mine = min(max(numel - self.rank * size, 0), size)
         self.assertEqual(flat_param.numel(), size)
-        self.assertEqual(flat_param._shard_numel_padded, size - mine)
+        self.assertEqual(internals.padding_of(flat_param), size - mine)
         self.assertEqual(flat_param[mine:].tolist(), [0.0] * (size - mine))
 
-    def _test_padding_stays_zero(self, device):
+    def _test_padding_stays_zero(self, device: str) -> None:
         """Several steps of Adam with weight decay move the parameters as those of a local model, and no padding."""
         reference, model = _layer(device), FSDP(_layer(device))
         self._assert_layout(model, NUMEL)
@@ -46,8 +45,7 @@ class _UnevenBase(FSDPTest):
             for each, optim in zip((reference, model), optims):
                 optim.zero_grad()
                 each(x).square().sum().backward()
-            dist.all_reduce(reference.weight.grad)
-            reference.weight.grad.div_(self.world_size)
+            average_gradients(reference)
             for optim in optims:
                 optim.step()
             self._assert_layout(model, NUMEL)
@@ -56,11 +54,7 @@ class _UnevenBase(FSDPTest):
 
 
 class TestUnevenParamShard(_UnevenBase):
-    @property
-    def world_size(self):
-        return accelerator.current().few_ranks
-
-    def _get_ref_results(self, weight, x, lr):
+    def _get_ref_results(self, weight: torch.Tensor, x: torch.Tensor, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's output, and the weight after a step on the mean of all ranks' gradients, worked out by hand."""
         with torch.no_grad():
             return x[self.rank] @ weight.T, weight - lr * x[: self.world_size].mean(0)
@@ -98,23 +92,23 @@ class TestUnevenParamShard(_UnevenBase):
             device=device,
         )
 
-    def _test_empty_shard(self, device, use_orig_params, sharding_strategy):
-        def build(wrap):
+    def _test_empty_shard(self, device: str, use_orig_params: bool, sharding_strategy: ShardingStrategy) -> None:
+        def build(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
             torch.manual_seed(0)
             single = nn.Linear(1, 1, bias=False).to(device)
             return nn.Sequential(wrap(single), nn.Linear(1, 3, bias=False).to(device))
 
-        def wrap(module):
+        def wrap(module: nn.Module) -> FSDP:
             return FSDP(module, use_orig_params=use_orig_params, sharding_strategy=sharding_strategy)
 
-        plain = build(lambda module: module)
-        reference = DDP(plain, device_ids=None if plain[0].weight.device.index is None else [plain[0].weight.device])
+        reference = data_parallel(build(lambda module: module))
         model = wrap(build(wrap))
         inner = model.module[0]
         if use_orig_params:
             self.assertEqual(inner.module.weight.numel(), 1 if self.rank == 0 else 0)
         else:
-            self.assertEqual(inner._handle.flat_param._shard_numel_padded, 0 if self.rank == 0 else 1)
+            padding = internals.padding_of(internals.flat_param_of(inner))
+            self.assertEqual(padding, 0 if self.rank == 0 else 1)
         optims = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (reference, model)]
         torch.manual_seed(10 + self.rank)
         for _ in range(3):
@@ -138,7 +132,7 @@ class TestUnevenParamShard(_UnevenBase):
             device=device,
         )
 
-    def _test_state_dict_round_trip(self, device, state_dict_type, use_orig_params):
+    def _test_state_dict_round_trip(self, device: str, state_dict_type: StateDictType, use_orig_params: bool) -> None:
         expected = _layer(device).weight
         saved, loaded = (FSDP(_layer(device, seed), use_orig_params=use_orig_params) for seed in (0, 5))
         with FSDP.state_dict_type(saved, state_dict_type):
@@ -152,9 +146,7 @@ class TestUnevenParamShard(_UnevenBase):
 
 
 class TestUnevenParamShardFourRanks(_UnevenBase):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_rank_of_padding_alone(self, device):

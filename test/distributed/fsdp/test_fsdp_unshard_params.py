@@ -6,14 +6,15 @@ import contextlib
 import functools
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,22 +30,25 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named, of_all_ranks, room_in
+from torch_fsdp_tests.fsdp.shards import owners
 
 # Numbers of elements of the two layers that _two_layers makes: neither is a multiple of 2, so both are padded.
 INNER, OUTER = 25, 15
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
 
-def _mixed_precisions():
+def _mixed_precisions() -> list[MixedPrecision | None]:
     return [MixedPrecision(param_dtype=torch.float16), None]
 
 
-def _cpu_offloads():
+def _cpu_offloads() -> list[CPUOffload]:
     return [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 
 
 @contextlib.contextmanager
-def _open(model, **kwargs):
+def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
     """``summon_full_params`` with its ``offload_to_cpu``, which without ``no_grad`` leaves a mark.
 
     What comes back from host memory brings its history into the gathered tensor, and the host's all-gather, which goes
@@ -54,63 +58,54 @@ def _open(model, **kwargs):
         yield
 
 
-def _flat_params(model):
-    return [handle.flat_param for handle in traversal_utils._get_fsdp_handles(model)]
-
-
-def _elements(tensor):
-    """How many elements the tensor's storage has room for now; a freed one has room for none."""
-    return tensor.untyped_storage().size() // tensor.element_size()
-
-
-def _gathered(flat_param, mixed_precision):
+def _summoned(flat_param: internals.FlatParam, mixed_precision: MixedPrecision | None) -> torch.Tensor:
     """The tensor into which ``summon_full_params`` gathers."""
-    return flat_param._full_param_padded if mixed_precision is None else flat_param._full_prec_full_param_padded
+    gathered = internals.gathered if mixed_precision is None else internals.gathered_in_full_precision
+    return gathered(flat_param)
 
 
-def _named(model, prefix="module."):
-    """The parameters by their names without what wrappers, FSDP or DDP, add to them."""
-    return {clean_tensor_name(name).removeprefix(prefix): param for name, param in model.named_parameters()}
+def _gradients(model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+    """Copies of the unsharded gradients, by the names of the plain model; None where there is none."""
+    with FSDP.summon_full_params(model, with_grads=True, **kwargs):
+        return {name: None if p.grad is None else p.grad.clone() for name, p in named(model).items()}
 
 
 class TestUnshardParamsBase(FSDPTest):
     """The bodies that the sharded and the unsharded case have in common."""
 
-    def _two_layers(self, **fsdp_kwargs):
+    def _two_layers(self, **fsdp_kwargs: Any) -> FSDP:
         """FSDP around two layers, ``model[0]`` (5 x 5, again in FSDP) and ``model[1]`` (3 x 5)."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False)).to(self.device)
         layers[0] = FSDP(layers[0], **fsdp_kwargs)
         return FSDP(layers, **fsdp_kwargs)
 
-    def _owners(self, numel, world_size=None):
-        """For every element of a flattened tensor the rank whose shard it is in: equal chunks, the last one short."""
-        return torch.arange(numel, device=self.device) // math.ceil(numel / (world_size or self.world_size))
+    def _owners(self, numel: int) -> torch.Tensor:
+        return owners(numel, self.world_size, self.device)
 
-    def _assert_resharded(self, model, mixed_precision=None):
+    def _assert_resharded(self, model: nn.Module, mixed_precision: MixedPrecision | None = None) -> None:
         """Nothing gathered is left, the local shards are in use, and model and handles are idle."""
-        handles = traversal_utils._get_fsdp_handles(model)
+        handles = internals.handles(model)
         self.assertGreater(len(handles), 0)
         for handle in handles:
             flat_param = handle.flat_param
             if handle.uses_sharded_strategy:
-                self.assertEqual(_elements(flat_param._full_param_padded), 0)
-                self.assertEqual(_elements(_gathered(flat_param, mixed_precision)), 0)
+                self.assertFalse(internals.is_gathered(flat_param))
+                self.assertEqual(room_in(_summoned(flat_param, mixed_precision)), 0)
             if mixed_precision is not None:
-                self.assertEqual(_elements(flat_param._mp_shard), 0)
-            self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
-            self.assertEqual(flat_param.shape, flat_param._sharded_size)
-            self.assertIs(handle._training_state, HandleTrainingState.IDLE)
-        for state in traversal_utils._get_fsdp_states(model):
-            self.assertIs(state.training_state, TrainingState.IDLE)
+                self.assertEqual(room_in(internals.low_precision_shard(flat_param)), 0)
+            self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
+            self.assertEqual(flat_param.shape, internals.sharded_size(flat_param))
+            self.assertIs(internals.training_state(handle), internals.fsdp1_common.HandleTrainingState.IDLE)
+        for state in internals.fsdp_states(model):
+            self.assertIs(state.training_state, internals.fsdp1_common.TrainingState.IDLE)
 
-    def _assert_no_grads(self, model):
-        with FSDP.summon_full_params(model, with_grads=True):
-            grads = {name: param.grad for name, param in _named(model).items()}
+    def _assert_no_grads(self, model: nn.Module) -> None:
+        grads = _gradients(model)
         self.assertGreater(len(grads), 0)
         self.assertEqual(grads, dict.fromkeys(grads))
 
-    def _get_test_unshard_params_writeback_config(self):
+    def _get_test_unshard_params_writeback_config(self) -> dict[str, list[Any]]:
         return {
             "writeback": [True, False],
             "check_outer": [True, False],
@@ -119,21 +114,21 @@ class TestUnshardParamsBase(FSDPTest):
             "use_orig_params": [True, False],
         }
 
-    def _test_unshard_params_writeback(self, writeback, check_outer, **fsdp_kwargs):
+    def _test_unshard_params_writeback(self, writeback: bool, check_outer: bool, **fsdp_kwargs: Any) -> None:
         model = self._two_layers(**fsdp_kwargs)
         uses_shards = self.world_size > 1
         offloads = fsdp_kwargs["cpu_offload"].offload_params
         layer = model.module[1] if check_outer else model.module[0].module
-        handle = (model if check_outer else model.module[0])._handle
+        unit = model if check_outer else model.module[0]
         # With the original parameters in use, model.parameters() begins with the inner one: each is taken by name.
-        local = layer.weight if fsdp_kwargs["use_orig_params"] else handle.flat_param
-        owners = self._owners(OUTER if check_outer else INNER)
-        mine = int((owners == self.rank).sum())  # the rest of the local shard, if any, is padding
+        local = layer.weight if fsdp_kwargs["use_orig_params"] else internals.flat_param_of(unit)
+        ranks = self._owners(OUTER if check_outer else INNER)
+        mine = int((ranks == self.rank).sum())  # the rest of the local shard, if any, is padding
 
         with torch.no_grad():
             local.fill_(self.rank + 2)
         with FSDP.summon_full_params(model, writeback=writeback), torch.no_grad():
-            self.assertEqual(layer.weight.flatten(), owners + 2.0, exact_device=False)
+            self.assertEqual(layer.weight.flatten(), ranks + 2.0, exact_device=False)
             for param in model.parameters():
                 param.zero_()
 
@@ -145,7 +140,7 @@ class TestUnshardParamsBase(FSDPTest):
             devices = [param.device.type for param in model.parameters()]
             self.assertEqual(devices, ["cpu"] * 2)  # the CPU is the subject
 
-    def _get_test_unshard_params_param_data_config(self):
+    def _get_test_unshard_params_param_data_config(self) -> dict[str, list[Any]]:
         return {
             "rank0_only": [False, True],
             "offload_to_cpu": [False, True],
@@ -155,8 +150,13 @@ class TestUnshardParamsBase(FSDPTest):
         }
 
     def _test_unshard_params_param_data(
-        self, rank0_only, offload_to_cpu, cpu_offload, mixed_precision, use_orig_params
-    ):
+        self,
+        rank0_only: bool,
+        offload_to_cpu: bool,
+        cpu_offload: CPUOffload,
+        mixed_precision: MixedPrecision | None,
+        use_orig_params: bool,
+    ) -> None:
         init = functools.partial(
             NestedWrappedModule.init,
             self.process_group,
@@ -175,7 +175,7 @@ class TestUnshardParamsBase(FSDPTest):
 
         with _open(model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu):
             if self.rank == 0 or not rank0_only:
-                found = _named(model, prefix="")
+                found = named(model, wrappers=())
                 self.assertEqual(list(found), list(reference))
                 host = torch.device("cpu")  # the CPU is the subject
                 for name, param in found.items():
@@ -183,27 +183,23 @@ class TestUnshardParamsBase(FSDPTest):
                     self.assertEqual(param.dtype, torch.float32)
                     self.assertEqual(param.device, host if offload_to_cpu and name not in outside else self.device)
                     self.assertEqual(param, reference[name], rtol=0, atol=0, exact_device=False)
-                for handle in traversal_utils._get_fsdp_handles(model):
+                for handle in internals.handles(model):
                     if handle.uses_sharded_strategy:  # beyond upstream: of what is in host memory nothing is here
-                        freed = _elements(_gathered(handle.flat_param, mixed_precision)) == 0
+                        freed = room_in(_summoned(handle.flat_param, mixed_precision)) == 0
                         offloads = not torch_facts.KEEPS_HOST_TENSORS_IN_PLACE or self.device != host
                         self.assertEqual(freed, offload_to_cpu and offloads)
             else:
-                for handle in traversal_utils._get_fsdp_handles(model):
-                    flat_param = handle.flat_param
-                    sharded = handle.uses_sharded_strategy
-                    size = flat_param._sharded_size if sharded else flat_param._unpadded_unsharded_size
-                    self.assertEqual(flat_param.shape, size)
+                for handle in internals.handles(model):
+                    size = internals.sharded_size if handle.uses_sharded_strategy else internals.unsharded_size
+                    self.assertEqual(handle.flat_param.shape, size(handle.flat_param))
 
-        roots = [state for state in traversal_utils._get_fsdp_states(model) if state._is_root]
+        roots = [state for state in internals.fsdp_states(model) if internals.is_root(state)]
         self.assertEqual(len(roots), 2)  # module.1 and module.2; the model itself is not in FSDP
         self._assert_resharded(model, mixed_precision)
 
 
 class TestUnshardParams(TestUnshardParamsBase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_writeback(self):
@@ -222,7 +218,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         That is how it is implemented today, and no promise.
         """
         model = FSDP(nn.Linear(1, 1, bias=False).to(self.device))
-        (local,) = _flat_params(model)
+        (local,) = internals.flat_params(model)
         self.assertEqual(local.numel(), 1)
         with torch.no_grad():
             local.fill_(self.rank + 2)
@@ -245,19 +241,18 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_unshard_params_respects_reshard,
         )
 
-    def _test_unshard_params_respects_reshard(self, rank0_only, offload_to_cpu, mixed_precision, use_orig_params):
+    def _test_unshard_params_respects_reshard(
+        self, rank0_only: bool, offload_to_cpu: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
+    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
-        outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
+        flat_params = internals.flat_params(model)
         gathered = 16  # 8 elements on each rank
 
-        def _get_unsharded_storage_size(flat_param):
-            return _elements(flat_param._full_param_padded)
+        def assert_gathered(expected_outer: int) -> None:
+            rooms = [room_in(internals.gathered(flat_param)) for flat_param in flat_params]
+            self.assertEqual(rooms, [expected_outer, 0])
 
-        def assert_gathered(expected_outer):
-            self.assertEqual(_get_unsharded_storage_size(outer), expected_outer)
-            self.assertEqual(_get_unsharded_storage_size(inner), 0)
-
-        def open_and_close():
+        def open_and_close() -> None:
             with _open(model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu):
                 pass
 
@@ -286,9 +281,11 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_unshard_params_recurse,
         )
 
-    def _test_unshard_params_recurse(self, recurse, unshard_outer, mixed_precision, use_orig_params):
+    def _test_unshard_params_recurse(
+        self, recurse: bool, unshard_outer: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
+    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
-        outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
+        outer, inner = internals.flat_params(model)
         padding = int(use_orig_params)  # then the flat parameter is itself padded to a multiple of the world size
         sharded = 8, 13
 
@@ -305,7 +302,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             {"prefix": ["", "test_prefix"], "recurse": [False, True]}, self._test_named_parameters_and_buffers
         )
 
-    def _test_named_parameters_and_buffers(self, prefix, recurse):
+    def _test_named_parameters_and_buffers(self, prefix: str, recurse: bool) -> None:
         reference, inner = (
             NestedWrappedModule.init(
                 self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -340,7 +337,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_with_grads_core,
         )
 
-    def _transformer_and_ddp(self, **fsdp_kwargs):
+    def _transformer_and_ddp(self, **fsdp_kwargs: Any) -> tuple[FSDP, DDP]:
         init = functools.partial(
             TransformerWithSharedParams.init,
             self.process_group,
@@ -349,27 +346,21 @@ class TestUnshardParams(TestUnshardParamsBase):
         )
         return init(FSDPInitMode.RECURSIVE, fsdp_kwargs=fsdp_kwargs), DDP(init(FSDPInitMode.NO_FSDP))
 
-    def _test_with_grads_core(self, writeback, offload_to_cpu, sharding_strategy, use_orig_params):
+    def _test_with_grads_core(
+        self, writeback: bool, offload_to_cpu: bool, sharding_strategy: ShardingStrategy, use_orig_params: bool
+    ) -> None:
         is_supported = use_orig_params and not offload_to_cpu
         persists = writeback or (sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
 
-        def _get_error_context(is_supported):
-            return contextlib.nullcontext() if is_supported else self.assertRaises(NotImplementedError)
-
-        def _get_fsdp_grads(fsdp_model, is_supported):
+        def check_grads() -> None:
             # Not from the parameters as they are: under SHARD_GRAD_OP these have no gradient between forward and
             # backward, and a comparison of two empty lists would pass.
-            if not is_supported:
-                return None
-            with FSDP.summon_full_params(fsdp_model, writeback=False, with_grads=True):
-                return {name: param.grad.clone() for name, param in _named(fsdp_model).items()}
-
-        def _check_grads(ddp_model, fsdp_model, old_fsdp_grads):
-            expected = _named(ddp_model)
+            before = _gradients(fsdp_model, writeback=False)
+            expected = named(ddp_model)
             with FSDP.summon_full_params(
                 fsdp_model, writeback=writeback, offload_to_cpu=offload_to_cpu, with_grads=True
             ):
-                found = _named(fsdp_model)
+                found = named(fsdp_model)
                 self.assertEqual(list(found), list(expected))
                 for name, param in found.items():
                     self.assertIsNotNone(expected[name].grad)
@@ -377,25 +368,23 @@ class TestUnshardParams(TestUnshardParamsBase):
                     self.assertGreater(torch.count_nonzero(param.grad), 0)
                     param.grad.mul_(2)
             factor = 2 if persists else 1
-            doubled = {name: grad * factor for name, grad in old_fsdp_grads.items()}
-            self.assertEqual(_get_fsdp_grads(fsdp_model, is_supported), doubled, rtol=0, atol=0)
+            doubled = {name: grad * factor for name, grad in before.items()}
+            self.assertEqual(_gradients(fsdp_model, writeback=False), doubled, rtol=0, atol=0)
             for param in expected.values():
                 param.grad.mul_(factor)
 
         fsdp_model, ddp_model = self._transformer_and_ddp(
             sharding_strategy=sharding_strategy, use_orig_params=use_orig_params
         )
-        with FSDP.summon_full_params(fsdp_model):
-            self.assertEqual(_named(fsdp_model), _named(ddp_model))
+        self.assertEqual(full_parameters(fsdp_model), named(ddp_model))
         inputs = fsdp_model.module.get_input(self.device)
         # The model's inputs are the same on every rank; weighted losses make the gradients differ.
         losses = [model(*inputs).sum() * (self.rank + 1) for model in (fsdp_model, ddp_model)]
         for loss in losses:
             loss.backward()
         for _ in range(2):  # after backward; and after the next forward, before its backward
-            old_fsdp_grads = _get_fsdp_grads(fsdp_model, is_supported)
-            with _get_error_context(is_supported):
-                _check_grads(ddp_model, fsdp_model, old_fsdp_grads)
+            with contextlib.nullcontext() if is_supported else self.assertRaises(NotImplementedError):
+                check_grads()
             for model in (fsdp_model, ddp_model):
                 model(*inputs)
 
@@ -404,9 +393,9 @@ class TestUnshardParams(TestUnshardParamsBase):
         """Where there was no backward there is no gradient, unsharded or not."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_none_grads)
 
-    def _test_with_grads_none_grads(self, sharding_strategy):
+    def _test_with_grads_none_grads(self, sharding_strategy: ShardingStrategy) -> None:
         model, _ = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
-        flat_params = _flat_params(model)
+        flat_params = internals.flat_params(model)
         self.assertEqual([flat_param.grad for flat_param in flat_params], [None] * 5)  # the root and four layers
         self._assert_no_grads(model)
 
@@ -436,18 +425,17 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_writeback_is_of_the_own_shard,
         )
 
-    def _test_writeback_is_of_the_own_shard(self, writeback, **fsdp_kwargs):
+    def _test_writeback_is_of_the_own_shard(self, writeback: bool, **fsdp_kwargs: Any) -> None:
         model = self._two_layers(**fsdp_kwargs)
 
-        def values_of(ranks, numel):
+        def values_of(ranks: int | torch.Tensor, numel: int) -> torch.Tensor:
             return ranks * 1000 + torch.arange(numel, device=self.device) + 1 / 3  # not a number of half precision
 
         with FSDP.summon_full_params(model, writeback=writeback), torch.no_grad():
             before = [param.detach().clone() for param in model.parameters()]
             for param in model.parameters():
                 param.copy_(values_of(self.rank, param.numel()).view_as(param))
-        with FSDP.summon_full_params(model):
-            after = [param.detach().clone() for param in model.parameters()]
+        after = list(full_parameters(model).values())
 
         self.assertEqual([param.shape for param in before], [(5, 5), (3, 5)])
         written = [values_of(self._owners(param.numel()), param.numel()).view_as(param) for param in before]
@@ -464,9 +452,9 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_writeback_of_many_parameters,
         )
 
-    def _test_writeback_of_many_parameters(self, offload_to_cpu, **fsdp_kwargs):
+    def _test_writeback_of_many_parameters(self, offload_to_cpu: bool, **fsdp_kwargs: Any) -> None:
         model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(self.device), **fsdp_kwargs)  # an odd number
-        self.assertEqual(len(_flat_params(model)), 1)
+        self.assertEqual(len(internals.flat_params(model)), 1)
         expected = [
             torch.arange(math.prod(shape), device=self.device).view(shape) + 100.0 * index
             for index, shape in enumerate([(4, 4), (4,), (3, 4), (3,)])
@@ -476,8 +464,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertEqual(len(parameters), 4)
             for param, values in zip(parameters, expected):
                 param.copy_(values)
-        with FSDP.summon_full_params(model):
-            self.assertEqual([param.detach() for param in model.parameters()], expected, rtol=0, atol=0)
+        self.assertEqual(list(full_parameters(model).values()), expected, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_memory_and_state_around_the_context(self):
@@ -492,60 +479,53 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_memory_and_state_around_the_context,
         )
 
-    def _test_memory_and_state_around_the_context(self, rank0_only, fails, mixed_precision, use_orig_params):
+    def _test_memory_and_state_around_the_context(
+        self, rank0_only: bool, fails: bool, mixed_precision: MixedPrecision | None, use_orig_params: bool
+    ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
-        outer, inner = model._handle.flat_param, model.module[0]._handle.flat_param
+        flat_params = internals.flat_params(model)
         has_all = self.rank == 0 or not rank0_only
         error = RuntimeError("raised inside the context")
         expects_error = self.assertRaisesRegex(RuntimeError, str(error)) if fails else contextlib.nullcontext()
 
         with expects_error, FSDP.summon_full_params(model, rank0_only=rank0_only, writeback=not rank0_only):
-            sizes = [_elements(_gathered(flat_param, mixed_precision)) for flat_param in (outer, inner)]
+            sizes = [room_in(_summoned(flat_param, mixed_precision)) for flat_param in flat_params]
             self.assertEqual(sizes, [16, 26] if has_all else [0, 0])
             if mixed_precision is not None:
-                self.assertEqual([_elements(each._full_param_padded) for each in (outer, inner)], [0, 0])
+                self.assertFalse(any(map(internals.is_gathered, flat_params)))
             if fails:
                 raise error
 
         self._assert_resharded(model, mixed_precision)
         self._assert_trains(model, mixed_precision)
 
-    def _assert_trains(self, model, mixed_precision):
-        """One step of SGD does what it does by hand: gradients averaged over the ranks, each with its own input."""
-        with FSDP.summon_full_params(model, writeback=False):
-            plain = [param.detach().clone().requires_grad_() for param in model.parameters()]
+    def _assert_trains(self, model: FSDP, mixed_precision: MixedPrecision | None) -> None:
+        """One step of SGD is that of two plain layers with averaged gradients; each rank has its own input."""
+        plain = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False)).to(self.device)
+        plain.load_state_dict(full_parameters(model))
         inputs = torch.arange(10.0, device=self.device).view(2, 5) / 8 + self.rank
-        hidden = inputs @ plain[0].T
-        (hidden @ plain[1].T).square().sum().backward()
-        for param in plain:
-            dist.all_reduce(param.grad)
-            param.data -= 0.01 * param.grad / self.world_size
-
-        parameters = list(model.parameters())
-        self.assertEqual(len(parameters), 2)
-        optim = torch.optim.SGD(parameters, lr=0.01)
-        model(inputs).square().sum().backward()
-        optim.step()
+        for each in (plain, model):
+            each(inputs).square().sum().backward()
+            if each is plain:
+                average_gradients(plain)
+            torch.optim.SGD(each.parameters(), lr=0.01).step()
         tolerance = 1e-6 if mixed_precision is None else 1e-2
-        with FSDP.summon_full_params(model):
-            trained = [param.detach() for param in model.parameters()]
-            self.assertEqual(trained, [param.detach() for param in plain], rtol=tolerance, atol=tolerance)
+        self.assertEqual(full_parameters(model), named(plain), rtol=tolerance, atol=tolerance)
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_of_distinct_data(self):
         """Beyond upstream: with other tokens on each rank gradients are still those of DDP, bitwise alike on all."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_of_distinct_data)
 
-    def _test_with_grads_of_distinct_data(self, sharding_strategy):
+    def _test_with_grads_of_distinct_data(self, sharding_strategy: ShardingStrategy) -> None:
         model, reference = self._transformer_and_ddp(sharding_strategy=sharding_strategy, use_orig_params=True)
         generator = torch.Generator().manual_seed(100 + self.rank)
         tokens = [torch.randint(23, (length, 2), generator=generator).to(self.device) for length in (6, 4)]
         for each in (model, reference):
             each(*tokens).square().sum().backward()
 
-        with FSDP.summon_full_params(model, with_grads=True):
-            grads = {name: param.grad.clone() for name, param in _named(model).items()}
-        expected = {name: param.grad for name, param in _named(reference).items()}
+        grads = _gradients(model)
+        expected = {name: param.grad for name, param in named(reference).items()}
         self.assertEqual(list(grads), list(expected))
         self.assertEqual(grads, expected, rtol=1e-4, atol=1e-5)
         for name, grad in grads.items():
@@ -553,12 +533,11 @@ class TestUnshardParams(TestUnshardParamsBase):
             dist.broadcast(of_rank_0, src=0)
             self.assertTrue(torch.equal(grad, of_rank_0), name)
 
-    def _two_layers_with_grads(self, **fsdp_kwargs):
+    def _two_layers_with_grads(self, **fsdp_kwargs: Any) -> tuple[FSDP, list[torch.Tensor]]:
         """The two layers after a backward, and their unsharded gradients."""
         model = self._two_layers(use_orig_params=True, **fsdp_kwargs)
         model(torch.arange(1.0, 6.0, device=self.device) + self.rank).sum().backward()
-        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-            grads = [param.grad.clone() for param in model.parameters()]
+        grads = list(_gradients(model, writeback=False).values())
         self.assertEqual([grad.shape for grad in grads], [(5, 5), (3, 5)])
         return model, grads
 
@@ -567,7 +546,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         """Beyond upstream: what an optimizer finds afterwards is this rank's part of what it wrote to the gradients."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_are_written_back_to_the_own_shard)
 
-    def _test_grads_are_written_back_to_the_own_shard(self, writeback):
+    def _test_grads_are_written_back_to_the_own_shard(self, writeback: bool) -> None:
         model, grads = self._two_layers_with_grads()
         with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
             for param in model.parameters():
@@ -581,13 +560,10 @@ class TestUnshardParams(TestUnshardParamsBase):
         """Beyond upstream: of several parameters in one flat parameter each gets its own part of the gradient back."""
         model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), use_orig_params=True)
         model(torch.arange(5.0, device=self.device) + self.rank).square().sum().backward()
-        with FSDP.summon_full_params(model, with_grads=True):
-            expected = [param.grad.flatten().tolist() for param in model.parameters()]
+        expected = [grad.flatten().tolist() for grad in _gradients(model).values()]
         self.assertEqual([len(grad) for grad in expected], [25, 5, 15, 3])
         mine = [[] if param.grad is None else param.grad.tolist() for param in model.parameters()]
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, mine)
-        self.assertEqual([list(itertools.chain(*parts)) for parts in zip(*of_ranks)], expected)
+        self.assertEqual([list(itertools.chain(*parts)) for parts in zip(*of_all_ranks(mine))], expected)
 
     @skip_if_lt_x_gpu(2)
     def test_grads_on_rank_0_only(self):
@@ -598,7 +574,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             inside = [param.grad.clone() for param in model.parameters()]
         self.assertEqual(inside, grads if self.rank == 0 else mine, rtol=0, atol=0)
         self.assertEqual([param.grad for param in model.parameters()], mine, rtol=0, atol=0)
-        self.assertEqual([flat_param.grad.numel() for flat_param in _flat_params(model)], [8, 13])
+        self.assertEqual([flat_param.grad.numel() for flat_param in internals.flat_params(model)], [8, 13])
 
     @skip_if_lt_x_gpu(2)
     def test_open_between_forward_and_backward(self):
@@ -608,30 +584,27 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_open_between_forward_and_backward,
         )
 
-    def _test_open_between_forward_and_backward(self, **fsdp_kwargs):
+    def _test_open_between_forward_and_backward(self, **fsdp_kwargs: Any) -> None:
         model, grads = self._two_layers_with_grads(**fsdp_kwargs)
         model.zero_grad()
-        with FSDP.summon_full_params(model, writeback=False):
-            before = [param.detach().clone() for param in model.parameters()]
+        before = list(full_parameters(model).values())
         output = model(torch.arange(1.0, 6.0, device=self.device) + self.rank)
         with FSDP.summon_full_params(model):
             self.assertEqual([param.detach() for param in model.parameters()], before, rtol=0, atol=0)
         output.sum().backward()
         self._assert_resharded(model, fsdp_kwargs["mixed_precision"])
-        with FSDP.summon_full_params(model, with_grads=True):
-            self.assertEqual([param.grad for param in model.parameters()], grads, rtol=0, atol=0)
+        self.assertEqual(list(_gradients(model).values()), grads, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_grads_that_only_some_ranks_have(self):
         """Beyond upstream: shards without a gradient count as zeros while others have one, and stay without."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_that_only_some_ranks_have)
 
-    def _test_grads_that_only_some_ranks_have(self, writeback):
+    def _test_grads_that_only_some_ranks_have(self, writeback: bool) -> None:
         model, grads = self._two_layers_with_grads()
         if self.rank == 1:
             model.zero_grad(set_to_none=True)
-        with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
-            found = [param.grad.clone() for param in model.parameters()]
+        found = list(_gradients(model, writeback=writeback).values())
         of_rank_0 = [(self._owners(grad.numel()) == 0).view_as(grad) for grad in grads]
         self.assertEqual(found, [grad * owned for grad, owned in zip(grads, of_rank_0)], rtol=0, atol=0)
         kept = [param.grad is not None for param in model.parameters()]
@@ -645,21 +618,19 @@ class TestUnshardParams(TestUnshardParamsBase):
             self._test_grads_are_gone_after_zero_grad,
         )
 
-    def _test_grads_are_gone_after_zero_grad(self, sharding_strategy):
+    def _test_grads_are_gone_after_zero_grad(self, sharding_strategy: ShardingStrategy) -> None:
         model, _ = self._two_layers_with_grads(sharding_strategy=sharding_strategy)
         model.zero_grad(set_to_none=True)
         self._assert_no_grads(model)
-        self.assertEqual([flat_param.grad for flat_param in _flat_params(model)], [None] * 2)
+        self.assertEqual([flat_param.grad for flat_param in internals.flat_params(model)], [None] * 2)
 
 
 class TestUnshardParamsSubgroups(TestUnshardParamsBase):
     """FSDP over the pairs (0, 2) and (1, 3): neither global ranks nor the default group are of any use to it."""
 
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
-    def _pair(self):
+    def _pair(self) -> tuple[dist.ProcessGroup, int]:
         """The group of the calling rank, and which of all the pairs it is."""
         groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
         return groups[self.rank % 2], self.rank % 2
@@ -669,7 +640,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
         """Beyond upstream: parameters and gradients are gathered from the ranks of the instance's own group."""
         self.run_subtests({"use_orig_params": [True, False]}, self._test_unshard_within_the_group)
 
-    def _test_unshard_within_the_group(self, use_orig_params):
+    def _test_unshard_within_the_group(self, use_orig_params: bool) -> None:
         group, pair = self._pair()
         layer = nn.Linear(5, 3, bias=False, device=self.device)
         with torch.no_grad():
@@ -689,8 +660,8 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
                 weight.fill_(self.rank)
         with FSDP.summon_full_params(model):
             (weight,) = model.parameters()
-            owners = pair + 2 * self._owners(OUTER, world_size=2)
-            self.assertEqual(weight.detach().flatten(), owners.float(), rtol=0, atol=0)
+            ranks = pair + 2 * owners(OUTER, 2, self.device)
+            self.assertEqual(weight.detach().flatten(), ranks.float(), rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
     def test_rank0_only_within_the_group(self):
@@ -706,9 +677,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
 
 
 class TestUnshardParamsNoShard(TestUnshardParamsBase):
-    @property
-    def world_size(self):
-        return 1  # where FSDP shards nothing
+    world_size = 1  # where FSDP shards nothing
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_params_writeback_no_shard(self):
@@ -723,20 +692,18 @@ class TestUnshardParamsNoShard(TestUnshardParamsBase):
 
 
 class TestUnshardParamsErrors(TestUnshardParamsBase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
-    def _assert_refused_in_training(self):
+    def _assert_refused_in_training(self) -> AbstractContextManager[Any]:
         return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")
 
-    def _assert_still_opens(self, model):
+    def _assert_still_opens(self, model: nn.Module) -> None:
         """What was refused left nothing behind."""
         with FSDP.summon_full_params(model):
             self.assertGreater(len(list(model.parameters())), 1)
         self._assert_resharded(model)
 
-    def _nested(self, **fsdp_kwargs):
+    def _nested(self, **fsdp_kwargs: Any) -> NestedWrappedModule:
         return NestedWrappedModule.init(
             self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs
         )
@@ -746,11 +713,11 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
         """A forward may not open its own module."""
 
         class MyModule(nn.Module):
-            def __init__(self):
+            def __init__(self) -> None:
                 super().__init__()
                 self.param = nn.Parameter(torch.zeros(5))
 
-            def forward(self, fsdp_module):
+            def forward(self, fsdp_module: nn.Module) -> None:
                 with FSDP.summon_full_params(fsdp_module):
                     pass
 
@@ -765,7 +732,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
         output = model(torch.ones(2, device=self.device))
         called = []
 
-        def invalid_backward_hook(grad):
+        def invalid_backward_hook(grad: torch.Tensor) -> None:
             called.append(grad)
             with FSDP.summon_full_params(model):
                 pass
@@ -803,7 +770,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
         """Beyond upstream: a module that is open cannot be opened again; the outer context survives the attempt."""
         self.run_subtests({"use_orig_params": [True, False]}, self._test_nested_contexts_raise)
 
-    def _test_nested_contexts_raise(self, use_orig_params):
+    def _test_nested_contexts_raise(self, use_orig_params: bool) -> None:
         model = self._two_layers(use_orig_params=use_orig_params)
         with FSDP.summon_full_params(model), torch.no_grad():
             with self.assertRaisesRegex(AssertionError, "already unsharding parameters"):

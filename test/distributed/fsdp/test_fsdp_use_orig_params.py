@@ -10,27 +10,16 @@ import contextlib
 import copy
 import functools
 import itertools
-import os
 import unittest
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._inductor.config
-import torch.distributed as dist
-import torch.distributed.fsdp._traversal_utils as traversal_utils
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._triton import has_triton
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import requires_capability
 from torch_fsdp_tests.common_fsdp import (
@@ -41,12 +30,18 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_utils import (
-    TEST_WITH_SLOW,
     TestCase,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
+
+dynamo_testing = torch_names.module("torch._dynamo.testing")
+inductor_config = torch_names.module("torch._inductor.config")
+triton = torch_names.module("torch.utils._triton")
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -63,55 +58,15 @@ EPS = 1e-3
 
 Tensors = dict[str, "torch.Tensor | None"]
 
-# init_optim_before_wrap, multi_tensor, set_to_none, skip_writeback_check and backward_prefetch, by strategy: each two
-# of these six take all their values together.
-PAIRWISE = {
-    "no_shard": [
-        (True, False, False, False, None),
-        (False, True, False, True, BackwardPrefetch.BACKWARD_PRE),
-        (False, False, True, True, BackwardPrefetch.BACKWARD_POST),
-    ],
-    "shard_grad_op": [
-        (True, True, False, True, None),
-        (False, True, True, False, BackwardPrefetch.BACKWARD_PRE),
-        (True, False, False, True, BackwardPrefetch.BACKWARD_POST),
-    ],
-    "full_shard": [
-        (False, False, True, True, None),
-        (True, False, True, False, BackwardPrefetch.BACKWARD_PRE),
-        (True, True, False, False, BackwardPrefetch.BACKWARD_POST),
-    ],
-}
-
-
-def named(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by their names without what FSDP and DDP add to them."""
-    return {clean_tensor_name(name).removeprefix("module."): param for name, param in module.named_parameters()}
-
 
 def flattened(tensors: Tensors) -> Tensors:
     return {name: None if tensor is None else tensor.detach().flatten().cpu() for name, tensor in tensors.items()}
 
 
-@contextlib.contextmanager
-def environment(name: str, is_set: bool) -> Iterator[None]:
-    """FSDP reads such a switch in its constructor, so a model must be made inside; afterwards all is as before."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop(name, None)
-        if is_set:
-            os.environ[name] = "1"
-        yield
-
-
 class UseOrigParamsTest(FSDPTest):
-    """What the cases of this file have in common: a replica by DDP, and comparisons with it on every rank."""
+    """What the cases of this file have in common: models, and comparisons with DDP on every rank."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def _ddp(self, module: nn.Module, **kwargs: Any) -> DDP:
-        return DDP(module, device_ids=None if self.device.index is None else [self.device.index], **kwargs)
+    world_size = 2
 
     @property
     def num_iters(self) -> int:
@@ -142,8 +97,7 @@ class UseOrigParamsTest(FSDPTest):
     def _joined(self, tensors: Tensors) -> Tensors:
         """What the ranks' pieces of each tensor make, one after the other; None where no rank has any."""
         mine = flattened(tensors)
-        of_all: list[Tensors] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(of_all, mine)
+        of_all = of_all_ranks(mine)
         self.assertEqual([list(pieces) for pieces in of_all], [list(mine)] * self.world_size)
         joined: Tensors = {}
         for name in mine:
@@ -151,15 +105,11 @@ class UseOrigParamsTest(FSDPTest):
             joined[name] = torch.cat(pieces) if pieces else None
         return joined
 
-    def assert_shards_of(self, found: Tensors, wanted: Tensors, strategy: ShardingStrategy) -> None:
-        """The ranks' pieces make the wanted tensors, each by name; under NO_SHARD each rank has all of them."""
-        whole = flattened(found) if strategy is NO_SHARD else self._joined(found)
-        self.assertEqual(whole, flattened(wanted))
-
     def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
-        grads = [{name: param.grad for name, param in named(each).items()} for each in (model, reference)]
-        self.assertTrue(any(grad is not None for grad in grads[1].values()))
-        self.assert_shards_of(*grads, strategy)
+        """The gradients are the reference's, by name; under NO_SHARD each rank has all of them, else its pieces."""
+        found, wanted = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
+        self.assertTrue(any(grad is not None for grad in wanted.values()))
+        self.assertEqual(flattened(found) if strategy is NO_SHARD else self._joined(found), flattened(wanted))
 
     def assert_same_full_params(self, model: nn.Module, *others: nn.Module) -> None:
         """The unsharded parameters agree by name with those of the others, in FSDP or not."""
@@ -176,15 +126,16 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     """Hyperparameters, optimizers and ``requires_grad`` that differ among the parameters of one instance."""
 
     def _get_param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        of = named(model)
-        weights = {name for name in of if "weight" in name}
-        biases = {name for name in of if "bias" in name} - weights
-        groups = [
-            {"params": [of[name] for name in of if name in weights], "weight_decay": 0.1, "lr": 1e-2},
-            {"params": [of[name] for name in of if name in biases], "weight_decay": 0.01, "lr": 1e-3},
-            {"params": [of[name] for name in of if name not in weights | biases]},
-        ]
-        return [group for group in groups if group["params"]]
+        """Weights, biases and the rest, if there is any, each with hyperparameters of its own."""
+        groups: dict[str, dict[str, Any]] = {
+            "weight": {"params": [], "weight_decay": 0.1, "lr": 1e-2},
+            "bias": {"params": [], "weight_decay": 0.01, "lr": 1e-3},
+            "": {"params": []},
+        }
+        for name, param in named(model).items():
+            kind = next(kind for kind in groups if kind in name)
+            groups[kind]["params"].append(param)
+        return [group for group in groups.values() if group["params"]]
 
     def _get_optim(
         self, model: nn.Module, optim_class: type[torch.optim.Optimizer], multi_tensor: bool
@@ -193,7 +144,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
 
     def _check_train_parity(
         self,
-        ddp_model: DDP,
+        ddp_model: nn.Module,
         ddp_optim: torch.optim.Optimizer,
         fsdp_model: FSDP,
         fsdp_optim: torch.optim.Optimizer,
@@ -220,17 +171,12 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         self.assert_same_full_params(fsdp_model, ddp_model)
 
     @skip_if_lt_x_gpu(2)
-    def test_fsdp_compile(self):
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], skip_fsdp_guards=[True, False])
+    def test_fsdp_compile(self, sharding_strategy, skip_fsdp_guards):
         """What ``torch.compile`` makes of an FSDP model trains as the model does."""
-        self.run_subtests(
-            {"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], "skip_fsdp_guards": [True, False]},
-            self._test_fsdp_compile,
-        )
-
-    def _test_fsdp_compile(self, sharding_strategy: ShardingStrategy, skip_fsdp_guards: bool) -> None:
         # Inductor's C++ compiler is no part of what is tested, and takes minutes: the host does without.
-        backend = "inductor" if has_triton() and not accelerator.current().is_host else "aot_eager"
-        counter = CompileCounterWithBackend(backend)
+        backend = "inductor" if triton.has_triton() and not accelerator.current().is_host else "aot_eager"
+        counter = dynamo_testing.CompileCounterWithBackend(backend)
         torch.manual_seed(0)
         plain = nn.Sequential(MLP(4), MLP(4))
         kwargs = {
@@ -240,12 +186,12 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             "use_orig_params": True,
         }
         eager, compiled = (FSDP(copy.deepcopy(plain).to(self.device), **kwargs) for _ in range(2))
-        models = [self._ddp(plain.to(self.device)), eager, torch.compile(compiled, backend=counter)]
+        models = [data_parallel(plain.to(self.device)), eager, torch.compile(compiled, backend=counter)]
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         torch.manual_seed(1 + self.rank)
         with (
             torch._dynamo.config.patch(skip_fsdp_guards=skip_fsdp_guards),
-            torch._inductor.config.patch(compile_threads=1),  # a pool of processes would outlive this rank
+            inductor_config.patch(compile_threads=1),  # a pool of processes would outlive this rank
         ):
             for _ in range(self.num_iters):
                 inp = torch.randn(2, 4, device=self.device)
@@ -264,34 +210,32 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy_str", ["no_shard", "shard_grad_op", "full_shard"])
-    def test_diff_hyperparams(self, sharding_strategy_str: str):
+    def test_diff_hyperparams(self, sharding_strategy_str):
         """Groups of parameters that lie in one flat parameter each keep their learning rate and weight decay."""
-        device = accelerator.current()
-        flag = (False, True)
-        options = list(itertools.product(flag, flag, flag, flag, [None, *BackwardPrefetch]))
-        for init_optim_before_wrap, multi_tensor, set_to_none, skip_writeback_check, prefetch in (
-            # All 48 take minutes where the host computes. There nothing overlaps, and all pairs of values will do.
-            options if device.has("streams") or TEST_WITH_SLOW else PAIRWISE[sharding_strategy_str]
-        ):
+        device, strategy = accelerator.current(), STRATEGIES[sharding_strategy_str]
+        options = {
+            "init_optim_before_wrap": [False, True],
+            "multi_tensor": [False, True],
+            "set_to_none": [False, True],
+            "skip_writeback_check": [False, True],
+            "backward_prefetch": [None, *BackwardPrefetch],
+        }
+        # All 48 take minutes where the host computes. There nothing overlaps, and all pairs of values will do.
+        pairs = pairwise({"sharding_strategy": list(STRATEGIES.values()), **options})
+        mine = [case for case in pairs if case["sharding_strategy"] is strategy]
+        for config in [{"sharding_strategy": [strategy], **options}] if device.has("streams") else one_by_one(mine):
+            # Where the host computes, the modes coincide: a module need not be moved.
+            config["device_init_mode"] = list(DEVICEInitMode)[: 2 if device.has("device_memory") else 1]
             self.run_subtests(
-                {
-                    # Where the host computes, the modes coincide: a module need not be moved.
-                    "device_init_mode": list(DEVICEInitMode)[: 2 if device.has("device_memory") else 1],
-                    "init_optim_before_wrap": [init_optim_before_wrap],
-                    "optim_class": [torch.optim.AdamW],
-                    "multi_tensor": [multi_tensor],
-                    "set_to_none": [set_to_none],
-                    "backward_prefetch": [prefetch],
-                    "skip_writeback_check": [skip_writeback_check],
-                },
+                config,
                 self._test_diff_hyperparams,
+                optim_class=torch.optim.AdamW,
                 cpu_offload=CPUOffload(offload_params=False),
-                sharding_strategy=STRATEGIES[sharding_strategy_str],
             )
 
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy_str", ["no_shard", "shard_grad_op", "full_shard"])
-    def test_diff_hyperparams_cpu_offload(self, sharding_strategy_str: str):
+    def test_diff_hyperparams_cpu_offload(self, sharding_strategy_str):
         """The same with parameters and gradients in host memory, where the optimizer steps."""
         for skip_writeback_check in (False, True):
             self._test_diff_hyperparams(
@@ -318,12 +262,12 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         cpu_offload: CPUOffload,
         sharding_strategy: ShardingStrategy,
     ) -> None:
-        ddp_model = self._ddp(self._transformer())
+        ddp_model = data_parallel(self._transformer())
         ddp_optim = self._get_optim(ddp_model, optim_class, multi_tensor)
         is_moved = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
         plain = self._transformer() if is_moved else copy.deepcopy(self._plain)
         fsdp_optim = self._get_optim(plain, optim_class, multi_tensor) if init_optim_before_wrap else None
-        with environment("FSDP_SKIP_WRITEBACK_CHECK", skip_writeback_check):
+        with internals.switched("FSDP_SKIP_WRITEBACK_CHECK", skip_writeback_check):
             fsdp_model = FSDP(
                 plain,
                 auto_wrap_policy=LAYERS,
@@ -338,15 +282,10 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         self._check_train_parity(ddp_model, ddp_optim, fsdp_model, fsdp_optim, set_to_none)
 
     @skip_if_lt_x_gpu(2)
-    def test_diff_trainability(self):
+    @subtests(multi_tensor=[False, True], sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_diff_trainability(self, multi_tensor, sharding_strategy):
         """Biases frozen after wrapping stay as they are; the weights beside them learn."""
-        self.run_subtests(
-            {"multi_tensor": [False, True], "sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]},
-            self._test_diff_trainability,
-        )
-
-    def _test_diff_trainability(self, multi_tensor: bool, sharding_strategy: ShardingStrategy) -> None:
-        ddp_model = self._ddp(self._transformer(), find_unused_parameters=True)
+        ddp_model = data_parallel(self._transformer(), find_unused_parameters=True)
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         optims, biases = [], []
         for model in (ddp_model, fsdp_model):
@@ -362,18 +301,16 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             self.assertEqual(after, before, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_multiple_optimizers(self):
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP])
+    def test_multiple_optimizers(self, sharding_strategy):
         """One optimizer has the weights and one the biases, and only one of them drops its gradients."""
-        self.run_subtests({"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP]}, self._test_multiple_optimizers)
-
-    def _test_multiple_optimizers(self, sharding_strategy: ShardingStrategy) -> None:
-        ddp_model = self._ddp(self._transformer())
+        ddp_model = data_parallel(self._transformer())
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         models = ddp_model, fsdp_model
         # Otherwise no flat gradient would be partly dropped, and nothing tested.
         kinds = [
             {"bias" if "bias" in name else "weight" for name in handle._fqns_in_shard}
-            for handle in traversal_utils._get_fsdp_handles(fsdp_model)
+            for handle in internals.handles(fsdp_model)
         ]
         self.assertIn({"weight", "bias"}, kinds)
         weight_optims, bias_optims = [], []
@@ -413,8 +350,8 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 else:
                     self.assertEqual(param.grad is None, of_ddp[name] is None, name)
                     self.assertEqual(param.grad is None, "weight" in name, name)
-            self.assert_shards_of(of_fsdp, of_ddp, sharding_strategy)
-            self.assert_shards_of(named(fsdp_model), named(ddp_model), sharding_strategy)
+            self.assertEqual(self._joined(of_fsdp), flattened(of_ddp))
+            self.assertEqual(self._joined(named(fsdp_model)), flattened(named(ddp_model)))
         backward_and_step(losses)
         # Adam's correction of its bias goes by the number of steps, so a gradient of zeros instead of none shows here.
         backward_and_step(forward())
@@ -429,7 +366,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
         kwargs = {"sharding_strategy": sharding_strategy, "cpu_offload": cpu_offload}
         models = [
             # Its broadcast of buffers, before 2.13, spoils what an earlier forward has saved for backward.
-            self._ddp(self._transformer(), broadcast_buffers=False),
+            data_parallel(self._transformer(), broadcast_buffers=False),
             *(self._transformer(use_orig_params=use_orig_params, **kwargs) for use_orig_params in (False, True)),
         ]
         return models, [torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2, eps=EPS) for model in models]
@@ -446,7 +383,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_params", [False, True])
-    def test_multiple_forward(self, offload_params: bool):
+    def test_multiple_forward(self, offload_params):
         """Two forwards before one backward."""
         self.run_subtests(self._get_subtest_config(offload_params), self._test_multiple_forward)
 
@@ -468,7 +405,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_params", [False, True])
-    def test_summon_between_two_forwards(self, offload_params: bool):
+    def test_summon_between_two_forwards(self, offload_params):
         """All parameters are seen in full between two forwards, which changes nothing."""
         self.run_subtests(self._get_subtest_config(offload_params), self._test_summon_between_two_forwards)
 
@@ -558,14 +495,10 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             self.assertEqual(param.grad, grad)
 
     @skip_if_lt_x_gpu(2)
-    def test_access_params_after_forward(self):
+    @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
+    def test_access_params_after_forward(self, sharding_strategy):
         """After forward parameters are local again where forward reshards, after backward everywhere."""
-        self.run_subtests(
-            {"sharding_strategy": [NO_SHARD, FULL_SHARD, SHARD_GRAD_OP]}, self._test_access_params_after_forward
-        )
-
-    def _test_access_params_after_forward(self, sharding_strategy: ShardingStrategy) -> None:
-        models = self._ddp(self._model()), self._fsdp(sharding_strategy)
+        models = data_parallel(self._model()), self._fsdp(sharding_strategy)
         ddp_model, fsdp_model = models
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         torch.manual_seed(42 + self.rank)
@@ -591,29 +524,23 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
                 optim.zero_grad()
 
     @skip_if_lt_x_gpu(2)
-    def test_parameters_are_views_of_the_local_shard(self):
+    @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
+    def test_parameters_are_views_of_the_local_shard(self, sharding_strategy):
         """Beyond upstream: after backward parameters have the shard's memory, and what was gathered is freed."""
-        self.run_subtests(
-            {"sharding_strategy": [NO_SHARD, FULL_SHARD, SHARD_GRAD_OP]},
-            self._test_parameters_are_views_of_the_local_shard,
-        )
-
-    def _test_parameters_are_views_of_the_local_shard(self, sharding_strategy: ShardingStrategy) -> None:
         model = self._fsdp(sharding_strategy)
-        handles = traversal_utils._get_fsdp_handles(model)
-        self.assertEqual(len(handles), 2)  # neither the ReLU nor the root has parameters of its own
+        flat_params = internals.flat_params(model)
+        self.assertEqual(len(flat_params), 2)  # neither the ReLU nor the root has parameters of its own
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             loss = model(torch.ones(2, 5, device=self.device)).sum()
-            gathered = [handle.flat_param._full_param_padded for handle in handles if sharding_strategy is not NO_SHARD]
-            sizes = [tensor.untyped_storage().size() > 0 for tensor in gathered]
-            self.assertEqual(sizes, [sharding_strategy is SHARD_GRAD_OP] * len(gathered))
+            sharded = [] if sharding_strategy is NO_SHARD else flat_params
+            gathered = [internals.is_gathered(flat_param) for flat_param in sharded]
+            self.assertEqual(gathered, [sharding_strategy is SHARD_GRAD_OP] * len(sharded))
             loss.backward()
-            self.assertEqual([tensor.untyped_storage().size() for tensor in gathered], [0] * len(gathered))
-            for handle in handles:
-                flat_param = handle.flat_param
-                self.assertEqual(flat_param.data_ptr(), flat_param._local_shard.data_ptr())
-                for param, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
+            self.assertEqual([internals.is_gathered(flat_param) for flat_param in sharded], [False] * len(sharded))
+            for flat_param in flat_params:
+                self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
+                for param, info in zip(flat_param._params, internals.shard_infos(flat_param), strict=True):
                     self.assertEqual(param.numel() > 0, info.in_shard)
                     if info.in_shard:
                         for mine, whole in ((param, flat_param), (param.grad, flat_param.grad)):
@@ -667,8 +594,10 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             generator = torch.Generator().manual_seed(1 + rank)
             return torch.randn((2, 5), generator=generator).to(self.lin1.weight.device)
 
-    def _models(self, **fsdp_kwargs: Any) -> tuple[DDP, FSDP]:
-        return self._ddp(self.Model(self.device)), FSDP(self.Model(self.device), use_orig_params=True, **fsdp_kwargs)
+    def _models(self, **fsdp_kwargs: Any) -> tuple[nn.Module, FSDP]:
+        return data_parallel(self.Model(self.device)), FSDP(
+            self.Model(self.device), use_orig_params=True, **fsdp_kwargs
+        )
 
     def _loss(self, model: nn.Module) -> torch.Tensor:
         return model(model.module.get_input(self.rank)).sum()
@@ -677,11 +606,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         return model.module.lin1 if first else model.module.lin2
 
     @skip_if_lt_x_gpu(2)
-    def test_param_writeback(self):
+    @subtests(change_first_weight=[True, False], change_data=[True, False])
+    def test_param_writeback(self, change_first_weight, change_data):
         """A new parameter, or new data of the old one, replaces what was there."""
-        self.run_subtests({"change_first_weight": [True, False], "change_data": [True, False]}, self._param_writeback)
-
-    def _param_writeback(self, change_first_weight: bool, change_data: bool) -> None:
         models = self._models()
         for model in models:
             layer = self._layer(model, change_first_weight)
@@ -693,32 +620,23 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             changed = layer.weight
         self.assert_same_full_params(*models[::-1])
         # It was written to the flat parameter, of which the parameter, the new one, is a view from now on.
-        flat_param, layer = models[1]._handle.flat_param, self._layer(models[1], change_first_weight)
+        flat_param, layer = internals.flat_param_of(models[1]), self._layer(models[1], change_first_weight)
         if layer.weight.numel() > 0:
             self.assertIs(layer.weight, changed)
             self.assertEqual(layer.weight.untyped_storage().data_ptr(), flat_param.untyped_storage().data_ptr())
         self.assertEqual(self._loss(models[1]), self._loss(models[0]))
 
     @skip_if_lt_x_gpu(2)
-    def test_grad_writeback(self):
+    @subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])
+    def test_grad_writeback(self, change_first_weight_grad, change_data, set_to_none):
         """A gradient that was replaced or dropped is what the optimizer and the next backward go on from."""
-        self.run_subtests(
-            {
-                "change_first_weight_grad": [False, True],
-                "change_data": [False, True],  # of the gradient, which must be there
-                "set_to_none": [False, True],
-            },
-            self._test_grad_writeback,
-        )
-
-    def _test_grad_writeback(self, change_first_weight_grad: bool, change_data: bool, set_to_none: bool) -> None:
         if change_data and set_to_none:
             return  # there is no data of None
         models = self._models()
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         for model in models:
             self._loss(model).backward()
-        flat_grad = models[1]._handle.flat_param.grad.detach().clone()
+        flat_grad = internals.flat_param_of(models[1]).grad.detach().clone()
         is_empty = False
         for model in models:
             weight = self._layer(model, change_first_weight_grad).weight
@@ -737,7 +655,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             self.assertEqual(len(others), 2)
             with FSDP.summon_full_params(models[1], writeback=False):
                 pass
-            self.assertEqual(models[1]._handle.flat_param.grad, flat_grad, rtol=0, atol=0)
+            self.assertEqual(internals.flat_param_of(models[1]).grad, flat_grad, rtol=0, atol=0)
             for name, grad in others.items():
                 self.assertEqual(named(models[1])[name].grad, grad, rtol=0, atol=0)
         elif change_first_weight_grad:
@@ -758,9 +676,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     def test_update_in_place_needs_no_writeback(self):
         """Beyond upstream: an update in place, as an optimizer makes it, is in the flat parameter at once."""
         models = self._models()
-        with mock.patch.object(
-            FlatParamHandle, "_writeback_tensor", autospec=True, side_effect=FlatParamHandle._writeback_tensor
-        ) as writeback:
+        handle_class = internals.flat_param.FlatParamHandle
+        original = handle_class._writeback_tensor
+        with torch_names.patched(handle_class, "_writeback_tensor", autospec=True, side_effect=original) as writeback:
             for _ in range(2):
                 for model in models:
                     before = {name: param.data_ptr() for name, param in named(model).items()}
@@ -780,11 +698,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             writeback.assert_called_once()  # so it would have been seen
 
     @skip_if_lt_x_gpu(2)
-    def test_writeback_shape_mismatch(self):
+    @subtests(change_param=[True, False])
+    def test_writeback_shape_mismatch(self, change_param):
         """A parameter or a gradient of another shape is refused, on the rank where it is."""
-        self.run_subtests({"change_param": [True, False]}, self._test_writeback_shape_mismatch)
-
-    def _test_writeback_shape_mismatch(self, change_param: bool) -> None:
         model = FSDP(self.Model(self.device), use_orig_params=True)
         self._loss(model).backward()
         layer = self._layer(model, first=self.rank == 0)
@@ -801,11 +717,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 pass
 
     @skip_if_lt_x_gpu(2)
-    def test_writeback_between_fwd_and_bwd_for_no_reshard_raises(self):
+    @subtests(change_data=[True, False])
+    def test_writeback_between_fwd_and_bwd_for_no_reshard_raises(self, change_data):
         """While parameters stay unsharded, what they are replaced by could get nowhere, and is refused."""
-        self.run_subtests({"change_data": [True, False]}, self._test_writeback_between_fwd_and_bwd)
-
-    def _test_writeback_between_fwd_and_bwd(self, change_data: bool) -> None:
         model = FSDP(
             self.Model(self.device), sharding_strategy=SHARD_GRAD_OP, auto_wrap_policy=LINEARS, use_orig_params=True
         )
@@ -821,16 +735,12 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             loss.backward()
 
     @skip_if_lt_x_gpu(2)
-    def test_no_reshard_and_mixed_precision(self):
+    @subtests(use_full_prec_in_eval=[False, True], eval_with_grad=[False, True])
+    def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, eval_with_grad):
         """Full parameters, evaluation and loading come in between while low precision parameters stay gathered."""
-        self.run_subtests(
-            {"use_full_prec_in_eval": [False, True], "eval_with_grad": [False, True]},
-            self._test_no_reshard_and_mixed_precision,
-        )
 
-    def _test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval: bool, eval_with_grad: bool) -> None:
         def make_model() -> FSDP:
-            with environment("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
+            with internals.switched("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
                 return FSDP(
                     self.Model(self.device),
                     sharding_strategy=SHARD_GRAD_OP,
@@ -849,8 +759,8 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             in_full = use_full_prec_in_eval and not training
             self.assertEqual(output.dtype, torch.float32 if in_full else torch.float16)
             # Values of about one, by way of two layers of 5 terms each: some roundings of half precision.
-            tolerance = {} if in_full else {"rtol": 1e-2, "atol": 5e-3}
-            self.assertEqual(output.float(), expected, **tolerance)
+            rtol, atol = (None, None) if in_full else (1e-2, 5e-3)
+            self.assertEqual(output.float(), expected, rtol=rtol, atol=atol)
             return output
 
         model = make_model()
@@ -919,12 +829,10 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             self.assertEqual(model(inp), torch.zeros(2, 7, device=self.device))
 
     def _averaged(self, inp: torch.Tensor) -> nn.Module:
-        """The model by itself, with gradients that are averaged over the ranks by hand."""
+        """The plain model, with gradients that are averaged over the ranks by hand."""
         model = self.Model(self.device)
         model(inp).sum().backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(self.world_size)
+        average_gradients(model)
         return model
 
 
@@ -932,7 +840,7 @@ class TestFSDPUseOrigParamsFQNs(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     def test_named_parameters_in_forward(self):
         """Inside forward the parameters have the model's own names and shapes."""
-        shapes = {}
+        shapes: dict[str, torch.Size] = {}
 
         class Model(nn.Module):
             def __init__(self) -> None:
@@ -940,7 +848,7 @@ class TestFSDPUseOrigParamsFQNs(UseOrigParamsTest):
                 self.lin = nn.Linear(5, 5)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                shapes.update((clean_tensor_name(name), param.shape) for name, param in self.named_parameters())
+                shapes.update((internals.clean_name(name), param.shape) for name, param in self.named_parameters())
                 return self.lin(x)
 
         for strategy, policy in itertools.product(STRATEGIES.values(), (None, LINEARS)):
@@ -958,10 +866,8 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
     """Gradients that accumulate without being reduced are whole, and each rank's own."""
 
     @skip_if_lt_x_gpu(2)
-    def test_no_sync_correctness(self):
-        self.run_subtests({"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]}, self._test_no_sync_correctness)
-
-    def _test_no_sync_correctness(self, sharding_strategy: ShardingStrategy) -> None:
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_no_sync_correctness(self, sharding_strategy):
         """Parameters and gradients are those of the flat parameter, and after a reduction those of DDP."""
         torch.manual_seed(0)
         plain = nn.Linear(7, 1, bias=False, device=self.device)
@@ -970,7 +876,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
             for use_orig_params in (False, True)
         ]
         flat, orig = models
-        ddp_model = self._ddp(plain)
+        ddp_model = data_parallel(plain)
         everyone = [ddp_model, flat, orig]
         optims = [torch.optim.AdamW(model.parameters(), foreach=True) for model in everyone]
         torch.manual_seed(1 + self.rank)
@@ -1019,12 +925,8 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
         self.assert_same_full_params(orig, flat, ddp_model)
 
     @skip_if_lt_x_gpu(2)
-    def test_no_sync_mixed_precision(self):
-        self.run_subtests(
-            {"sharding_strategy": [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]}, self._test_no_sync_mixed_precision
-        )
-
-    def _test_no_sync_mixed_precision(self, sharding_strategy: ShardingStrategy) -> None:
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_no_sync_mixed_precision(self, sharding_strategy):
         """What accumulates has the parameters' low precision; what is reduced, the full one."""
         torch.manual_seed(0)
         plain = nn.Linear(3, 3, device=self.device)
@@ -1050,9 +952,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
                 grad = named(plain)[name].grad
                 self.assertEqual(param.grad.flatten().float(), grad.flatten(), rtol=4e-3, atol=4e-3)
         self.assertEqual(backward(), {torch.float32})
-        for param in plain.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(self.world_size)
+        average_gradients(plain)
         found = {name: param.grad for name, param in named(model).items()}
         found = found if sharding_strategy is NO_SHARD else self._joined(found)
         for name, param in named(plain).items():
@@ -1070,7 +970,7 @@ class TestFSDPUseOrigParamsInit(UseOrigParamsTest):
         with self.assertRaisesRegex(ValueError, "Must flatten tensors with uniform `requires_grad`"):
             FSDP(copy.deepcopy(model), use_orig_params=False)
         fsdp_model = FSDP(model, use_orig_params=True)
-        self.assertEqual(len(traversal_utils._get_fsdp_handles(fsdp_model)), 1)
+        self.assertEqual(len(internals.handles(fsdp_model)), 1)
         self.assertEqual({name: param.requires_grad for name, param in named(fsdp_model).items()}, wanted)
         fsdp_model(torch.ones(2, 3, device=self.device)).sum().backward()
         for name, param in named(fsdp_model).items():

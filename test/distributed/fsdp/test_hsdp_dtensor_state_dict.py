@@ -26,7 +26,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
     ShardedStatesMixin,
@@ -75,9 +75,7 @@ class FakeMPModel(nn.Module):
 
 
 class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device_type, (2, self.world_size // 2))
@@ -106,16 +104,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     def test_hsdp_init_with_device_mesh(self):
         mesh = self._mesh()
-        model, optim = self._create_model(mesh)
-        use_sharded_state_dicts(model)
-        found = parameters_and_moments(model, optim)
-        self.assertEqual(len(found), 8 + 16)
-        for name, value in found.items():
-            self.assertIs(type(value), DTensor, name)
-            self.assertEqual((value.device_mesh, value.placements), (mesh, PLACEMENTS))
-        settings = FSDP.get_state_dict_type(model)
-        self.assertTrue(settings.state_dict_config._use_dtensor)
-        self.assertTrue(settings.optim_state_dict_config._use_dtensor)
+        self._check_laid_out(*self._create_model(mesh), mesh, PLACEMENTS)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -184,12 +173,10 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         self.assertEqual(set(found), set(wanted))
         for name, value in found.items():
             local = value.to_local().cpu()  # for all ranks
-            of_replicas = [None, None]
-            dist.all_gather_object(of_replicas, local, group=mesh.get_group(0))
-            self.assertEqual(of_replicas[0], of_replicas[1], msg=name, rtol=0, atol=0)
-            of_shards = [None, None]
-            dist.all_gather_object(of_shards, local, group=mesh.get_group(1))
-            self.assertEqual(torch.cat(of_shards), wanted[name], msg=name, exact_device=False)
+            first, second = of_all_ranks(local, mesh.get_group(0))
+            self.assertEqual(first, second, msg=name, rtol=0, atol=0)
+            whole = torch.cat(of_all_ranks(local, mesh.get_group(1)))
+            self.assertEqual(whole, wanted[name], msg=name, exact_device=False)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -252,7 +239,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     ) -> None:
         saving, loading = (meshes[name] for name in way)
         path = os.path.join(self.temp_dir, f"{way}-{use_orig_params}")
-        kwargs = {"model_class": UnevenModel, "use_orig_params": use_orig_params}
+        kwargs: dict[str, Any] = {"model_class": UnevenModel, "use_orig_params": use_orig_params}
 
         def state_of(model: FSDP, optim: torch.optim.Optimizer, size: int) -> dict[str, Any]:
             return sharded_state_dicts(model, optim, offload_to_cpu=not use_orig_params, group=groups[size])

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import unittest
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._shard_utils import (
-    _all_gather_dtensor,
-    _create_chunk_dtensor,
-    _create_chunk_sharded_tensor,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+
+shard_utils = torch_names.module("torch.distributed.fsdp._shard_utils")
 
 # One row for two ranks; rows that two ranks share evenly; rows that they do not. With one dimension and with two.
 SIZES = ((1,), (1, 6), (12,), (12, 6), (25,), (25, 6))
@@ -47,12 +44,12 @@ def rows_of(tensor: torch.Tensor, index: int, world_size: int) -> torch.Tensor:
 
 
 class TestShardUtilsDistributed(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
-    def _chunked(self, tensor: torch.Tensor) -> ShardedTensor:
-        return _create_chunk_sharded_tensor(tensor, self.rank, self.world_size, devices_per_node(), dist.group.WORLD)
+    def _chunked(self, tensor: torch.Tensor) -> Any:
+        return shard_utils._create_chunk_sharded_tensor(
+            tensor, self.rank, self.world_size, devices_per_node(), dist.group.WORLD
+        )
 
     @skip_if_lt_x_gpu(2)
     def test_create_chunk_sharded_tensor(self):
@@ -90,7 +87,7 @@ class TestShardUtilsDistributed(FSDPTest):
             self._chunked(_create_tensor(self.rank, 5, 3).requires_grad_())
 
 
-def check_metadata(case, sharded, tensor, ranks, rank):
+def check_metadata(case: TestCase, sharded: Any, tensor: torch.Tensor, ranks: list[int], rank: int) -> None:
     """Every rank must know all shards: where each begins, how large it is, and who has it; and have its own."""
     world_size = len(ranks)
     wanted = [(index, rows_of(tensor, index, world_size)) for index in range(world_size)]
@@ -113,9 +110,7 @@ def check_metadata(case, sharded, tensor, ranks, rank):
 
 
 class TestShardUtilsDistributedDTensor(DTensorTestBase):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @with_comms
     @skip_if_lt_x_gpu(2)
@@ -124,7 +119,7 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
         mesh = init_device_mesh(self.device_type, (self.world_size,))
         for size in SIZES:
             tensor = _create_tensor(self.rank, *size)
-            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
             self.assertEqual((found.size(), found.placements, found.device_mesh), (tensor.size(), (Shard(0),), mesh))
             chunks = torch.chunk(tensor, self.world_size, dim=0)
             local = found.to_local()
@@ -144,7 +139,7 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
             mesh = init_device_mesh(self.device_type, shape)
             tensor = _create_tensor(self.rank, 5, 3)
             mine = (rows_of(tensor, self.rank, 2) if len(shape) == 1 else tensor).clone()
-            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
             tensor.zero_()
             self.assertEqual(found.to_local(), mine, rtol=0, atol=0)
 
@@ -155,7 +150,7 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
         mesh = init_device_mesh(self.device_type, (self.world_size,))
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype).requires_grad_(dtype.is_floating_point)
-            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
             self.assertEqual((found.dtype, found.to_local().dtype), (dtype, dtype))
             self.assertEqual((found.requires_grad, found.is_leaf, found.to_local().requires_grad), (False, True, False))
             self.assertEqual(found.full_tensor(), tensor.detach(), rtol=0, atol=0)
@@ -164,15 +159,13 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
 class TestShardUtilsFourRanks(FSDPTest):
     """Beyond upstream: five rows over four ranks make shards of 2, 2, 1 and 0; and groups of a mesh."""
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_five_rows_over_four_ranks(self):
         """Beyond upstream: both helpers leave the last rank empty, and lose nothing."""
         tensor = _create_tensor(self.rank, 5, 3)
-        sharded = _create_chunk_sharded_tensor(tensor, self.rank, 4, devices_per_node(), dist.group.WORLD)
+        sharded = shard_utils._create_chunk_sharded_tensor(tensor, self.rank, 4, devices_per_node(), dist.group.WORLD)
         check_metadata(self, sharded, tensor, [0, 1, 2, 3], self.rank)
         self.assertEqual([each.shard_sizes[0] for each in sharded.metadata().shards_metadata], [2, 2, 1])
         gathered = torch.empty_like(tensor) if self.rank == 0 else None
@@ -181,18 +174,18 @@ class TestShardUtilsFourRanks(FSDPTest):
             self.assertEqual(gathered, tensor, rtol=0, atol=0)
 
         mesh = init_device_mesh(accelerator.current().type, (4,))
-        found = _create_chunk_dtensor(tensor, self.rank, mesh)
+        found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
         self.assertEqual(len(found.to_local()), [2, 2, 1, 0][self.rank])
         self.assertEqual(found.to_local(), rows_of(tensor, self.rank, 4), rtol=0, atol=0)
         self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
 
-    def _sharded_over_a_pair(self) -> tuple[list[int], torch.Tensor, ShardedTensor]:
+    def _sharded_over_a_pair(self) -> tuple[list[int], torch.Tensor, Any]:
         """The ranks of this rank's group, a tensor that differs by group, and its shards over the two of them."""
         pairs = [[0, 2], [1, 3]]
         groups = [dist.new_group(ranks) for ranks in pairs]
         group = groups[self.rank % 2]
         tensor = _create_tensor(self.rank, 5, 3) + self.rank % 2
-        sharded = _create_chunk_sharded_tensor(tensor, dist.get_rank(group), 2, devices_per_node(), group)
+        sharded = shard_utils._create_chunk_sharded_tensor(tensor, dist.get_rank(group), 2, devices_per_node(), group)
         return pairs[self.rank % 2], tensor, sharded
 
     @skip_if_lt_x_gpu(4)
@@ -237,13 +230,13 @@ class TestShardUtilsFourRanks(FSDPTest):
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for size in ((5, 3), (1, 3)):
             tensor = _create_tensor(self.rank, *size)
-            found = _create_chunk_dtensor(tensor, self.rank, mesh)
+            found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
             self.assertIsInstance(found, DTensor)
             self.assertEqual((found.size(), found.placements), (tensor.size(), (Replicate(), Shard(0))))
             self.assertEqual(found.to_local(), rows_of(tensor, self.rank % 2, 2), rtol=0, atol=0)
-            self.assertEqual(_all_gather_dtensor(found, mesh), tensor, rtol=0, atol=0)
+            self.assertEqual(shard_utils._all_gather_dtensor(found, mesh), tensor, rtol=0, atol=0)
             with self.assertRaisesRegex(AssertionError, "should be a root mesh"):
-                _all_gather_dtensor(found, mesh["shard"])
+                shard_utils._all_gather_dtensor(found, mesh["shard"])
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.utils import _apply_to_tensors, _cast_forward_inputs, _replace_by_prefix, _to_kwargs
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests, subtest, xfailIf
+
+utils = torch_names.module("torch.distributed.utils")
 
 HOST = "cpu"  # the CPU is the subject
 # Where there is only the host, the device that computes nothing stands for a second one: where a tensor is, it tells.
@@ -89,7 +90,7 @@ class TestUtils(TestCase):
 
         for container in (data, tuple(data)):
             visited.clear()
-            new_data = _apply_to_tensors(fn, container)
+            new_data = utils._apply_to_tensors(fn, container)
             self.assertEqual(sum(tensor.numel() for tensor in visited), sum(tensor.numel() for tensor in made))
             self.assertEqual(sorted(map(id, visited)), sorted(map(id, made)))
             self.assertIs(type(new_data), type(container))
@@ -99,12 +100,12 @@ class TestUtils(TestCase):
         """Only a leading match is replaced. Beyond upstream: no value is copied."""
         state_dict = {name: torch.ones(1) for name in ("layer.a", "abc.layer.def", "layer.b")}
         original = dict(state_dict)
-        _replace_by_prefix(state_dict, "layer.", "module.layer.")
+        utils._replace_by_prefix(state_dict, "layer.", "module.layer.")
         renamed = {"module.layer.a": "layer.a", "abc.layer.def": "abc.layer.def", "module.layer.b": "layer.b"}
         self.assertEqual(state_dict.keys(), renamed.keys())
         for name, old_name in renamed.items():
             self.assertIs(state_dict[name], original[old_name])
-        _replace_by_prefix(state_dict, "module.layer.", "layer.")
+        utils._replace_by_prefix(state_dict, "module.layer.", "layer.")
         self.assertEqual(state_dict.keys(), original.keys())
         for name, value in original.items():
             self.assertIs(state_dict[name], value)
@@ -113,11 +114,11 @@ class TestUtils(TestCase):
         """Beyond upstream: equal prefixes are refused, and the empty one is a prefix like others."""
         state_dict = {"layer.a": 1}
         with self.assertRaisesRegex(ValueError, "old_prefix and new_prefix must be distinct"):
-            _replace_by_prefix(state_dict, "layer.", "layer.")
+            utils._replace_by_prefix(state_dict, "layer.", "layer.")
         self.assertEqual(state_dict, {"layer.a": 1})
-        _replace_by_prefix(state_dict, "layer.", "")
+        utils._replace_by_prefix(state_dict, "layer.", "")
         self.assertEqual(state_dict, {"a": 1})
-        _replace_by_prefix(state_dict, "", "layer.")
+        utils._replace_by_prefix(state_dict, "", "layer.")
         self.assertEqual(state_dict, {"layer.a": 1})
 
     def test_packed_sequence(self):
@@ -130,14 +131,16 @@ class TestUtils(TestCase):
         def fill_fn(tensor: torch.Tensor) -> None:
             tensor.fill_(0.0)
 
-        self.assertIs(_apply_to_tensors(fill_fn, output), output)
+        self.assertIs(utils._apply_to_tensors(fill_fn, output), output)
         padded, lengths = pad_packed_sequence(output)
         self.assertEqual((padded.sum().item(), lengths.tolist()), (0.0, [4]))
 
     def test_types_fields_and_leaves_stay(self):
         """Beyond upstream: named tuples and kinds of ordered dicts keep type and order, what is no tensor stays."""
         leaf, tensor = object(), torch.ones(2)
-        found = _apply_to_tensors(lambda each: each, [Point(tensor, leaf), Registry(z=tensor, a=leaf, m=[leaf]), leaf])
+        found = utils._apply_to_tensors(
+            lambda each: each, [Point(tensor, leaf), Registry(z=tensor, a=leaf, m=[leaf]), leaf]
+        )
         point, registry, last = found
         self.assertIs(type(point), Point)
         self.assertIs(type(registry), Registry)
@@ -158,7 +161,7 @@ class TestUtils(TestCase):
             "y": Registry(q=tensors[5]),
             "c": {tensors[6]},
         }
-        found = _apply_to_tensors(lambda tensor: tensor + 10, given)
+        found = utils._apply_to_tensors(lambda tensor: tensor + 10, given)
         self.assertEqual(list(found), list(given))
         leaves = [*_leaves(found)]
         self.assertEqual([tensor.tolist() for tensor in leaves], [[value + 10.0] * 2 for value in range(7)])
@@ -175,10 +178,10 @@ class TestUtils(TestCase):
         caller gave. ::
 
             class Batch(dict): pass
-            _cast_forward_inputs(torch.float16, Batch())[0][0]  # a dict
+            utils._cast_forward_inputs(torch.float16, Batch())[0][0]  # a dict
         """
         batch = Batch(a=torch.ones(2))
-        (cast,), _ = _cast_forward_inputs(torch.float16, batch)
+        (cast,), _ = utils._cast_forward_inputs(torch.float16, batch)
         self.assertEqual(cast["a"].dtype, torch.float16)
         self.assertIs(type(cast), Batch)
 
@@ -194,7 +197,7 @@ class TestUtils(TestCase):
                 tensor: torch.Tensor
                 count: int = dataclasses.field(init=False, default=0)
 
-            _apply_to_tensors(lambda tensor: tensor, Masked(torch.ones(1)))
+            utils._apply_to_tensors(lambda tensor: tensor, Masked(torch.ones(1)))
         """
 
         @dataclasses.dataclass
@@ -202,14 +205,14 @@ class TestUtils(TestCase):
             tensor: torch.Tensor
             count: int = dataclasses.field(init=False, default=0)
 
-        found = _apply_to_tensors(lambda tensor: tensor + 1, Masked(torch.ones(2)))
+        found = utils._apply_to_tensors(lambda tensor: tensor + 1, Masked(torch.ones(2)))
         self.assertEqual((found.tensor.tolist(), found.count), ([2.0, 2.0], 0))
 
     def test_cast_forward_inputs(self):
         """Beyond upstream: floating-point tensors are cast, wherever they are, and nothing else is even copied."""
         whole, half, flag = torch.arange(2), torch.ones(2, dtype=torch.float16), torch.tensor([True])
         wave = torch.ones(2, dtype=torch.complex64)
-        args, kwargs = _cast_forward_inputs(
+        args, kwargs = utils._cast_forward_inputs(
             torch.float16, torch.ones(2), [torch.ones(2, dtype=torch.float64), whole], a={"b": torch.ones(2)}, c=half,
             d=(flag, wave, 1.5),
         )  # fmt: skip
@@ -219,7 +222,7 @@ class TestUtils(TestCase):
             self.assertIs(found, given)
         self.assertEqual(kwargs["d"][2], 1.5)
         tensor = torch.ones(2)
-        args, kwargs = _cast_forward_inputs(None, tensor, c=tensor)
+        args, kwargs = utils._cast_forward_inputs(None, tensor, c=tensor)
         self.assertIs(args[0], tensor)
         self.assertIs(kwargs["c"], tensor)
 
@@ -228,7 +231,7 @@ class TestUtils(TestCase):
         given = {dtype: torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64)}
         constant = torch.ones(2)
         for dtype, tensor in given.items():
-            args, kwargs = _cast_forward_inputs(torch.bfloat16, tensor, constant, also=tensor)
+            args, kwargs = utils._cast_forward_inputs(torch.bfloat16, tensor, constant, also=tensor)
             self.assertEqual([each.requires_grad for each in (*args, kwargs["also"])], [True, False, True])
             (args[0] * 2 + kwargs["also"]).sum().backward()
             self.assertEqual(tensor.grad, torch.full((2,), 3.0, dtype=dtype))
@@ -241,10 +244,10 @@ class TestUtils(TestCase):
         a recurrent layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
 
             packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
-            _cast_forward_inputs(torch.float16, packed)[0][0].data.dtype  # torch.float32
+            utils._cast_forward_inputs(torch.float16, packed)[0][0].data.dtype  # torch.float32
         """
         packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
-        (cast,), _ = _cast_forward_inputs(torch.float16, packed)
+        (cast,), _ = utils._cast_forward_inputs(torch.float16, packed)
         self.assertEqual(cast.data.dtype, torch.float16)
 
     def test_to_kwargs(self):
@@ -253,7 +256,7 @@ class TestUtils(TestCase):
         tensor, leaf = torch.ones(2), object()
         inputs = (tensor, [tensor, leaf], Point(tensor, leaf), ())
         kwargs = {"z": tensor, "a": {"b": (tensor,), "c": 1}, "m": Registry(q=tensor)}
-        moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, other, False)
+        moved_inputs, moved_kwargs = utils._to_kwargs(inputs, kwargs, other, False)
         (found,), (found_kwargs,) = moved_inputs, moved_kwargs
         self.assertEqual([type(each) for each in found], [torch.Tensor, list, Point, tuple])
         self.assertEqual(list(found_kwargs), ["z", "a", "m"])
@@ -264,16 +267,16 @@ class TestUtils(TestCase):
             self.assertIs(value, leaf)
         self.assertEqual((found[3], found_kwargs["a"]["c"]), ((), 1))
         # What is there already is not copied.
-        ((there,),), _ = _to_kwargs((tensor,), None, tensor.device, False)
+        ((there,),), _ = utils._to_kwargs((tensor,), None, tensor.device, False)
         self.assertIs(there, tensor)
 
     def test_to_kwargs_fills_up(self):
         """Beyond upstream: to positional arguments come keywords if there are none, and the other way round."""
         device = torch.device(HOST)
-        self.assertEqual(_to_kwargs((1, 2), None, device, False), (((1, 2),), ({},)))
-        self.assertEqual(_to_kwargs((), {"a": 1, "b": 2}, device, False), (((),), ({"a": 1, "b": 2},)))
-        self.assertEqual(_to_kwargs((1, 2, 3), {"a": 1}, device, False), (((1, 2, 3),), ({"a": 1},)))
-        self.assertEqual(_to_kwargs((), {}, device, False), ((), ()))
+        self.assertEqual(utils._to_kwargs((1, 2), None, device, False), (((1, 2),), ({},)))
+        self.assertEqual(utils._to_kwargs((), {"a": 1, "b": 2}, device, False), (((),), ({"a": 1, "b": 2},)))
+        self.assertEqual(utils._to_kwargs((1, 2, 3), {"a": 1}, device, False), (((1, 2, 3),), ({"a": 1},)))
+        self.assertEqual(utils._to_kwargs((), {}, device, False), ((), ()))
 
     @xfailIf(not torch_facts.KEEPS_INPUTS_IN_PLACE)
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
@@ -283,9 +286,9 @@ class TestUtils(TestCase):
         beside it; ``_to_kwargs`` does not fill up then either, since it counts the inputs and not what is left. ::
 
             class Nothing(NamedTuple): pass
-            _to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
+            utils._to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
         """
-        found = _to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
+        found = utils._to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
         self.assertEqual(found, (((Nothing(), 1),), ({"a": 2},)))
 
     @unittest.expectedFailure
@@ -295,10 +298,10 @@ class TestUtils(TestCase):
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: the type is called with the items, which ``defaultdict`` refuses with a
         TypeError. So a module under FSDP1 or DDP cannot take one. ::
 
-            _to_kwargs((collections.defaultdict(list, a=tensor),), {}, device, False)
+            utils._to_kwargs((collections.defaultdict(list, a=tensor),), {}, device, False)
         """
         given = collections.defaultdict(list, a=torch.ones(1))
-        ((found,),), _ = _to_kwargs((given,), {}, torch.device(OTHER), False)
+        ((found,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
         self.assertEqual(found["a"].device.type, OTHER)
 
     @unittest.expectedFailure
@@ -308,10 +311,10 @@ class TestUtils(TestCase):
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts the tensors in there, and they are not moved. ::
 
             given = SomeDataClass("", 1.0, [torch.ones(1)])
-            _to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the host
+            utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the host
         """
         given = SomeDataClass("", 1.0, [torch.ones(1)])
-        ((found,),), _ = _to_kwargs((given,), {}, torch.device(OTHER), False)
+        ((found,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
         self.assertEqual(found.some_tensor[0].device.type, OTHER)
 
 

@@ -22,14 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._wrap_utils import _validate_frozen_params
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _or_policy,
-    _run_mixed_precision_override_policy,
-    _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
@@ -37,9 +32,8 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -56,9 +50,14 @@ from torch_fsdp_tests.common_utils import (
     parametrize,
     run_tests,
 )
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+
+wrapping = torch_names.module("torch.distributed.fsdp.wrap")
+wrap_utils = torch_names.module("torch.distributed.fsdp._wrap_utils")
+batchnorm = torch_names.module("torch.nn.modules.batchnorm")
 
 AT_LEAST_40 = functools.partial(size_based_auto_wrap_policy, min_num_params=40)  # a 5 x 5 linear layer has 30
-NORMS = functools.partial(_wrap_module_cls_individually, module_classes=[_BatchNorm])
 FP16 = MixedPrecision(param_dtype=torch.float16)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 OFF = MixedPrecision()
@@ -68,23 +67,17 @@ TRANSFORMER_UNITS = ["", *(f"transformer.{half}.layers.{i}" for half in ("encode
 
 def units(model: nn.Module) -> list[str]:
     """The names, as in the model without FSDP, of the modules that FSDP wraps; the root's is empty."""
-    return [clean_tensor_name(name) for name, module in model.named_modules() if isinstance(module, FSDP)]
+    return list(internals.instances(model))
 
 
-def unit(model: nn.Module, name: str) -> FSDP:
-    """The FSDP instance around the module of this name."""
-    instances = {clean_tensor_name(each): module for each, module in model.named_modules() if isinstance(module, FSDP)}
-    return instances[name]
-
-
-def managed(model: nn.Module) -> dict[str, list[str]]:
-    """For every FSDP instance with parameters of its own the full names of those in its flat parameter, sorted."""
-    fqns = {name: unit(model, name)._handle.flat_param._fqns for name in units(model) if unit(model, name)._handle}
-    return {name: sorted(f"{name}.{fqn}".lstrip(".") for fqn in of_unit) for name, of_unit in fqns.items()}
+def norms(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+    """A policy that wraps each batch norm by itself."""
+    classes = [batchnorm._BatchNorm]
+    return wrapping._wrap_module_cls_individually(module, classes, recurse, *args, **kwargs)
 
 
 def owned(model: nn.Module, unit_names: Iterable[str], ignored: Iterable[str] = ()) -> dict[str, list[str]]:
-    """What :func:`managed` should find, told from the names in the plain model: the innermost unit has a parameter."""
+    """Which unit manages which parameters, told from the names in the plain model: each is in the innermost unit."""
     found: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         if not any(name.startswith(f"{prefix}.") for prefix in ignored):
@@ -164,9 +157,7 @@ class TestFSDPWrap(FSDPTest):
             case.assertEqual(units(model), cls.PARTIAL)
             case.assertEqual([type(layer) for layer in (model[0], model[1], *model[2].module)], [nn.Linear] * 4)
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _placed(self, model: nn.Module, mode: DEVICEInitMode, when: DEVICEInitMode) -> nn.Module:
         return model.to(self.device) if mode is when else model
@@ -193,7 +184,7 @@ class TestFSDPWrap(FSDPTest):
         def never_wrap_policy(*args: Any, **kwargs: Any) -> bool:
             return False
 
-        policy = functools.partial(_or_policy, policies=[never_wrap_policy, NORMS]) if use_or_policy else NORMS
+        policy = functools.partial(wrapping._or_policy, policies=[never_wrap_policy, norms]) if use_or_policy else norms
         model = FSDP(BatchNormNet(), auto_wrap_policy=policy)
         self.assertEqual(units(model), ["", "bn1", "bn2", "bn3", "sync_bn"])
         self.assertIs(type(model.lin), nn.Linear)
@@ -210,9 +201,9 @@ class TestFSDPWrap(FSDPTest):
                 super().__init__()
                 self.bn_container = BatchNormNet()
 
-        both = functools.partial(_or_policy, policies=[wrap_bn_container, NORMS])
-        norms = [f"bn_container.{name}" for name in ("bn1", "bn2", "bn3", "sync_bn")]
-        self.assertEqual(units(FSDP(MyModule(), auto_wrap_policy=both)), ["", "bn_container", *norms])
+        both = functools.partial(wrapping._or_policy, policies=[wrap_bn_container, norms])
+        inner = [f"bn_container.{name}" for name in ("bn1", "bn2", "bn3", "sync_bn")]
+        self.assertEqual(units(FSDP(MyModule(), auto_wrap_policy=both)), ["", "bn_container", *inner])
         self.assertEqual(units(FSDP(MyModule(), auto_wrap_policy=wrap_bn_container)), ["", "bn_container"])
 
     @skip_if_lt_x_gpu(2)
@@ -267,12 +258,9 @@ class TestFSDPWrap(FSDPTest):
                 optim.zero_grad()
                 (each(torch.ones(1, device=self.device)).sum() * (self.rank + 1)).backward()
                 if each is reference:
-                    for param in reference.parameters():
-                        dist.all_reduce(param.grad)
-                        param.grad.div_(self.world_size)
+                    average_gradients(reference)
                 optim.step()
-        with FSDP.summon_full_params(model, writeback=False):
-            self.assertEqual([param.detach() for param in model.parameters()], list(reference.state_dict().values()))
+        self.assertEqual(full_parameters(model), reference.state_dict())
 
 
 class TestAutoWrap(TestCase):
@@ -350,7 +338,7 @@ class TestAutoWrap(TestCase):
 
     def test_module_wrap_policy_callable(self):
         """A policy object also serves as one of the functions that an or-policy calls."""
-        policy = functools.partial(_or_policy, policies=[ModuleWrapPolicy(TRANSFORMER_LAYERS)])
+        policy = functools.partial(wrapping._or_policy, policies=[ModuleWrapPolicy(TRANSFORMER_LAYERS)])
         self._check_transformer_wrapping(policy)
 
     def _check_transformer_wrapping(self, policy: Any) -> None:
@@ -380,8 +368,7 @@ class TestAutoWrap(TestCase):
 
         model = self._fsdp(plain, CustomPolicy(lambda_fn), mixed_precision=FP16)
         self.assertEqual(units(model), [*TRANSFORMER_UNITS, "bn"])
-        for name in units(model):
-            instance = unit(model, name)
+        for name, instance in internals.instances(model).items():
             strategy, prefetch = ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE
             if not use_uniform_kwargs and name == "bn":
                 strategy = ShardingStrategy.NO_SHARD
@@ -464,9 +451,8 @@ class TestAutoWrap(TestCase):
         for each in (reference, model):
             F.mse_loss(inp, each(inp)).backward()
         # One rank shards nothing and pads nothing: the root's gradients, then those of the inner unit, are all.
-        found = [instance._handle.flat_param.grad for instance in (model, model[2])]
-        wanted = torch.cat([param.grad.flatten() for param in reference.parameters()])
-        self.assertEqual(torch.cat(found), wanted)
+        found = torch.cat([flat_param.grad for flat_param in internals.flat_params(model)])
+        self.assertEqual(found, torch.cat([param.grad.flatten() for param in reference.parameters()]))
 
     @parametrize("wrap_method", [WrapMethod.FSDP_CTOR, WrapMethod.WRAP_API])
     def test_always_wrap_with_ignored_modules(self, wrap_method):
@@ -552,7 +538,8 @@ class TestAutoWrap(TestCase):
         group = DummyProcessGroup(rank=0, size=2)
         model = self._fsdp(plain, policy, process_group=group, ignored_modules=ignored_modules)
         self.assertEqual(units(model), expected_units)
-        self.assertEqual(managed(model), expected)
+        managed = {name: sorted(names) for name, names in internals.names_managed(model).items()}
+        self.assertEqual(managed, expected)
 
     def test_arguments_of_units_are_apart(self):
         """Beyond upstream: what a policy gives one unit changes no other, nor the dict that it gives."""
@@ -612,7 +599,7 @@ class TestAutoWrap(TestCase):
     def _check_each(self, model: nn.Module, **expected: list[Any]) -> None:
         """The units, in the order of :func:`units`, must have these values of these attributes."""
         for attribute, values in expected.items():
-            found = [getattr(unit(model, name), attribute) for name in units(model)]
+            found = [getattr(instance, attribute) for instance in internals.instances(model).values()]
             self.assertEqual(found, values, msg=attribute)
 
     @unittest.expectedFailure
@@ -627,7 +614,8 @@ class TestAutoWrap(TestCase):
             targets[norms[0]] is targets[norms[1]]  # True
         """
         norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}
-        targets = _run_mixed_precision_override_policy(norms, [_BatchNorm], set(), kwargs, {})
+        classes = [batchnorm._BatchNorm]
+        targets = wrapping._run_mixed_precision_override_policy(norms, classes, set(), kwargs, {})
         self.assertEqual(list(targets.values()), [{"mixed_precision": None}] * 2)
         self.assertIsNot(targets[norms[0]], targets[norms[1]])
         self.assertEqual(kwargs, {"mixed_precision": FP16})
@@ -695,7 +683,8 @@ class TestWrapUtils(TestCase):
         modules -= lora_A
         frozen, trainable = 4 * 32 * 32, 8 * 32
         if use_orig_params:
-            kind, advice = UserWarning, "We do not recommend wrapping such modules since "
+            kind: type[Exception] = UserWarning
+            advice = "We do not recommend wrapping such modules since "
             advice += "the gradient memory usage will be higher than expected "
             advice += f"({frozen + trainable} numel instead of {trainable} numel before sharding via reduce-scatter). "
         else:
@@ -710,7 +699,7 @@ class TestWrapUtils(TestCase):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with self.assertRaises(kind) as raised:
-                _validate_frozen_params(model, modules, set(), use_orig_params)
+                wrap_utils._validate_frozen_params(model, modules, set(), use_orig_params)
         self.assertEqual(str(raised.exception), message)
 
         ignored = {param for module in lora_A for param in module.parameters()}
@@ -721,7 +710,7 @@ class TestWrapUtils(TestCase):
     ) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _validate_frozen_params(model, modules, ignored, use_orig_params)
+            wrap_utils._validate_frozen_params(model, modules, ignored, use_orig_params)
         self.assertEqual([str(each.message) for each in caught], [])
 
 
