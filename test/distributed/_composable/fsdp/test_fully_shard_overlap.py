@@ -146,10 +146,8 @@ def delayed(original: Collective, milliseconds: float, stream_of: Callable[[Any]
 
 def delayed_collectives(milliseconds: float, stream_of: Callable[[Any], Any]) -> tuple[Collective, Collective]:
     """FSDP's all-gather and its reduce-scatter, late."""
-    gather, reduce = (
-        delayed(each, milliseconds, stream_of) for each in (internals.all_gather(), internals.reduce_scatter())
-    )
-    return gather, reduce
+    gather, reduce = internals.all_gather(), internals.reduce_scatter()
+    return delayed(gather, milliseconds, stream_of), delayed(reduce, milliseconds, stream_of)
 
 
 class Matmul(torch.autograd.Function):
