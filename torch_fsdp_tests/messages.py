@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _INT = array.array("i")  # as the kernel passes descriptors
+SILENCE_LIMIT = 25  # seconds without a sign of life after which another machine is taken to be gone
 MOST_DESCRIPTORS = 250  # in one message; the kernel passes 253 (SCM_MAX_FD)
 
 
@@ -141,3 +142,18 @@ class Connection:
         if len(mine) < count:
             raise MessageError(f"a message of the type {type(message).__name__} came without its descriptors")
         return dataclasses.replace(message, descriptors=mine)
+
+
+def watch_for_loss(end: socket.socket, limit: int = SILENCE_LIMIT) -> None:
+    """Have the kernel end a connection whose other side is silent for ``limit`` seconds.
+
+    When nothing is under way it asks now and then whether the other side is there. It does not ask while it waits for
+    data to be acknowledged, and would go on for many minutes without the limit of its own that TCP has for that.
+    """
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    asks = max(1, limit // 5)
+    options = {"TCP_KEEPIDLE": asks, "TCP_KEEPINTVL": asks, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": limit * 1000}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -3,6 +3,9 @@
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 from torch_fsdp_tests import messages
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
@@ -35,6 +38,7 @@ class Plain:
     text: str
 
 
+SILENT = 3  # seconds
 INNER = Inner((1, 2), Kind.SKIPPED)
 
 
@@ -118,7 +122,22 @@ class TestMessages(TestCase):
             other.receive()
 
 
+class TestSilence(TestCase):
+    @parametrize("data", [False, True])
+    def test_a_silent_machine_is_known(self, data):
+        """Also while data waits for it, when the kernel does not ask whether it is there."""
+        file = str(Path(__file__).parent / "inputs" / "silent.py")
+        command = [sys.executable, file, str(SILENT), *["data"] * data]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if "no network of its own" in done.stderr:
+            self.skipTest(done.stderr.strip())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertLess(float(done.stdout), 3 * SILENT)
+
+
 instantiate_parametrized_tests(TestMessages)
+instantiate_parametrized_tests(TestSilence)
 
 if __name__ == "__main__":
     run_tests()

@@ -15,27 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.outcome import Ending, HarnessError, Kind, Outcome, RankReport, ranks_in_words
-from torch_fsdp_tests.ranks.protocol import (
-    Broken,
-    Collected,
-    Ended,
-    Event,
-    Go,
-    Leaked,
-    Leave,
-    Order,
-    Over,
-    Remains,
-    Reported,
-    RunTest,
-    Started,
-    Stopped,
-    Task,
-    Waits,
-    WroteStacks,
-)
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
 
 __unittest = True
@@ -58,13 +40,13 @@ class Place(Protocol):
     file_name: str  # where the ranks meet
     selector: selectors.BaseSelector  # tells when something may have arrived
 
-    def start(self, task: Task, processes: Iterable[int]) -> None:
+    def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
         """Have the processes started. Raises :class:`HarnessError` when that cannot be asked for."""
 
-    def arrived(self) -> list[Event]:
+    def arrived(self) -> list[protocol.Event]:
         """What has happened to the processes since the last call. Never waits."""
 
-    def tell(self, process: int, order: Order) -> None:
+    def tell(self, process: int, order: protocol.Order) -> None:
         """Give an order to one process. Nothing happens when it is gone."""
 
     def ask_for_stacks(self) -> None:
@@ -76,7 +58,7 @@ class Place(Protocol):
     def give_up(self) -> None:
         """The end did not come in time: let go of whoever was to bring it about."""
 
-    def collect(self, close: bool = False) -> Collected:
+    def collect(self, close: bool = False) -> protocol.Collected:
         """What the processes have written and left; with ``close`` their files and connections are gone afterwards."""
 
 
@@ -141,7 +123,7 @@ class RankGroup:
         self._stays = test is None
         self._place: Place = LocalRanks() if place is None else place
         self.file_name = self._place.file_name
-        self._arrived: list[Event] = []  # and not taken in yet
+        self._arrived: list[protocol.Event] = []  # and not taken in yet
         self._leaks: list[str] = []
         self._leaks_of_ranks: dict[str, list[int]] = {}
         self._late_deaths: list[str] = []
@@ -149,7 +131,7 @@ class RankGroup:
         self._bad_since: float | None = None  # when it became known that a rank fared badly
         active.append(self)  # before there is anything to remove: a signal may end this process at any moment
         try:
-            self._place.start(Task(cls.__module__, cls.__qualname__, test, world_size), range(count))
+            self._place.start(protocol.Task(cls.__module__, cls.__qualname__, test, world_size), range(count))
             self._asked = time.monotonic()
             self._enter(Stage.STARTING)
         except BaseException:
@@ -171,7 +153,7 @@ class RankGroup:
         for process in self.processes:
             process.outcomes.clear()
             process.waits = False
-            self._place.tell(process.index, RunTest(test))
+            self._place.tell(process.index, protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
         """Listen until every rank has had its say, or ``limit`` seconds after the start. Reports in order of rank.
@@ -247,7 +229,7 @@ class RankGroup:
         """Tell ranks that stay to leave, and give them a moment to do so in order."""
         self._enter(Stage.LEAVING)
         for process in self.processes:
-            self._place.tell(process.index, Leave())
+            self._place.tell(process.index, protocol.Leave())
         self._hear_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
         for process in self.processes:
             if process.ending is None:
@@ -303,14 +285,14 @@ class RankGroup:
             # Once it is too late nothing that they would say counts, and that they have come so far shall.
             if process.waits and process.ending is None and self._stage < Stage.LATE:
                 process.waits = False
-                self._place.tell(process.index, Go())
+                self._place.tell(process.index, protocol.Go())
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: protocol.Event) -> None:
         too_late = self._stage >= Stage.LATE
         match event:
-            case Started():
+            case protocol.Started():
                 self._take_start(event)
-            case Reported():
+            case protocol.Reported():
                 process = self.processes[event.process]
                 process.leaving |= event.leaving
                 if not too_late:
@@ -318,33 +300,33 @@ class RankGroup:
                     process.at = process.heard[event.outcome.rank] = self._elapsed(event.at)
                     if event.outcome.kind in (Kind.FAILED, Kind.ERROR):
                         self._note_bad(process, event.at)
-            case Waits():
+            case protocol.Waits():
                 self.processes[event.process].waits |= not too_late
-            case Leaked():
+            case protocol.Leaked():
                 self._leaks_of_ranks.setdefault(event.what, []).append(event.process)
-            case WroteStacks():
+            case protocol.WroteStacks():
                 self.processes[event.process].wrote_stacks = True
-            case Stopped():
+            case protocol.Stopped():
                 self.processes[event.process].stopped = True
-            case Ended():
+            case protocol.Ended():
                 self._take_end(self.processes[event.process], event)
-            case Over():
+            case protocol.Over():
                 self._leaks += [f"left the process {command} running" for command in event.leaks]
                 for index in event.processes:
                     self.processes[index].is_over = True
                 if all(process.is_over for process in self.processes):
                     self._enter(Stage.OVER)
-            case Broken():
+            case protocol.Broken():
                 raise HarnessError(event.why)
 
-    def _take_start(self, event: Started) -> None:
+    def _take_start(self, event: protocol.Started) -> None:
         self._started.append(event.at)
         for index, pid in zip(event.processes, event.pids):
             self.processes[index].is_there, self.processes[index].pid = True, pid
         if self._stage is Stage.STARTING and all(process.is_there for process in self.processes):
             self._enter(Stage.IDLE if self._stays else Stage.RUNNING)
 
-    def _take_end(self, process: Process, event: Ended) -> None:
+    def _take_end(self, process: Process, event: protocol.Ended) -> None:
         # The question for its stacks may end a rank (before its handler is in place), or cut its sleep short.
         ours = self._stage >= Stage.LATE
         process.ending = dataclasses.replace(Ending.from_wait_status(event.status), ours=ours)
@@ -386,12 +368,12 @@ class RankGroup:
         for process in before:
             process.ending = Ending(signal=9, stopped=process.stopped, ours=True)
 
-    def _collect(self, close: bool = False) -> Sequence[Remains]:
+    def _collect(self, close: bool = False) -> Sequence[protocol.Remains]:
         collected = self._place.collect(close)
         self._leaks += collected.leaks
         return collected.remains
 
-    def _reports(self, elapsed: float, remains: Sequence[Remains]) -> Iterable[RankReport]:
+    def _reports(self, elapsed: float, remains: Sequence[protocol.Remains]) -> Iterable[RankReport]:
         keep = SHOW_VARIABLE in os.environ
         written = {each.process: each for each in remains}
         for process in self.processes:

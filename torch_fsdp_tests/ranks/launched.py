@@ -25,31 +25,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch_fsdp_tests import accelerator, launcher
-from torch_fsdp_tests.messages import Connection, MessageError
+from torch_fsdp_tests.messages import Connection, MessageError, watch_for_loss
+from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
-from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.group import GRACE, RankGroup
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, ranks_in_words
-from torch_fsdp_tests.ranks.protocol import (
-    FROM_SEAT,
-    TO_SEAT,
-    AskForStacks,
-    Broken,
-    Collect,
-    Collected,
-    Dismiss,
-    Ended,
-    EndRank,
-    Event,
-    Hello,
-    Order,
-    Over,
-    Reported,
-    Started,
-    StartRank,
-    Task,
-)
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
 
 __unittest = True
@@ -58,23 +39,7 @@ GATHER_LIMIT = 120.0  # seconds for all launched processes to come; each has the
 HELLO_LIMIT = 5.0  # seconds for one that has connected to say who it is
 END_LIMIT = KILL_LIMIT + GRACE  # seconds for a seat's rank server to end its rank
 ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a seat to collect what is left of its rank
-SILENCE_LIMIT = 25  # seconds without a sign of life after which another machine is taken to be gone
 _LOST = 1  # exit status of a process whose rank 0 left without a word
-
-
-def watch_for_loss(end: socket.socket, limit: int = SILENCE_LIMIT) -> None:
-    """Have the kernel end a connection whose other side is silent for ``limit`` seconds.
-
-    When nothing is under way it asks now and then whether the other side is there. It does not ask while it waits for
-    data to be acknowledged, and would go on for many minutes without the limit of its own that TCP has for that.
-    """
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    asks = max(1, limit // 5)
-    options = {"TCP_KEEPIDLE": asks, "TCP_KEEPINTVL": asks, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": limit * 1000}
-    for name, value in options.items():
-        if hasattr(socket, name):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _key(launch: launcher.Launch) -> str:
@@ -90,10 +55,10 @@ def _clock() -> float:
 class _Seat:
     """A launched process, as rank 0 sees it."""
 
-    hello: Hello
+    hello: protocol.Hello
     connection: Connection
     over: bool = True  # its rank of the current test
-    answer: Collected | None = None
+    answer: protocol.Collected | None = None
 
     @property
     def rank(self) -> int:
@@ -146,24 +111,24 @@ class Crew:
         """Seat a process that has connected; whoever does not know the secret is none of ours."""
         end.settimeout(HELLO_LIMIT)
         try:
-            hello = Connection(end, [Hello]).receive()
+            hello = Connection(end, [protocol.Hello]).receive()
         except (OSError, MessageError):
             hello = None
-        if hello is None or not secrets.compare_digest(hello.secret, self._secret):
+        if hello is None or not secrets.compare_digest(hello.secret.encode(), self._secret.encode()):
             end.close()
             return
         end.settimeout(None)
         watch_for_loss(end)
-        self._seats.setdefault(hello.rank, _Seat(hello, Connection(end, FROM_SEAT)))
+        self._seats.setdefault(hello.rank, _Seat(hello, Connection(end, protocol.FROM_SEAT)))
 
     def hear(self, seat: _Seat) -> list[Any]:
         """What a process has said, in this machine's time. The first that is found gone is named on stderr at once."""
         later = seat.hello.clock - _clock()
         said = []
         for message in seat.connection.arrived():
-            if isinstance(message, Started | Reported | Ended):
+            if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
                 message = dataclasses.replace(message, at=message.at + later)
-            if isinstance(message, Started):
+            if isinstance(message, protocol.Started):
                 message = dataclasses.replace(message, pids=(None,) * len(message.pids))
             said.append(message)
         if seat.connection.closed and self.lost is None:
@@ -174,11 +139,11 @@ class Crew:
             print(f"torch_fsdp_tests: {self.lost}", file=sys.stderr, flush=True)
         return said
 
-    def start_rank(self, task: Task, file_name: str) -> StartRank:
+    def start_rank(self, task: protocol.Task, file_name: str) -> protocol.StartRank:
         """How the seats are told to start their ranks: with what is new in this process' environment."""
         now = dict(os.environ)
         others = [self._seats[rank].hello for rank in sorted(self._seats)]
-        return StartRank(
+        return protocol.StartRank(
             task,
             file_name,
             local_ranks=(self.launch.local_rank, *(hello.local_rank for hello in others)),
@@ -201,10 +166,10 @@ class Crew:
         self.conclude(self.status)
         for seat in self._seats.values():
             os.dup(seat.connection.fileno())  # the interpreter closes its sockets long before the process is gone
-            seat.tell(Dismiss(self.status))
+            seat.tell(protocol.Dismiss(self.status))
 
 
-def _environment(launch: launcher.Launch, rank: int, order: StartRank) -> dict[str, str]:
+def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank) -> dict[str, str]:
     """The environment of a rank of this process: its own, with what the test changed in rank 0's."""
     made = environment_of_ranks() | order.changed
     for name in order.removed:
@@ -223,37 +188,38 @@ class LaunchedRanks:
         self.file_name = self._here.file_name
         self.selector = self._here.selector
         self._seats: list[_Seat] = []
-        self._events: list[Event] = []  # that came while an answer was waited for
+        self._events: list[protocol.Event] = []  # that came while an answer was waited for
 
-    def start(self, task: Task, processes: Iterable[int]) -> None:
+    def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
         self._seats = [seat for seat in self._crew.gather() if seat.rank in processes]
         order = self._crew.start_rank(task, self.file_name)
         unchanged = dataclasses.replace(order, changed={}, removed=())
         self._here.start(task, [0], _environment(self._crew.launch, 0, unchanged))
         for seat in self._seats:
             seat.over = False
-            self.selector.register(seat.connection, selectors.EVENT_READ)
+            self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
             seat.tell(order)
 
-    def arrived(self) -> list[Event]:
+    def arrived(self) -> list[protocol.Event]:
+        ready = {key.data for key, _ in self.selector.select(0)}
         events, self._events = [*self._events, *self._here.arrived()], []
-        for seat in list(self._seats):
+        for seat in [seat for seat in self._seats if seat.rank in ready]:
             for message in self._crew.hear(seat):
-                if isinstance(message, Collected):
+                if isinstance(message, protocol.Collected):
                     seat.answer = message
-                elif isinstance(message, Broken):
+                elif isinstance(message, protocol.Broken):
                     events.append(dataclasses.replace(message, why=f"the harness at rank {seat.rank}: {message.why}"))
                 else:
                     events.append(message)
-                    seat.over |= isinstance(message, Over)
+                    seat.over |= isinstance(message, protocol.Over)
             if seat.connection.closed:
                 self.selector.unregister(seat.connection)
                 self._seats.remove(seat)
-                events += [] if seat.over else [Over(0, (seat.rank,))]
-                events.append(Broken(0, str(self._crew.lost)))
+                events += [] if seat.over else [protocol.Over(0, (seat.rank,))]
+                events.append(protocol.Broken(0, str(self._crew.lost)))
         return events
 
-    def tell(self, process: int, order: Order) -> None:
+    def tell(self, process: int, order: protocol.Order) -> None:
         if process == 0:
             self._here.tell(process, order)
         for seat in self._seats:
@@ -263,27 +229,27 @@ class LaunchedRanks:
     def ask_for_stacks(self) -> None:
         self._here.ask_for_stacks()
         for seat in self._seats:
-            seat.tell(AskForStacks())
+            seat.tell(protocol.AskForStacks())
 
     def end(self) -> None:
         self._here.end()
         for seat in self._seats:
-            seat.tell(EndRank())
+            seat.tell(protocol.EndRank())
 
     def give_up(self) -> None:
         if not self._here.over:
             self._here.give_up()
 
-    def collect(self, close: bool = False) -> Collected:
+    def collect(self, close: bool = False) -> protocol.Collected:
         """Raises :class:`HarnessError` when a seat is gone or does not answer in time, unless all is over anyway."""
         for seat in self._seats:
             seat.answer = None
-            seat.tell(Collect(close))
+            seat.tell(protocol.Collect(close))
         self._await_answers()
         if self._crew.lost is not None and not close:
             raise HarnessError(self._crew.lost)
         told = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
-        return Collected(
+        return protocol.Collected(
             tuple(remains for each in told for remains in each.remains),
             tuple(leak for each in told for leak in each.leaks),
         )
@@ -309,9 +275,11 @@ class _Follower:
         end = socket.create_connection((launch.address, int(port)), timeout=GATHER_LIMIT)
         end.settimeout(None)
         watch_for_loss(end)
-        self._rank_0 = Connection(end, TO_SEAT)
+        self._rank_0 = Connection(end, protocol.TO_SEAT)
         self._idle.register(self._rank_0, selectors.EVENT_READ)
-        self._rank_0.send(Hello(secret, launch.rank, launch.local_rank, socket.gethostname(), os.getpid(), _clock()))
+        self._rank_0.send(
+            protocol.Hello(secret, launch.rank, launch.local_rank, socket.gethostname(), os.getpid(), _clock())
+        )
 
     def serve(self) -> int:
         """Carry out orders and tell what happens; returns the exit status of this process."""
@@ -320,7 +288,7 @@ class _Follower:
                 (self._idle if self._ranks is None else self._ranks.selector).select()
                 self._tell_news()
                 for order in self._rank_0.arrived():
-                    if isinstance(order, Dismiss):
+                    if isinstance(order, protocol.Dismiss):
                         self._rank_0.receive()  # so that rank 0's process, whose report matters, is the first to leave
                         return order.status
                     self._obey(order)
@@ -334,35 +302,35 @@ class _Follower:
 
     def _obey(self, order: Any) -> None:
         match order:
-            case StartRank():
+            case protocol.StartRank():
                 self._start(order)
-            case Collect(close=True):
-                self._rank_0.send(self._close())
-            case Collect():
+            case protocol.Collect(close=True):
+                self._rank_0.send(self.close())
+            case protocol.Collect():
                 self._tell_news()
-                self._rank_0.send(Collected() if self._ranks is None else self._ranks.collect())
-            case AskForStacks() if self._ranks is not None:
+                self._rank_0.send(protocol.Collected() if self._ranks is None else self._ranks.collect())
+            case protocol.AskForStacks() if self._ranks is not None:
                 self._ranks.ask_for_stacks()
-            case EndRank() if self._ranks is not None:
+            case protocol.EndRank() if self._ranks is not None:
                 self._ranks.end()
             case _ if self._ranks is not None:
                 self._ranks.tell(self._launch.rank, order)
 
-    def _start(self, order: StartRank) -> None:
+    def _start(self, order: protocol.StartRank) -> None:
         rank = self._launch.rank
         self._ranks = LocalRanks(order.file_name)
         self._ranks.selector.register(self._rank_0, selectors.EVENT_READ)
         try:
             self._ranks.start(order.task, [rank], _environment(self._launch, rank, order))
         except (HarnessError, accelerator.ConfigurationError) as error:
-            self._rank_0.send(Over(0, (rank,)))
-            self._rank_0.send(Broken(0, str(error)))
-            self._close()
+            self._rank_0.send(protocol.Over(0, (rank,)))
+            self._rank_0.send(protocol.Broken(0, str(error)))
+            self.close()
 
-    def _close(self) -> Collected:
+    def close(self) -> protocol.Collected:
         """End the rank, if there is one, and what it has left."""
         if self._ranks is None:
-            return Collected()
+            return protocol.Collected()
         ranks, self._ranks = self._ranks, None
         ranks.selector.unregister(self._rank_0)
         if not ranks.over:
@@ -374,10 +342,6 @@ class _Follower:
         if not ranks.over:
             ranks.give_up()
         return ranks.collect(close=True)
-
-    def abandon(self) -> None:
-        """End the rank of a test that was given up, if there is one."""
-        self._close()
 
 
 _crew: Crew | None = None
@@ -426,7 +390,7 @@ def _follow(launch: launcher.Launch) -> NoReturn:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if follower is not None:
-            follower.abandon()
+            follower.close()
         close_server()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

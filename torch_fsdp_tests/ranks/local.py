@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import selectors
@@ -14,30 +15,14 @@ from pathlib import Path
 
 from torch_fsdp_tests import accelerator, host
 from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.outcome import TEXT_LIMIT, HarnessError, death_of_server, shorten_stacks
-from torch_fsdp_tests.ranks.protocol import (
-    FROM_RANK,
-    Broken,
-    Collected,
-    End,
-    Ended,
-    Event,
-    MadeSharedFile,
-    Order,
-    Over,
-    Remains,
-    RunTest,
-    Signal,
-    Start,
-    Started,
-    Task,
-    WroteStacks,
-)
 from torch_fsdp_tests.ranks.rank import STACKS_SIGNAL
-from torch_fsdp_tests.ranks.server import ServerHandle, living_server, preparation, start_method
+from torch_fsdp_tests.ranks.server import living_server, preparation, start_method
 
 __unittest = True
 
+_numbers = itertools.count()  # of starts
 _TORCHS_CACHE = "torchinductor"  # begins the name of the folder where torch keeps what it has compiled
 
 
@@ -45,7 +30,7 @@ class _Process:
     """This side of one process: the channel on which it speaks, its last words, and its output."""
 
     def __init__(self, channel: socket.socket, last_words: int, output: Path) -> None:
-        self.channel = Connection(channel, FROM_RANK)
+        self.channel = Connection(channel, protocol.FROM_RANK)
         self.last_words = last_words
         self.words = b""
         self.silent = False  # the process, and all that it has forked, will write no more last words
@@ -77,7 +62,9 @@ class LocalRanks:
         self._pids: set[int] = set()
         self._shared: set[str] = set()  # names of files in shared memory that the ranks have made
 
-    def start(self, task: Task, processes: Iterable[int], environment: Mapping[str, str] | None = None) -> None:
+    def start(
+        self, task: protocol.Task, processes: Iterable[int], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._directory.mkdir(mode=0o700)
         (self._directory / "rendezvous").touch()
         self._server = living_server()
@@ -89,9 +76,9 @@ class LocalRanks:
                 os.set_blocking(read, False)
                 theirs += [other.detach(), write]
                 self._processes[index] = _Process(channel, read, self._directory / f"output{index}")
-            self._start = self._server.next_start()
-            self._server.ask(
-                Start(
+            self._start = next(_numbers)
+            self._server.connection.send(
+                protocol.Start(
                     start=self._start,
                     task=task,
                     processes=tuple(self._processes),
@@ -109,38 +96,42 @@ class LocalRanks:
             for descriptor in theirs:
                 os.close(descriptor)
         self.over = False
-        self.selector.register(self._server, selectors.EVENT_READ)
-        for process in self._processes.values():
-            self.selector.register(process.channel, selectors.EVENT_READ)
-            self.selector.register(process.last_words, selectors.EVENT_READ)
+        self.selector.register(self._server.connection, selectors.EVENT_READ)
+        for index, process in self._processes.items():
+            self.selector.register(process.channel, selectors.EVENT_READ, index)
+            self.selector.register(process.last_words, selectors.EVENT_READ, index)
 
-    def arrived(self) -> list[Event]:
+    def arrived(self) -> list[protocol.Event]:
         """The server's word comes first, for it may tell of the first death, but after what the dead rank has said."""
-        events: list[Event] = []
+        events: list[protocol.Event] = []
+        ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
         if not self.over:
             for message in self._server.arrived(self._start):
-                if isinstance(message, Ended):
+                if isinstance(message, protocol.Ended):
                     events += self._said_by(message.process)
-                elif isinstance(message, Started):
+                elif isinstance(message, protocol.Started):
                     self._pids.update(pid for pid in message.pids if pid is not None)
-                elif isinstance(message, Over):
+                elif isinstance(message, protocol.Over):
                     self.over = True
                 events.append(message)
-            if self._server.gone and not self.over:
+            if self._server.connection.closed and not self.over:
                 self.over = True
-                events += [Over(self._start, tuple(self._processes)), Broken(self._start, self._why_dead())]
+                events += [
+                    protocol.Over(self._start, tuple(self._processes)),
+                    protocol.Broken(self._start, self._why_dead()),
+                ]
             if self.over:
-                self._ignore(self._server)
-        for index in self._processes:
+                self._ignore(self._server.connection)
+        for index in self._processes.keys() & ready:
             events += self._said_by(index)
         return events
 
-    def _said_by(self, index: int) -> Iterable[Event]:
+    def _said_by(self, index: int) -> Iterable[protocol.Event]:
         process = self._processes[index]
         if process.read_words():
-            yield WroteStacks(index)
+            yield protocol.WroteStacks(index)
         for message in process.channel.arrived():
-            if isinstance(message, MadeSharedFile):
+            if isinstance(message, protocol.MadeSharedFile):
                 self._shared.add(message.name)
             else:
                 yield message
@@ -149,35 +140,37 @@ class LocalRanks:
         if process.silent:
             self._ignore(process.last_words)
 
-    def _ignore(self, source: Connection | ServerHandle | int) -> None:
+    def _ignore(self, source: Connection | int) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(source)
 
-    def tell(self, process: int, order: Order) -> None:
-        if isinstance(order, RunTest):
+    def tell(self, process: int, order: protocol.Order) -> None:
+        if isinstance(order, protocol.RunTest):
             output = self._processes[process].output
             self._processes[process].output_start = output.stat().st_size if output.exists() else 0
         with contextlib.suppress(OSError):  # it is gone, which the server will tell
             self._processes[process].channel.send(order)
 
     def ask_for_stacks(self) -> None:
-        with contextlib.suppress(OSError):  # the server's death is heard
-            self._server.ask(Signal(self._start, STACKS_SIGNAL))
+        self._ask(protocol.Signal(self._start, STACKS_SIGNAL))
 
     def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._server.ask(End(self._start))
+        self._ask(protocol.End(self._start))
+
+    def _ask(self, request: protocol.Signal | protocol.End) -> None:
+        with contextlib.suppress(OSError):  # the server's death is heard
+            self._server.connection.send(request)
 
     def give_up(self) -> None:
         self.over = True
         self._server.reap_dead()
 
-    def collect(self, close: bool = False) -> Collected:
+    def collect(self, close: bool = False) -> protocol.Collected:
         remains = []
         for index, process in self._processes.items():
             process.read_words()
             stacks = shorten_stacks(process.words.decode(errors="backslashreplace"))
-            remains.append(Remains(index, stacks, _text_of(process.output, process.output_start)))
+            remains.append(protocol.Remains(index, stacks, _text_of(process.output, process.output_start)))
         leaks = self._remove_files()
         if close:
             while self._processes:
@@ -186,7 +179,7 @@ class LocalRanks:
                 os.close(process.last_words)
             self.selector.close()
             shutil.rmtree(self._directory, ignore_errors=True)
-        return Collected(tuple(remains), tuple(leaks))
+        return protocol.Collected(tuple(remains), tuple(leaks))
 
     def _remove_files(self) -> list[str]:
         """Remove the files that the ranks have left in their temporary directory and in shared memory; in words."""

@@ -7,6 +7,7 @@ Moments (``at``) are seconds of ``time.monotonic()`` on the machine of whoever r
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 from torch_fsdp_tests.ranks.outcome import Outcome
 
@@ -42,7 +43,7 @@ class Leave:
 
 
 Order = RunTest | Go | Leave
-ORDERS: tuple[type, ...] = (RunTest, Go, Leave)
+ORDERS = get_args(Order)
 
 
 # --- what happens to the processes of a group -------------------------------------------------------------------------
@@ -132,10 +133,10 @@ class Broken:
     why: str
 
 
-FROM_RANK: tuple[type, ...] = (Reported, Waits, Leaked, MadeSharedFile)
-FROM_SERVER: tuple[type, ...] = (Started, Stopped, Ended, Over, Broken)
+FROM_RANK = (Reported, Waits, Leaked, MadeSharedFile)
+FROM_SERVER = (Started, Stopped, Ended, Over, Broken)
 Event = Reported | Waits | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
-EVENTS: tuple[type, ...] = (Reported, Waits, Leaked, WroteStacks, *FROM_SERVER)
+EVENTS = get_args(Event)
 
 
 # --- the test process to its rank server ------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class End:
     start: int
 
 
-REQUESTS: tuple[type, ...] = (Start, Signal, End)
+REQUESTS = (Start, Signal, End)
 
 
 # --- between the processes that a launcher made: rank 0 and the others ------------------------------------------------
@@ -242,5 +243,5 @@ class Collected:
     leaks: tuple[str, ...] = ()
 
 
-TO_SEAT: tuple[type, ...] = (*ORDERS, StartRank, AskForStacks, EndRank, Collect, Dismiss)
-FROM_SEAT: tuple[type, ...] = (*EVENTS, Collected)
+TO_SEAT = (*ORDERS, StartRank, AskForStacks, EndRank, Collect, Dismiss)
+FROM_SEAT = (*EVENTS, Collected)

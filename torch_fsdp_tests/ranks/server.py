@@ -25,19 +25,7 @@ from typing import Any
 
 from torch_fsdp_tests import accelerator, events, forkserver, host, messages, torch_facts
 from torch_fsdp_tests.messages import Connection
-from torch_fsdp_tests.ranks import rank
-from torch_fsdp_tests.ranks.protocol import (
-    FROM_SERVER,
-    REQUESTS,
-    Broken,
-    End,
-    Ended,
-    Over,
-    Signal,
-    Start,
-    Started,
-    Stopped,
-)
+from torch_fsdp_tests.ranks import protocol, rank
 
 __unittest = True
 
@@ -50,7 +38,7 @@ assert TIDY_LIMIT < KILL_LIMIT
 class Server(forkserver.ForkServer):
     """The server's end: keeps the ranks as its children, and adopts what they leave behind."""
 
-    requests = REQUESTS
+    requests = protocol.REQUESTS
 
     def __init__(self, control: socket.socket) -> None:
         super().__init__(control)
@@ -60,14 +48,14 @@ class Server(forkserver.ForkServer):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
-    def obey(self, request: Start | Signal | End) -> None:
+    def obey(self, request: protocol.Start | protocol.Signal | protocol.End) -> None:
         match request:
-            case Start():
+            case protocol.Start():
                 self._start(request)
-            case Signal():
+            case protocol.Signal():
                 for pid in self._starts.get(request.start, {}):
                     os.kill(pid, request.number)
-            case End():
+            case protocol.End():
                 self._end(request.start)
 
     def end_all(self) -> None:
@@ -77,7 +65,7 @@ class Server(forkserver.ForkServer):
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _start(self, request: Start) -> None:
+    def _start(self, request: protocol.Start) -> None:
         there = self._starts[request.start] = {}
         self._processes[request.start] = request.processes
         self._directories.append(request.directory)
@@ -95,17 +83,17 @@ class Server(forkserver.ForkServer):
             for process, channel, last_words in zip(request.processes, ends, ends):
                 there[begin(request, process, channel, last_words)] = process
         except (OSError, RuntimeError) as error:
-            self._tell(Broken(request.start, f"the ranks cannot be started: {error}"))
-        self._tell(Started(request.start, tuple(there.values()), tuple(there), began))
+            self._tell(protocol.Broken(request.start, f"the ranks cannot be started: {error}"))
+        self._tell(protocol.Started(request.start, tuple(there.values()), tuple(there), began))
 
-    def _fork(self, request: Start, process: int, channel: int, last_words: int) -> int:
+    def _fork(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
         server = os.getpid()
         pid = self.fork(keep=(channel, last_words))
         if pid == 0:
             rank.main(request, process, channel, last_words, server)
         return pid
 
-    def _spawn(self, request: Start, process: int, channel: int, last_words: int) -> int:
+    def _spawn(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
         path = os.pathsep.join(json.loads(request.preparation or "")["sys_path"])
         entry = f"from {rank.__name__} import fresh; fresh()"
         return forkserver.start_fresh(
@@ -138,7 +126,7 @@ class Server(forkserver.ForkServer):
             if lost.keys() == tidying:
                 select.select([self.wakeup], [], [], (patience if tidying else give_up) - now)
         self._starts.pop(start, None)  # it may be asked for again by a signal's handler
-        self._tell(Over(start, self._processes.pop(start, ()), tuple(leaks)))
+        self._tell(protocol.Over(start, self._processes.pop(start, ()), tuple(leaks)))
 
     def collect(self) -> None:
         """Collect every child that has ended or stopped, and tell the test process of those that are ranks."""
@@ -152,9 +140,9 @@ class Server(forkserver.ForkServer):
                 return
             for start, there in self._starts.items():
                 if pid in there and os.WIFSTOPPED(status):
-                    self._tell(Stopped(start, there[pid]))
+                    self._tell(protocol.Stopped(start, there[pid]))
                 elif pid in there:
-                    self._tell(Ended(start, there.pop(pid), status, time.monotonic()))
+                    self._tell(protocol.Ended(start, there.pop(pid), status, time.monotonic()))
 
     def _tell(self, message: Any) -> None:
         try:
@@ -171,13 +159,9 @@ class ServerHandle:
         self._pid = self._fork(ours, theirs) if forked else self._spawn(theirs)
         theirs.close()
         self._owner = os.getpid()
-        self._connection = Connection(ours, FROM_SERVER)
-        self._last_start = 0
+        self.connection = Connection(ours, protocol.FROM_SERVER)
         self._mail: dict[int, list[Any]] = {}  # what has come, by start
         self.status: int | None = None  # wait status, once it is dead
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
 
     @property
     def alive(self) -> bool:
@@ -187,32 +171,15 @@ class ServerHandle:
             self.status = status if pid else None
         return self.status is None and os.getpid() == self._owner
 
-    def next_start(self) -> int:
-        """The number of a new start."""
-        self._last_start += 1
-        return self._last_start
-
-    def ask(self, request: Start | Signal | End) -> None:
-        """Raises ``OSError`` when the server is gone."""
-        self._connection.send(request)
-
     def arrived(self, start: int) -> list[Any]:
-        """What the server has said of a start since the last call; empty for good once it is gone (see ``gone``)."""
-        for message in self._connection.arrived():
+        """What the server has said of a start since the last call."""
+        for message in self.connection.arrived():
             self._mail.setdefault(message.start, []).append(message)
         return self._mail.pop(start, [])
 
-    @property
-    def gone(self) -> bool:
-        return self._connection.closed
-
-    def release(self) -> None:
-        """Close this end of the connection, of a server that is dead or another process' own."""
-        self._connection.close()
-
     def close(self) -> None:
         """Let the server go: it ends when its control connection does, and takes its ranks along."""
-        self._connection.close()
+        self.connection.close()
         if self.alive:
             os.waitpid(self._pid, 0)
 
@@ -257,7 +224,7 @@ def living_server() -> ServerHandle:
     if _server is None or not _server.alive:
         first = _server is None and threading.active_count() == 1
         if _server is not None:
-            _server.release()
+            _server.connection.close()
         _server = ServerHandle(forked=first and host.can_fork())
     return _server
 

@@ -99,6 +99,7 @@ def ask_and_hear_of_an_end(place):
         rank_1 = place._seats[0]
         rank_1.tell(EndRank())
         while not rank_1.over:
+            place.selector.select()
             place._events = place.arrived()
 
 
