@@ -6,6 +6,7 @@ import time
 from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.messages import MessageError
 from torch_fsdp_tests.ranks import HarnessError, Kind, Outcome, RankGroup, group, protocol
 from torch_fsdp_tests.ranks.group import Stage
 
@@ -153,6 +154,12 @@ class TestGroup(TestCase):
             made.wait(LIMIT)
         made.close()
         self.assertEqual(place.asked, ["close"])  # there was nothing to end any more
+
+    def test_what_is_no_message_is_one_too(self):
+        made = self.group(1, Nowhere())
+        with mock.patch.object(Nowhere, "arrived", side_effect=MessageError("this is not a message")):
+            with self.assertRaisesRegex(HarnessError, "cannot be understood: this is not a message"):
+                made.wait(LIMIT)
 
     def test_an_end_that_does_not_come(self):
         place = Nowhere(ends=False)

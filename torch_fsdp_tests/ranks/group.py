@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from torch_fsdp_tests.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.outcome import Ending, HarnessError, Kind, Outcome, RankReport, ranks_in_words
@@ -268,10 +269,13 @@ class RankGroup:
 
     def _hear(self, timeout: float) -> bool:
         """Take in what has happened, waited for if it must be. Whether there was something."""
-        self._arrived += self._place.arrived()
-        if not self._arrived and timeout > 0:
-            self._place.selector.select(timeout)
+        try:
             self._arrived += self._place.arrived()
+            if not self._arrived and timeout > 0:
+                self._place.selector.select(timeout)
+                self._arrived += self._place.arrived()
+        except MessageError as error:
+            raise HarnessError(f"what the ranks or their server say cannot be understood: {error}") from error
         heard = bool(self._arrived)
         while self._arrived:
             self._take(self._arrived.pop(0))
