@@ -18,17 +18,11 @@ from torch_fsdp_tests.messages import Connection
 
 
 @dataclasses.dataclass(frozen=True)
-class Began:
-    """A job leads this process group."""
+class Group:
+    """A process group that a job leads; ``there`` is False once it is gone."""
 
-    group: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """This process group is gone."""
-
-    group: int
+    number: int
+    there: bool
 
 
 class Reaper:
@@ -41,16 +35,16 @@ class Reaper:
             status = 1
             try:
                 ours.close()
-                _reap(Connection(theirs, [Began, Ended]), directory)
+                _reap(Connection(theirs, [Group]), directory)
                 status = 0
             finally:
                 os._exit(status)
         theirs.close()
         self._connection = Connection(ours, [])
 
-    def tell(self, news: Began | Ended) -> None:
+    def tell(self, group: int, there: bool) -> None:
         with contextlib.suppress(OSError):  # a reaper that was killed is no reason to stop
-            self._connection.send(news)
+            self._connection.send(Group(group, there))
 
     def close(self) -> None:
         """Let it remove the directory, and wait for it."""
@@ -67,9 +61,9 @@ def _reap(dispatcher: Connection, directory: Path) -> None:
     for descriptor in (0, 1, 2):  # whoever reads the dispatcher's output must not wait for this process
         os.dup2(null, descriptor)
     groups: set[int] = set()
-    while (news := dispatcher.receive()) is not None:
-        (groups.add if isinstance(news, Began) else groups.discard)(news.group)
-    for group in groups:
+    while (group := dispatcher.receive()) is not None:
+        (groups.add if group.there else groups.discard)(group.number)
+    for leader in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(leader, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)

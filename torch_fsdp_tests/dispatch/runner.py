@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch_fsdp_tests import events, host
-from torch_fsdp_tests.dispatch import coverage, plan, process, reaper
+from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
@@ -26,6 +26,7 @@ from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
+from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, Outcome, Stopped
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_SLOW_AFTER, RunTests
@@ -107,7 +108,7 @@ class Runner:
         self._console.begin()
         self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
         self._inherited = host.children()  # of the program that became this one
-        self._reaper = reaper.Reaper(self._directory)
+        self._reaper = Reaper(self._directory)
         self._adopts = host.adopt_orphans()
         if self._run.coverage:
             self._measure = coverage.begin(self._directory, self._run.test_directory)
@@ -202,7 +203,7 @@ class Runner:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
             return
-        self._reaper.tell(reaper.Began(started.pid))
+        self._reaper.tell(started.pid, there=True)
         self._running[started.pid] = (started, waiting)
         self._selector.register(started.events_descriptor, selectors.EVENT_READ, lambda: self._hear(started))
 
@@ -282,7 +283,7 @@ class Runner:
             self._selector.unregister(running.events_descriptor)
         leaks = self._end_descendants(running)
         attempt = running.conclude(status, self._now(), leaks)
-        self._reaper.tell(reaper.Ended(pid))
+        self._reaper.tell(pid, there=False)
         self._pool.give_back(running.lent)
         self._learn(running)
         self._finish(waiting, attempt)
