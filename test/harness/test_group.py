@@ -32,7 +32,7 @@ class Nowhere:
         self.there = processes
         if self.starts:
             pids = tuple(1000 + each for each in processes)
-            self.events.append(protocol.Started(0, tuple(processes), pids, time.monotonic()))
+            self.events.append(protocol.Started(0, tuple(processes), "here", pids, time.monotonic()))
 
     def arrived(self):
         events, self.events = self.events, []
@@ -110,8 +110,8 @@ class TestGroup(TestCase):
         made = self.group(2, place)
         error = Outcome(0, Kind.ERROR, "consequence")
         place.events = [
-            protocol.Started(0, (0,), (1000,), 10.0),
-            protocol.Started(0, (1,), (None,), 11.0),
+            protocol.Started(0, (0,), "here", (1000,), 10.0),
+            protocol.Started(0, (1,), "there", (None,), 11.0),
             protocol.Reported(0, error, 15.0, False),
             protocol.Ended(0, 0, 0, 15.5),
             protocol.Ended(0, 1, 9, 14.0),
@@ -119,12 +119,15 @@ class TestGroup(TestCase):
         reports = made.wait(LIMIT)
         self.assertEqual([(each.at, each.ending.signal) for each in reports], [(5.0, None), (4.0, 9)])
         self.assertEqual([process.pid for process in made.processes], [1000, None])
+        self.assertEqual([each.host for each in reports], ["here", "there"])
 
     def test_the_limit_counts_from_the_start_of_the_last_rank(self):
         place = Nowhere(starts=False)
         made = self.group(2, place)
         began = time.monotonic()
-        place.events = [protocol.Started(0, (0,), (1000,), began - 10), protocol.Started(0, (1,), (1001,), began)]
+        place.events = [
+            protocol.Started(0, (each,), "here", (1000 + each,), began - 10 * (1 - each)) for each in (0, 1)
+        ]
         reports = made.wait(LIMIT)
         self.assertGreaterEqual(time.monotonic() - began, LIMIT)
         self.assertGreaterEqual(min(each.at for each in reports), LIMIT)

@@ -56,7 +56,7 @@ class TestMessages(TestCase):
             Outer(INNER, {"a": INNER}, None, 1.5),
             Plain("line\nof \udcff and \u2603"),
             protocol.Reported(1, Outcome(3, Kind.FAILED, "text", 0.5, 2, ("why",), True), 12.5, True),
-            protocol.Started(1, (0, 1), (None, 17), 0.25),
+            protocol.Started(1, (0, 1), "here", (None, 17), 0.25),
             protocol.Go(),
         ],
         name_fn=lambda message: type(message).__name__,

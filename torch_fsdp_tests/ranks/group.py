@@ -69,6 +69,7 @@ class Process:
 
     index: int
     hosts: range  # the ranks that live in it
+    host: str = ""
     pid: int | None = None  # on this machine
     outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
     heard: dict[int, float] = dataclasses.field(default_factory=dict)  # second at which each outcome came
@@ -326,7 +327,8 @@ class RankGroup:
     def _take_start(self, event: protocol.Started) -> None:
         self._started.append(event.at)
         for index, pid in zip(event.processes, event.pids):
-            self.processes[index].is_there, self.processes[index].pid = True, pid
+            process = self.processes[index]
+            process.is_there, process.host, process.pid = True, event.host, pid
         if self._stage is Stage.STARTING and all(process.is_there for process in self.processes):
             self._enter(Stage.IDLE if self._stays else Stage.RUNNING)
 
@@ -397,6 +399,7 @@ class RankGroup:
                     at=elapsed if outcome is None and mine.ours else process.heard.get(rank, process.at),
                     stacks="" if well else written[process.index].stacks,
                     output=written[process.index].output if keep or not well else "",
+                    host=process.host,
                 )
 
     def _release(self) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import re
 import signal
+import socket
 import traceback
 import unittest
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,6 +98,7 @@ class RankReport:
     at: float
     stacks: str = ""
     output: str = ""
+    host: str = dataclasses.field(default_factory=socket.gethostname)
 
     @property
     def waited(self) -> bool:

@@ -90,10 +90,11 @@ class WroteStacks:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """Processes are there, with their process ids (None for those of other machines)."""
+    """Processes are there, on this host, with these process ids (None for those of other machines)."""
 
     start: int
     processes: tuple[int, ...]
+    host: str
     pids: tuple[int | None, ...]
     at: float
 

@@ -84,7 +84,7 @@ class Server(forkserver.ForkServer):
                 there[begin(request, process, channel, last_words)] = process
         except (OSError, RuntimeError) as error:
             self._tell(protocol.Broken(request.start, f"the ranks cannot be started: {error}"))
-        self._tell(protocol.Started(request.start, tuple(there.values()), tuple(there), began))
+        self._tell(protocol.Started(request.start, tuple(there.values()), socket.gethostname(), tuple(there), began))
 
     def _fork(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
         server = os.getpid()
