@@ -3,6 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
+LINTERS = (HERE / ".ci" / "lint.txt").read_text(encoding="utf-8").split()  # also installed alone, without torch
 
 setup(
     name="torch_fsdp_tests",
@@ -17,7 +18,7 @@ setup(
     package_data={"torch_fsdp_tests": ["dispatch/data/*", "py.typed"]},
     install_requires=["torch>=2.9", "expecttest", "numpy"],
     extras_require={
-        "dev": ["ruff==0.17.5", "mypy==2.4.1", "hypothesis", "pytest"],
+        "dev": [*LINTERS, "hypothesis", "pytest"],
         "ci": ["junitparser", "coverage>=7.10"],
     },
     classifiers=[

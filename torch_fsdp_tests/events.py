@@ -5,27 +5,28 @@ The dispatcher names an inherited descriptor in an environment variable. The pro
 stream every function here does nothing, so a test file behaves the same when it is run by hand.
 
 The lines, by their ``event``: ``announced`` (``tests``: ids in the order in which they will run), ``started`` and
-``ended`` (one test), ``note`` and ``facts`` (about the running test, or about the file when none runs), ``broken`` (the
-file itself failed), ``over`` (the runner came to its end).
+``ended`` (one test, or a fixture that failed), ``note`` and ``facts`` (about the running test, or about the file when
+none runs), ``broken`` (the file itself failed), ``over`` (the runner came to its end).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
 import unittest
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"
 PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # what one process recorded as ``probed``, for others
-
-# Outcomes of one test, the worst last: a test whose body passed and whose tearDown raised has erred.
-OUTCOMES = ("passed", "expected failure", "skipped", "unexpected success", "failed", "error")
 
 _MODULE_PREFIX = "__main__."
 
@@ -114,18 +115,66 @@ def tests_in(suite: Iterable[Any]) -> Iterator[unittest.TestCase]:
             yield from tests_in(item)
 
 
+class Suite(unittest.TestSuite):
+    """unittest's suite, which also says whose fixture it was that failed or skipped."""
+
+    def _createClassOrModuleLevelException(
+        self, result: Any, exc: BaseException, method_name: str, parent: str, info: Any = None
+    ) -> None:
+        # unittest itself hands these two on as one text.
+        result.fixture = Fixture(method_name, "" if parent in sys.modules else parent.removeprefix(_MODULE_PREFIX))
+        super()._createClassOrModuleLevelException(result, exc, method_name, parent, info)  # type: ignore[misc]
+
+
+class Fixture(NamedTuple):
+    """A fixture of a class, or of the file where ``owner`` is empty."""
+
+    name: str
+    owner: str
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.CLASS if self.owner else Scope.FILE
+
+
+def _verdict_on(test: Any, error: BaseException, state: State, phase: Phase | None = None) -> Verdict:
+    """What an exception means: what it says itself, else ``state``, in the phase that its traceback shows."""
+    verdict = getattr(error, VERDICT, None)
+    if isinstance(verdict, Verdict):
+        return verdict
+    return Verdict(state, in_one_line(error), phase or _phase_of(test, error.__traceback__))
+
+
+def _phase_of(test: Any, trace: TracebackType | None) -> Phase:
+    """Whether unittest was calling the test method or something around it."""
+    calls_body = getattr(type(test), "_callTestMethod", None)
+    while trace is not None:
+        if trace.tb_frame.f_code is getattr(calls_body, "__code__", None):
+            return Phase.BODY
+        trace = trace.tb_next
+    return Phase.FIXTURE
+
+
+def _ended(name: str, verdict: Verdict, text: str = "", scope: Scope = Scope.TEST, **more: Any) -> None:
+    about = {"seconds": 0.0, "subtests": 0, "subtests_skipped": {}} | more
+    ranks = [rank.to_json() for rank in verdict.ranks]
+    told = {"outcome": verdict.state, "reason": verdict.reason, "phase": verdict.phase, "ranks": ranks}
+    emit("ended", test=name, scope=scope, text=text, **told, **about)
+
+
 class Reporting(unittest.TestResult):
     """Mixed in before any result class: sends each test's outcome, and lets that class go on as if alone."""
 
     announced: Mapping[str, list[str]] = {}  # tests still to come, by class, for a class fixture that skips them all
+    fixture = Fixture("", "")  # the last one that failed or skipped
 
     def startTest(self, test: unittest.TestCase) -> None:
         global _running
         super().startTest(test)
         _running = test_name(test)
-        self._outcome = ""
+        self._verdict: Verdict | None = None
+        self._ranks: tuple[RankResult, ...] = ()
         self._text: list[str] = []
-        self._reason = ""
         self._subtests = 0
         self._subtests_skipped: dict[str, int] = {}  # how many, by reason
         self._began = time.perf_counter()
@@ -134,94 +183,88 @@ class Reporting(unittest.TestResult):
     def stopTest(self, test: unittest.TestCase) -> None:
         global _running
         seconds = time.perf_counter() - self._began
-        if not self._outcome:
-            self._conclude()
-        emit(
-            "ended",
-            test=test_name(test),
-            outcome=self._outcome,
-            seconds=round(seconds, 6),
-            reason=self._reason,
+        verdict = self._verdict or self._concluded()
+        _ended(
+            test_name(test),
+            dataclasses.replace(verdict, ranks=self._ranks),
             text="\n".join(self._text),
+            seconds=round(seconds, 6),
             subtests=self._subtests,
             subtests_skipped=self._subtests_skipped,
         )
         _running = None
         super().stopTest(test)
 
-    def _conclude(self) -> None:
-        """An outcome for a test of which unittest reported none: one cut short, or one whose subtests skipped."""
+    def _concluded(self) -> Verdict:
+        """The verdict on a test of which unittest reported none: one cut short, or one whose subtests skipped."""
         error = sys.exc_info()[0]
         if error is not None:
-            self._take("error", f"cut short by {error.__name__}")
-        elif self._subtests_skipped and not self._subtests:
-            self._take("skipped")
-            self._reason = next(iter(self._subtests_skipped))
-        else:
-            self._take("passed")
+            return Verdict(State.ERROR, f"cut short by {error.__name__}")
+        if self._subtests_skipped and not self._subtests:
+            return Verdict(State.SKIPPED, next(iter(self._subtests_skipped)))
+        return Verdict(State.PASSED)
 
-    def _take(self, outcome: str, text: str = "") -> None:
-        if not self._outcome or OUTCOMES.index(outcome) > OUTCOMES.index(self._outcome):
-            self._outcome = outcome
-        if text:
+    def _take(self, verdict: Verdict, text: str = "") -> None:
+        """Keep the worst of what unittest reports of one test, and all texts but one that the ranks tell as well."""
+        if self._verdict is None or verdict.state.is_worse_than(self._verdict.state):
+            self._verdict = verdict
+        if verdict.ranks and not self._ranks:
+            self._ranks = verdict.ranks
+        elif text:
             self._text.append(text)
 
-    def _fixture(self, holder: Any, outcome: str, text: str) -> None:
-        """A class or module fixture failed or skipped: unittest calls with a stand-in, outside any test."""
-        name = str(holder.id() if hasattr(holder, "id") else holder)
-        emit("ended", test=name, outcome=outcome, seconds=0.0, reason=text if outcome == "skipped" else "", text=text)
-
-    def _skip_fixture(self, holder: Any, reason: str) -> None:
-        owner = str(holder.id()).partition("(")[2].rstrip(")").removeprefix(_MODULE_PREFIX)
-        module_wide = str(holder.id()).startswith("setUpModule")
+    def _skip_fixture(self, reason: str) -> None:
         for cls, tests in self.announced.items():
-            if module_wide or cls == owner:
+            if self.fixture.owner in ("", cls):
                 for test in tests:
-                    emit("ended", test=test, outcome="skipped", seconds=0.0, reason=reason, text="")
+                    _ended(test, Verdict(State.SKIPPED, reason))
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         super().addSuccess(test)
-        self._take("passed")
+        self._take(Verdict(State.PASSED))
 
     def addError(self, test: Any, err: Any) -> None:
         super().addError(test, err)
         text = self._exc_info_to_string(err, test)  # type: ignore[attr-defined]
         if _running is None:
-            self._fixture(test, "error", text)
+            fixture = self.fixture
+            name = ".".join(filter(None, fixture[::-1])) or str(test)
+            verdict = _verdict_on(test, err[1], State.ERROR, Phase.FIXTURE)
+            _ended(name, verdict, text="" if verdict.ranks else text, scope=fixture.scope)
         else:
-            self._take("error", text)
+            self._take(_verdict_on(test, err[1], State.ERROR), text)
 
     def addFailure(self, test: Any, err: Any) -> None:
         super().addFailure(test, err)
-        self._take("failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+        self._take(_verdict_on(test, err[1], State.FAILED), self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
     def addSkip(self, test: Any, reason: str) -> None:
         if _running is None and isinstance(test, unittest.TestCase) and not hasattr(test, "_subDescription"):
             self.startTest(test)  # Python 3.12.1 and 3.13.0a3 only end a test that is skipped by its decorator
         super().addSkip(test, reason)
         if _running is None:
-            self._skip_fixture(test, reason)
+            self._skip_fixture(reason)
         elif hasattr(test, "_subDescription"):
             self._subtests_skipped[reason] = self._subtests_skipped.get(reason, 0) + 1
         else:
-            self._take("skipped")
-            self._reason = reason
+            self._take(Verdict(State.SKIPPED, reason))
 
     def addExpectedFailure(self, test: Any, err: Any) -> None:
         super().addExpectedFailure(test, err)
-        self._take("expected failure", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+        state = State.KNOWN_DEFECT if getattr(test, "_known_defects", ()) else State.EXPECTED_FAILURE
+        self._take(Verdict(state), self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
     def addUnexpectedSuccess(self, test: Any) -> None:
         super().addUnexpectedSuccess(test)
-        self._take("unexpected success")
+        self._take(Verdict(State.UNEXPECTED_SUCCESS))
 
     def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
         super().addSubTest(test, subtest, err)
         self._subtests += 1
         if err is not None:
-            kind = "failed" if issubclass(err[0], test.failureException) else "error"
-            described = subtest._subDescription()
-            self._take(kind, f"{described}\n{self._exc_info_to_string(err, test)}")  # type: ignore[attr-defined]
+            state = State.FAILED if issubclass(err[0], test.failureException) else State.ERROR
+            text = f"{subtest._subDescription()}\n{self._exc_info_to_string(err, test)}"  # type: ignore[attr-defined]
+            self._take(dataclasses.replace(_verdict_on(test, err[1], state), ranks=()), text)
 
     def stopTestRun(self) -> None:
         super().stopTestRun()

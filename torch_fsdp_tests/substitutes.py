@@ -34,10 +34,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.accelerator import Accelerator
 
+_flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 _lock = threading.Lock()
 _installed: contextlib.ExitStack | None = None
 
@@ -53,7 +54,10 @@ def install(device: Accelerator) -> None:
             _installed = contextlib.ExitStack()
             for capability, substitute in _SUBSTITUTES:
                 if not device.has(capability):
-                    substitute(device, _installed)
+                    try:
+                        substitute(device, _installed)
+                    except torch_names.NameIsGone as gone:
+                        _refuse_fsdp1(gone, _installed)
 
 
 def uninstall() -> None:
@@ -63,6 +67,15 @@ def uninstall() -> None:
         if _installed is not None:
             _installed.close()
             _installed = None
+
+
+def _refuse_fsdp1(gone: torch_names.NameIsGone, undo: contextlib.ExitStack) -> None:
+    """Skip whoever makes an FSDP1 model, which needs the substitute that this torch does not let us make."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise gone
+
+    undo.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", refuse))
 
 
 def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:
@@ -81,7 +94,8 @@ def _give_device_id(device: Accelerator, undo: contextlib.ExitStack) -> None:
 
 
 def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) -> None:
-    prepare = FlatParamHandle.prepare_gradient_for_backward
+    handle_type = _flat_param.FlatParamHandle
+    prepare = torch_names.attribute(handle_type, "prepare_gradient_for_backward")
 
     @functools.wraps(prepare)
     def drop_and_prepare(handle: Any) -> None:
@@ -92,7 +106,7 @@ def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) ->
                 flat_param._cpu_grad.data = flat_param._cpu_grad.to(flat_param._local_shard.dtype)
         prepare(handle)
 
-    undo.enter_context(mock.patch.object(FlatParamHandle, "prepare_gradient_for_backward", drop_and_prepare))
+    undo.enter_context(mock.patch.object(handle_type, "prepare_gradient_for_backward", drop_and_prepare))
 
 
 def _has_offloaded_gradient(handle: Any) -> bool:

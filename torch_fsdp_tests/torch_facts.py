@@ -1,119 +1,216 @@
 """What differs between the torch versions that this suite runs on (2.9 and up), and nothing else.
 
-A name here says what the installed torch has or how it calls a thing; no other module compares version numbers.
-Where a fact can be read off torch itself it is read, not derived from the version.
+A :class:`Fact` says what newer versions of torch do and older ones do not. It is true or false, and finds out when it
+is first asked; no other module compares versions, or asks torch for an attribute for the sake of a version. A test that
+needs a fact is decorated with :func:`torch_fsdp_tests.common_distributed.needs`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import unittest
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp._common_utils as fsdp_utils
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp2_collectives
-import torch.distributed.fsdp._fully_shard._fsdp_common as fsdp2_common
-import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2_param
-import torch.distributed.fsdp._fully_shard._fsdp_state as fsdp2_state
-import torch.distributed.fsdp._fully_shard._fully_shard as fsdp2_module
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+
+from torch_fsdp_tests import torch_names
+
+__unittest = True
 
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
-# FSDP2 calls its two collectives as attributes of ``torch.distributed``; 2.13 renamed them.
-ALL_GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER_NAME = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
 
-# Since 2.13 FSDP looks for tensors in containers itself, and finds those in dataclasses.
-FINDS_TENSORS_IN_DATACLASSES = hasattr(fsdp_utils, "collect_grad_tensors")
 
-# Since 2.13 a module of FSDP2 may have its first forward under a transform of functorch, such as ``torch.func.jvp``.
-FSDP2_UNDER_FUNCTORCH = hasattr(fsdp2_common, "_disable_functorch_if_active")
+class FactIsUnknown(unittest.SkipTest):
+    """The installed torch does not let itself be asked for a fact, so the tests that depend on it skip."""
 
-# Since 2.13 each module of ``fully_shard([a, b])`` casts its own inputs and outputs; before, the first and the last.
-GROUPS_CAST_EACH_INPUT = "cast_output_dtype" in inspect.signature(fsdp2_state._register_group_forward_hooks).parameters
 
-# Since 2.13 the function that places FSDP2's parameters may name a mesh for each, by a ``ShardPlacementResult``.
-HAS_MESH_PER_PARAMETER = hasattr(fsdp2_common, "ShardPlacementResult")
+class Fact:
+    """Something that torch does since version ``since``; ``says`` completes the sentence "needs a torch that ...".
 
-# Since 2.13 ``fully_shard`` takes ``dp_mesh_dims``, by which it works on dimensions of the mesh of its DTensors.
-FSDP2_HAS_DP_MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+    ``probe`` reads it off the installed torch, so that a nightly build or a patched torch is judged by what it is. A
+    fact without one follows from the version. ``bool(fact)`` raises :class:`FactIsUnknown` when the probe fails.
+    """
 
-# Since 2.11 (2.9 does not) meshes can be put side by side, and a fake process group's collectives can be errors.
-CONCATENATES_MESHES = hasattr(DeviceMesh, "_concatenate")
-FAKES_ERRORS = hasattr(FakeProcessGroup.Options, "error_on_collective")
+    def __init__(self, since: tuple[int, int], says: str, probe: Callable[[], bool] | None = None) -> None:
+        self.since, self.says, self.probe = since, says, probe
 
-# 2.9 puts the rows of uneven shards in the wrong order where FSDP2 and tensor parallelism cut the same dimension.
-GATHERS_UNEVEN_STRIDED_SHARDS = VERSION > (2, 9)
+    def __bool__(self) -> bool:
+        return self._holds
 
-# 2.11 and older wrap every sharded parameter as one that requires a gradient, which an integer cannot.
-SHARDS_INTEGER_PARAMETERS = VERSION > (2, 11)
+    @functools.cached_property
+    def _holds(self) -> bool:
+        if self.probe is None:
+            return VERSION >= self.since
+        try:
+            return bool(self.probe())
+        except Exception as error:
+            raise FactIsUnknown(f"whether torch {torch.__version__} {self.says} cannot be told: {error}") from error
 
-# 2.9 cannot let several roots of FSDP2 share streams; an iteration that broke off can be reset since 2.13.
-SHARES_COMM_CONTEXT = hasattr(fsdp2_module, "share_comm_ctx")
-RESETS_ITERATION = hasattr(fsdp2_module.FSDPModule, "reset_iter_state")
+    def lacks(self) -> str | None:
+        """Why a test that needs this fact cannot run, in words; None when it can."""
+        return None if self else f"needs a torch that {self.says} ({_dotted(self.since)} or newer)"
 
-# Since 2.13 FSDP2's wait for the previous reduce-scatter has a label of its own in the profiler's trace.
-LABELS_REDUCE_SCATTER_WAIT = VERSION > (2, 11)
+    def __repr__(self) -> str:
+        return f"<since {_dotted(self.since)} torch {self.says}>"
 
-# 2.11 and older cast nothing, in or out, when a checkpoint recomputes a module of FSDP2.
-FSDP2_CASTS_RECOMPUTED = VERSION > (2, 11)
 
-# Since 2.11 (2.9 does not) FSDP2's lazy initialization leaves shards that are padded already in the storage they have.
-FSDP2_KEEPS_PADDED_STORAGE = "same_local_tensor" in fsdp2_param.FSDPParam.reset_sharded_param.__code__.co_varnames
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
-# 2.11 and older refuse a ModuleList or ModuleDict even if it has a forward of its own.
-TAKES_CONTAINERS_WITH_FORWARD = VERSION > (2, 11)
 
-# Before 2.13 FSDP1's hybrid strategies broadcast a module's buffers from rank 0 to the ranks of one group only.
-HYBRID_SHARD_SYNCS_BUFFERS = VERSION > (2, 11)
+def _find(module: str, path: str) -> Any:
+    """``path`` inside the module, such as ``Class.method``. Raises :class:`torch_names.NameIsGone`."""
+    head, *rest = path.split(".")
+    return functools.reduce(getattr, rest, getattr(torch_names.module(module), head))
 
-# Since 2.13 FSDP2 can keep the inputs of several reduce-scatters, so that the compute stream waits for none of them.
-KEEPS_REDUCE_SCATTER_INPUTS = hasattr(fsdp2_module.FSDPModule, "set_reduce_scatter_max_input_buffers")
 
-# 2.11 and older end the backward of ``fully_shard([a, b])`` once more for each further module, with nothing left to do.
-ENDS_GROUP_ONCE = VERSION > (2, 11)
+def _has(module: str, path: str) -> Callable[[], bool]:
+    """A probe for the last name of ``path``; what stands before it must be there, or nobody can tell."""
+    owner, _, name = path.rpartition(".")
+    return lambda: hasattr(_find(module, owner) if owner else importlib.import_module(module), name)
 
-# Since 2.13 a group of modules of which only some ran is completed at the end of the root's forward.
-COMPLETES_PARTIAL_GROUPS = hasattr(fsdp2_state.FSDPState, "_force_complete_incomplete_states")
 
-# Since 2.11 (2.9 does not) what a checkpoint recomputes is not resharded, nor noted for the order of prefetching.
-KEEPS_RECOMPUTED_GROUPS = hasattr(fsdp2_common, "is_bw")
+def _takes(module: str, path: str, parameter: str) -> Callable[[], bool]:
+    """A probe for a parameter of a function."""
+    return lambda: parameter in inspect.signature(_find(module, path)).parameters
 
-# Since 2.11 FSDP2 copies a gradient that only one rank has; 2.9 reduces it over that rank, by the same operations.
-COPIES_GRADIENT_OF_ONE_RANK = VERSION > (2, 9)
 
-# Since 2.11 FSDP2 averages where a divide factor is the number of shards; 2.9 where it is that of all ranks.
-AVERAGES_OVER_SHARDS = VERSION > (2, 9)
+def _fsdp2_method(name: str, since: tuple[int, int]) -> Fact:
+    return Fact(since, f"has FSDPModule.{name}", _has("torch.distributed.fsdp", f"FSDPModule.{name}"))
 
-# Since 2.13 FSDP2 refuses a parameter that two of its groups share, when they first run.
-CHECKS_SHARED_PARAMETERS = hasattr(fsdp2_state.FSDPState, "_validate_no_duplicate_params")
 
-# Since 2.11 the assertions of FSDP and of checkpoints say what they ask; those of 2.9 are bare.
-ASSERTIONS_HAVE_TEXT = VERSION > (2, 9)
+# --- FSDP1 and FSDP2 --------------------------------------------------------------------------------------------------
 
-# Before 2.14 a first forward with nothing to train leaves FSDP2 without dtypes for the gradients to come.
-ASKS_FOR_DTYPES_AGAIN = VERSION >= (2, 14)
+FINDS_TENSORS_IN_DATACLASSES = Fact(
+    (2, 13),
+    "finds the tensors inside dataclasses",
+    _has("torch.distributed.fsdp._common_utils", "collect_grad_tensors"),
+)
+ASSERTIONS_HAVE_TEXT = Fact((2, 10), "says in an assertion of FSDP or of checkpoints what is wrong")
+KEEPS_INPUTS_IN_PLACE = Fact((2, 14), "hands on a container of inputs as it is when nothing in it has to move")
 
-# Since 2.14 DDP and FSDP1 hand on a container of inputs as it is when all in it is where it should be.
-KEEPS_INPUTS_IN_PLACE = VERSION >= (2, 14)
+# --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
-# Since 2.14 FSDP1 does not offload to the host what is there already, so that what was gathered is not freed.
-OFFLOADS_FROM_HOST_TO_HOST = VERSION < (2, 14)
+HYBRID_SHARD_SYNCS_BUFFERS = Fact((2, 12), "broadcasts buffers to all ranks of a hybrid strategy, not to one group")
+KEEPS_HOST_TENSORS_IN_PLACE = Fact((2, 14), "does not copy what is offloaded to the host when it is there already")
 
-# Before 2.15 gradients that were accumulated without a reduction survive ``reset_iter_state``.
-RESET_DROPS_ACCUMULATED_GRADIENTS = VERSION >= (2, 15)
+# --- FSDP2: wrapping --------------------------------------------------------------------------------------------------
 
-# Before 2.15 FSDP2 without a ``reduce_dtype`` reduces in ``param_dtype``, since then in the dtype of the parameters.
-REDUCES_IN_COMPUTE_DTYPE = VERSION < (2, 15)
+HAS_MESH_PER_PARAMETER = Fact(
+    (2, 13),
+    "lets shard_placement_fn name a mesh for each parameter",
+    _has(_FSDP2 + "_fsdp_common", "ShardPlacementResult"),
+)
+HAS_DP_MESH_DIMS = Fact(
+    (2, 13), "has the argument dp_mesh_dims of fully_shard", _has("torch.distributed.fsdp", "DataParallelMeshDims")
+)
+SHARDS_INTEGER_PARAMETERS = Fact((2, 12), "shards parameters of integers with FSDP2")
+WRAPS_CONTAINERS_WITH_FORWARD = Fact((2, 12), "wraps a ModuleList or a ModuleDict that has a forward of its own")
+CHECKS_SHARED_PARAMETERS = Fact(
+    (2, 13),
+    "refuses a parameter that two groups of FSDP2 share",
+    _has(_FSDP2 + "_fsdp_state", "FSDPState._validate_no_duplicate_params"),
+)
+GATHERS_UNEVEN_STRIDED_SHARDS = Fact((2, 10), "keeps the order of rows where FSDP2 and TP unevenly cut one dimension")
+KEEPS_PADDED_STORAGE = Fact(
+    (2, 11),
+    "leaves shards that are padded already in their storage when FSDP2 initializes lazily",
+    lambda: "same_local_tensor" in _find(_FSDP2 + "_fsdp_param", "FSDPParam.reset_sharded_param").__code__.co_varnames,
+)
 
-# Since 2.15 the function that reduces FSDP2's gradients asks each parameter for the dtype of its gradient.
-REDUCE_IS_TOLD_ORIG_DTYPE = "orig_dtype" in inspect.signature(fsdp2_collectives.foreach_reduce).parameters
+# --- FSDP2: forward and backward --------------------------------------------------------------------------------------
+
+RUNS_UNDER_FUNCTORCH = Fact(
+    (2, 13),
+    "lets FSDP2 run its first forward under a transform of functorch",
+    _has(_FSDP2 + "_fsdp_common", "_disable_functorch_if_active"),
+)
+GROUPS_CAST_EACH_INPUT = Fact(
+    (2, 13),
+    "casts the inputs and outputs of each module of fully_shard([a, b])",
+    _takes(_FSDP2 + "_fsdp_state", "_register_group_forward_hooks", "cast_output_dtype"),
+)
+CASTS_RECOMPUTED_INPUTS = Fact((2, 12), "casts the inputs of an FSDP2 module that a checkpoint recomputes")
+KEEPS_RECOMPUTED_GROUPS = Fact(
+    (2, 11), "keeps parameters unsharded for what a checkpoint recomputes", _has(_FSDP2 + "_fsdp_common", "is_bw")
+)
+ENDS_BACKWARD_OF_GROUP_ONCE = Fact((2, 12), "ends the backward of fully_shard([a, b]) once, not once a module")
+COMPLETES_PARTIAL_GROUPS = Fact(
+    (2, 13),
+    "completes a group of modules of which only some ran",
+    _has(_FSDP2 + "_fsdp_state", "FSDPState._force_complete_incomplete_states"),
+)
+SHARES_COMM_CONTEXT = Fact((2, 10), "has share_comm_ctx", _has(_FSDP2 + "_fully_shard", "share_comm_ctx"))
+RESETS_ITERATION = _fsdp2_method("reset_iter_state", (2, 13))
+RESET_DROPS_ACCUMULATED_GRADIENTS = Fact((2, 15), "drops unreduced gradients in reset_iter_state")
+
+# --- FSDP2: reduction -------------------------------------------------------------------------------------------------
+
+LABELS_REDUCE_SCATTER_WAIT = Fact((2, 12), "labels FSDP2's wait for a reduce-scatter in the profiler's trace")
+KEEPS_REDUCE_SCATTER_INPUTS = _fsdp2_method("set_reduce_scatter_max_input_buffers", (2, 13))
+REDUCES_UNUSED_PARAMETERS = _fsdp2_method("set_reduce_scatter_unused_params", (2, 13))
+REDUCES_IN_GROUP_OF_ITS_OWN = _fsdp2_method("set_separate_reduce_scatter_group", (2, 13))
+ALLOCATES_SYMMETRIC_MEMORY = _fsdp2_method("set_symm_mem_for_comm", (2, 11))
+COPIES_GRADIENT_OF_ONE_RANK = Fact((2, 10), "copies a gradient that only one rank has, and does not reduce it")
+AVERAGES_OVER_SHARDS = Fact((2, 10), "averages where FSDP2's divide factor is the number of shards, not of all ranks")
+SETS_DTYPES_AFTER_FROZEN_FORWARD = Fact((2, 14), "sets the dtypes of gradients also after a forward with none to train")
+REDUCES_IN_PARAMETER_DTYPE = Fact((2, 15), "reduces in the parameters' own dtype where there is no reduce_dtype")
+ASKS_PARAMETERS_FOR_GRAD_DTYPE = Fact(
+    (2, 15),
+    "asks each parameter of FSDP2 for the dtype of its gradient",
+    lambda: not _takes(_FSDP2 + "_fsdp_collectives", "foreach_reduce", "orig_dtype")(),
+)
+
+# --- What FSDP stands on ----------------------------------------------------------------------------------------------
+
+CONCATENATES_MESHES = Fact(
+    (2, 10),
+    "can put device meshes side by side",
+    _has("torch.distributed.device_mesh", "DeviceMesh._concatenate"),
+)
+FAKE_COLLECTIVES_CAN_RAISE = Fact(
+    (2, 10),
+    "lets the collectives of a fake process group raise",
+    _has("torch._C._distributed_c10d", "FakeProcessGroup.Options.error_on_collective"),
+)
+LOCKS_FAKE_MODE = Fact(
+    (2, 13),
+    "has a lock around the fake mode in which DTensor propagates shapes",
+    _has("torch.distributed.tensor._sharding_prop", "ShardingPropagator._fake_mode_lock"),
+)
+INSTALLS_CUDA_DEVICE_GUARD = Fact(
+    (2, 10),
+    "installs a device guard of CUDA when it enters a fake mode",
+    _has("torch._C", "_ensureCUDADeviceGuardSet"),
+)
+GRAPHS_ON_ANY_ACCELERATOR = Fact((2, 13), "has torch.accelerator.Graph", _has("torch.accelerator", "Graph"))
+
+
+def all_gather_name() -> str:
+    """What FSDP calls its all-gather in ``torch.distributed``, which 2.13 renamed."""
+    return _first_in_dist("all_gather_single", "all_gather_into_tensor")
+
+
+def reduce_scatter_name() -> str:
+    """What FSDP calls its reduce-scatter in ``torch.distributed``, which 2.13 renamed."""
+    return _first_in_dist("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def _first_in_dist(*names: str) -> str:
+    found = [name for name in names if _has("torch.distributed", name)()]
+    if not found:
+        raise torch_names.NameIsGone(f"torch.distributed has none of {', '.join(names)}: mend torch_facts.py")
+    return found[0]
+
 
 # Imported before the first rank is forked, so that no rank pays for them. ``fully_shard`` imports torch._dynamo (about
 # 200 modules) at its first call; an optimizer imports torch._dynamo's and functorch's parts at its first step.
-PRELOAD = (
+PRELOADED = (
     "torch",
     "torch.distributed",
     "torch.distributed.fsdp",
@@ -122,3 +219,19 @@ PRELOAD = (
     "torch.distributed.device_mesh",
     "torch._dynamo",
 )
+
+
+def preload() -> list[str]:
+    """Import what every rank will need. Returns a sentence for each module that cannot be imported."""
+    remarks = []
+    for name in PRELOADED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            remarks.append(f"torch {torch.__version__} cannot import {name}, so each rank will try for itself: {error}")
+    return remarks
+
+
+def facts() -> dict[str, Fact]:
+    """All facts by their names."""
+    return {name: value for name, value in globals().items() if isinstance(value, Fact)}

@@ -1,20 +1,33 @@
 """Planning, selecting and lending, with numbers and names alone."""
 
+import ast
+import contextlib
+import dataclasses
+import io
 import itertools
 import json
 import random
+import tempfile
+import textwrap
 import time
 import unittest
 import unittest.mock
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch import devices, plan
-from torch_fsdp_tests.dispatch.devices import DATA, find, loads_extensions, parse_names
-from torch_fsdp_tests.dispatch.discover import TestFile, needs_of
+from torch_fsdp_tests import vendors
+from torch_fsdp_tests.dispatch import devices, main, options, plan
+from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
+from torch_fsdp_tests.dispatch.discover import TestFile
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation, version_fits
+from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
+from torch_fsdp_tests.vendors import ConfigurationError, Vendor
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def jobs_of(*shapes):
@@ -49,7 +62,7 @@ class TestShards(unittest.TestCase):
 
     def test_long_file_is_split(self):
         dealt = calculate_shards(3, [TestRun("long"), TestRun("short")], {"long": 1300, "short": 10})
-        parts = sorted((p.shard, p.num_shards, round(p.time)) for _, ps in dealt for p in ps if p.name == "long")
+        parts = sorted((p.shard, p.num_shards, round(p.get_time())) for _, ps in dealt for p in ps if p.name == "long")
         self.assertEqual(parts, [(1, 3, 433), (2, 3, 433), (3, 3, 433)])
 
     def test_part_of_a_file_takes_its_classes_time(self):
@@ -63,7 +76,9 @@ class TestShards(unittest.TestCase):
         self.assertEqual(a | b, TestRun("f", frozenset("AB")))
         self.assertEqual(a | whole, whole)
         self.assertEqual(whole - a, TestRun("f", excluded=frozenset("A")))
-        self.assertEqual((whole - a) - b, TestRun("f", excluded=frozenset("AB")))
+        rest = whole - a
+        assert rest is not None
+        self.assertEqual(rest - b, TestRun("f", excluded=frozenset("AB")))
         self.assertEqual((a | b) - a, b)
         self.assertIsNone(a - a)
         self.assertIsNone(a - whole)
@@ -179,22 +194,79 @@ class TestDevices(unittest.TestCase):
 
     def test_every_vendors_variables(self):
         """The caller's own variable is the pool, is what jobs see, and marks the vendor's extension as present."""
-        for device, vendor in json.loads((DATA / "devices.json").read_text()).items():
-            for variable in vendor["variables"]:
-                with self.subTest(device, variable=variable), self.built_for(device):
-                    for wish in ({None, device} - {"hip"}) if device not in ("cuda",) else {None, "cuda"}:
+        for vendor in vendors.BUILT_IN:
+            for variable in vendor.visibility_variables:
+                with self.subTest(vendor.device_type, variable=variable), self.built_for(vendor.torch_build):
+                    for wish in (None, vendor.device_type):
                         found = find(wish, None, {variable: "3,5"})
-                        shown = "cuda" if device == "hip" else device
-                        self.assertEqual((found.type, found.names), (shown, ("3", "5")))
+                        self.assertEqual((found.type, found.names), (vendor.device_type, ("3", "5")))
                         self.assertEqual(found.environment((1,)), {variable: "5"})
-                        self.assertEqual(found.backend, vendor["backend"])
-                    self.assertEqual(find(None, None, {variable: "-1"}).type, "cpu")  # the CPU is the subject
+                        self.assertEqual((found.backend, found.remark), (vendor.backend, None))
+                    for nothing in ("-1", "", "none"):
+                        self.assertEqual(find(None, None, {variable: nothing}).type, "cpu")  # the CPU is the subject
 
     @staticmethod
-    def built_for(device):
+    def built_for(name):
         """A torch that was built for a device; extensions need none of torch's own."""
-        built = {device: "1"} if device in ("cuda", "hip", "xpu") else {}
-        return unittest.mock.patch.object(devices, "_torch_versions", lambda: {"__version__": "2.13.0", **built})
+        versions = {"__version__": "2.13.0"} | ({name: "1"} if name else {})
+        return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def declared(entries, autoload="1"):
+        """Packages that declare these values, by device type; torch imports their extensions under ``autoload``."""
+        points = {name: unittest.mock.Mock(value=f"{name}:VENDOR") for name in entries}
+        for name, value in entries.items():
+            points[name].load = unittest.mock.Mock(side_effect=[value] * 9)
+        with (
+            unittest.mock.patch.object(vendors, "installed", lambda: points),
+            unittest.mock.patch.object(devices, "loads_extensions", lambda environment: autoload == "1"),
+        ):
+            yield
+
+    def test_a_package_declares_its_devices(self):
+        foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 3, "fooccl")
+        with self.declared({"foo": foo}), self.built_for(None):
+            for wish in ("foo", None):
+                found = find(wish, None, {})
+                self.assertEqual((found.type, found.names, found.backend), ("foo", ("0", "1", "2"), "fooccl"))
+                self.assertEqual(found.environment((0, 2)), {"FOO_VISIBLE": "0,2"})
+            self.assertEqual(find("foo", ("7",), {}).names, ("7",))
+            self.assertEqual(find(None, None, {"FOO_VISIBLE": "1,2"}).names, ("1", "2"))
+        with self.declared({"foo": foo}, autoload="0"), self.built_for(None):
+            self.assertEqual(find(None, None, {}).type, "cpu")  # the CPU is the subject
+        with self.declared({"cuda": Vendor("cuda", ("FOO_VISIBLE",))}), self.built_for("cuda"):
+            self.assertEqual(find("cuda", ("0",), {}).variable, "FOO_VISIBLE")  # a package's word counts before ours
+
+    def test_a_device_without_a_variable_is_lent_whole_or_not_at_all(self):
+        with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
+            found = find("foo", None, {})
+            self.assertTrue(found.is_lent_whole)
+            self.assertIn("each file is lent all 3 of them, one file at a time", found.remark or "")
+            self.assertEqual(found.environment((0, 1, 2)), {})
+            with self.assertRaisesRegex(ConfigurationError, "--devices: .* lent whole or not at all"):
+                find("foo", ("0",), {})
+        unknown = find("foo", None, {})
+        self.assertFalse(unknown.is_lent_whole)
+        self.assertIn("none are lent", unknown.remark or "")
+
+    def test_plan_of_devices_that_are_lent_whole(self):
+        with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
+            for names, status, words in (
+                ((), ExitStatus.OK, "each file is lent all 3 of them"),
+                (("--devices", "0"), ExitStatus.REFUSED, "leave the option out"),
+            ):
+                arguments = ["--device", "foo", *names, "-i", "dispatch/test_plan", "--dry-run", "--json"]
+                with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+                    self.assertEqual(main.main(arguments, ROOT), status)
+                self.assertIn(words, err.getvalue())
+                if status is ExitStatus.OK:
+                    self.assertEqual([job["devices"] for job in json.loads(out.getvalue())["jobs"]], [3])
+
+    def test_a_package_that_declares_no_vendor(self):
+        for value, words in ((print, "a builtin_function_or_method; declare"), (ImportError("gone"), "failed: gone")):
+            with self.declared({"foo": value}), self.assertRaisesRegex(ConfigurationError, words):
+                find("foo", None, {})
 
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
@@ -215,37 +287,142 @@ class TestDevices(unittest.TestCase):
 
 
 class TestNeeds(unittest.TestCase):
-    def ranks(self, source):
-        return needs_of(source).ranks(4)
+    """Where the default number of ranks is 4, and a few are 2."""
+
+    def of(self, source):
+        found = needs_of(source, 4, 2)
+        return found.ranks, found.devices
+
+    def of_class(self, body, bases="FSDPTest", before=""):
+        """The needs of a class with one test more than what is in its body."""
+        lines = textwrap.indent(f"{body}\ndef test_x(self):\n    pass\n", "    ")
+        return self.of(f"{before}\nclass TestX({bases}):\n{lines}")
 
     def test_largest_literal(self):
-        self.assertEqual(self.ranks("@skip_if_lt_x_gpu(2)\n@skip_if_lt_x_gpu(6)\n# skip_if_lt_x_gpu(9)"), 6)
-        self.assertEqual(
-            self.ranks("class T(FSDPTest):\n    @property\n    def world_size(self) -> int:\n        return 2\n"), 2
-        )
-        self.assertEqual(self.ranks("@requires_world_size(3)"), 3)
+        """Of what decorators state, and world sizes; not of comments."""
+        for decorator, expected in {
+            "skip_if_lt_x_gpu(3)": 3,
+            "skip_if_lt_x_gpu(x=3, allow_cpu=False)": 3,
+            "requires_world_size(n=5)": 5,
+            "common_distributed.requires_world_size(5)": 5,
+            "nccl_skip_if_lt_x_gpu(BACKEND, 6)": 6,
+            "unittest.skipUnless(at_least_x_gpu(7), 'few')": 7,
+            "skip_if_lt_x_gpu(WIDE)": 9,
+            "skip_if_lt_x_gpu(UNKNOWN)": 4,
+            "requires_gloo()  # skip_if_lt_x_gpu(9)": 2,
+        }.items():
+            with self.subTest(decorator=decorator):
+                body = f"world_size = 2\n@{decorator}\ndef test_y(self):\n    pass\n@skip_if_lt_x_gpu(1)\n"
+                self.assertEqual(self.of_class(body, before="WIDE = 9"), (expected, expected))
+        self.assertEqual(self.of_class("", "TestCase", "@skip_if_lt_x_gpu(3)"), (3, 3))
 
     def test_default(self):
-        self.assertEqual(self.ranks("class T(FSDPTest):\n    def test_x(self): pass"), 4)
-        self.assertEqual(
-            self.ranks("    def world_size(self) -> int:\n        return torch.accelerator.device_count()"), 4
-        )
-        self.assertEqual(self.ranks("class T(TestCase):\n    def test_x(self): pass"), 1)
-        self.assertEqual(self.ranks("class T(common_fsdp.FSDPTest, Other):\n    pass"), 4)
-        self.assertEqual(self.ranks("class T(\n    Mixin,\n    MultiThreadedTestCase,\n):\n    pass"), 4)
+        lines = "\n    Mixin,\n    MultiProcessTestCase,\n"
+        for bases in ("FSDPTest", "common_fsdp.FSDPTest, Other", lines, "DTensorTestBase", "FSDPTestContinuous"):
+            with self.subTest(bases=bases):
+                self.assertEqual(self.of_class("", bases), (4, 4))
+        self.assertEqual(self.of_class("", "TestCase"), (1, 1))
 
     def test_words_that_are_no_class(self):
-        self.assertEqual(self.ranks('"""A test of the class T(FSDPTest): it is said."""\n'), 1)
-        self.assertEqual(self.ranks("    # class T(FSDPTest):\n"), 1)
+        world = "class TestY(FSDPTest):\n    world_size = 8\n    def test_y(self): pass\n"
+        for text in (textwrap.indent(world, "# "), f'"""A test.\n\n{world}"""', f"TEXT = '''\n{world}'''\n"):
+            for before in (text, "def helper():\n    one = 1\n    two = 2\n    three = 3\n    " + text):
+                with self.subTest(before=before):
+                    self.assertEqual(self.of_class("world_size = 2  # not 128", before=before), (2, 2))
 
     def test_properties(self):
-        text = "class T(FSDPTest):\n    @property\n    def world_size(self) -> int:\n        return {}\n"
-        self.assertEqual(self.ranks(text.format("min(6, device_count())")), 6)
-        self.assertEqual(self.ranks(text.format("device_count()")), 4)
+        """And class attributes, in all the ways in which test files state a world size."""
+        before = "WIDE = 6\nif True:\n    def wide():\n        return WIDE\n"
+        before += "ODD = ODD + 1\n"
+        for text, expected in {
+            "2": 2,
+            "ODD": 4,
+            "self.world_size": 4,
+            "6 // 0": 4,
+            "min(6, device_count())": 6,
+            "device_count()": 4,
+            "min(accelerator.current().ranks, 3)": 3,
+            "accelerator.current().ranks": 4,
+            "accelerator.current().few_ranks": 2,
+            "max(2, 6)": 6,
+            "int(3)": 3,
+            "get_required_world_size(self, 2)": 2,
+            "8 if self.many else 2": 8,
+            "2 * WIDE": 12,
+            "WIDE // 2": 3,
+            "wide()": 6,
+            "num_devices()": 4,
+            "self.own": 5,
+            "-2": 4,
+        }.items():
+            for statement in (
+                "world_size = {}",
+                "world_size: int = {}",
+                '@property\ndef world_size(self) -> int:\n    """Why."""\n    return {}  # 128 upstream',
+            ):
+                with self.subTest(text=text, statement=statement):
+                    body = "own = 5\n" + statement.format(text)
+                    self.assertEqual(self.of_class(body, before=before), (expected, expected))
+        several = "@property\ndef world_size(self):\n    if self.many:\n        return 8\n    return 2"
+        self.assertEqual(self.of_class(several), (8, 8))
         # One class has a property of its own; the other has the default.
-        self.assertEqual(self.ranks(text.format(2) + "class U(FSDPTest):\n    pass\n"), 4)
-        self.assertEqual(self.ranks("@skip_if_lt_x_gpu(x=3)\n"), 3)
-        self.assertEqual(self.ranks("@skip_if_lt_x_gpu(WORLD)\n"), 4)
+        other = "class TestY(FSDPTest):\n    def test_y(self): pass\n"
+        self.assertEqual(self.of_class("world_size = 2", before=other), (4, 4))
+
+    def test_threads_share_a_device(self):
+        for base in ("FSDPTestMultiThread", "MultiThreadedTestCase", "common_dtensor.DTensorOpTestBase"):
+            with self.subTest(base=base):
+                self.assertEqual(self.of_class("world_size = 8", base), (8, 1))
+        threads = "class Threads(Mixin, FSDPTestMultiThread):\n    world_size = 6\n"
+        self.assertEqual(self.of_class("", "Threads", threads), (6, 1))
+        room = "@skip_if_lt_x_gpu(2)\ndef test_y(self):\n    pass"  # which asks, whatever the ranks are
+        self.assertEqual(self.of_class(room, "Threads", threads), (6, 2))
+
+    def test_a_number_in_a_body_is_none_of_its_ranks(self):
+        fake = "def test_y(self):\n    world_size = 64\n    init_process_group('fake', rank=0, world_size=128)"
+        self.assertEqual(self.of_class(fake, "TestCase"), (1, 1))
+
+    def test_inheritance(self):
+        base = "class Base(FSDPTest):\n    world_size = 2\n"
+        self.assertEqual(self.of_class("world_size = 3", "Base", base), (3, 3))
+        self.assertEqual(self.of_class("", "Base", base), (2, 2))
+        self.assertEqual(self.of(f"{base}    def test_y(self): pass\nclass TestX(Base):\n    world_size = 1\n"), (2, 2))
+        self.assertEqual(self.of(base), (1, 1))  # without a test nobody asks
+        template = "class Template(FSDPTest):\n    world_size = 8\n    def test_y(self): pass\n"
+        self.assertEqual(self.of_class("world_size = 2\ndel Template", "Template", template), (8, 8))
+        derived = "class TestX(Template):\n    world_size = 2\ndel Template, other\n"
+        self.assertEqual(self.of(template + derived), (2, 2))
+        # As in Python, what one base class overrides is not undone by another that does not.
+        diamond = f"{base}class A(Base): pass\nclass B(Base):\n    world_size = 3\n"
+        self.assertEqual(self.of_class("", "A, B", diamond), (3, 3))
+
+    def test_base_classes_of_other_files(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "inner").mkdir()
+            (folder / "bases.py").write_text("from inner.threads import Threads as Many\n")
+            text = "from torch_fsdp_tests.common_fsdp import FSDPTestMultiThread as Base\n"
+            (folder / "inner" / "threads.py").write_text(f"{text}class Threads(Base):\n    world_size = 5\n")
+            for place, line, expected in (
+                (folder, "from bases import Many", Needs(5, 1)),
+                (folder, "from .bases import Many", Needs(5, 1)),
+                (folder / "inner", "from ..bases import Many", Needs(5, 1)),
+                (folder / "inner", "from bases import Many", Needs(1, 1)),
+                (folder, "from nowhere import Many", Needs(1, 1)),
+            ):
+                with self.subTest(line=line):
+                    source = f"{line}\nclass TestX(Many):\n    def test_x(self): pass\n"
+                    self.assertEqual(needs_of(source, 4, 2, place), expected)
+
+    def test_wrong_syntax_needs_nothing(self):
+        self.assertEqual(self.of("class T(FSDPTest:\n"), (1, 1))
+
+    def test_long_bodies_are_left_out(self):
+        lines = "\n\n".join(f"        left_out = {number}" for number in range(4))
+        tree = parse(f"class A:\n    def f(self):\n{lines}\n    def g(\n        self\n    ): kept\n")
+        assert tree is not None
+        left = "class A:\n\n    def f(self):\n        ...\n\n    def g(self):\n        kept"
+        self.assertEqual(ast.unparse(tree), left)
 
 
 class TestSelect(unittest.TestCase):
@@ -258,7 +435,7 @@ class TestSelect(unittest.TestCase):
 
     def chosen(self, include, exclude=()):
         files = [TestFile(name, Path(f"{name}.py")) for name in sorted(self.names)]
-        source = "class TestA(TestCase):\n    def test_one(self):\nclass TestB(TestCase):\n    def test_two(self):\n"
+        source = "class TestA(TestCase):\n def test_one(self): ...\nclass TestB(TestCase):\n def test_two(self): ...\n"
         return select(files, include, exclude, Path("/somewhere/test"), lambda name: source)
 
     def test_ways_to_name(self):
@@ -297,6 +474,54 @@ class TestSelect(unittest.TestCase):
                 self.chosen([word])
         with self.assertRaises(UnknownTest):
             self.chosen([], ["nothing_like_it"])
+
+
+class TestOptions(unittest.TestCase):
+    def parse(self, *arguments, **environment):
+        return options.parse([*arguments, "--list"], environment, ROOT)
+
+    def refused(self, *arguments, **environment):
+        with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
+            self.parse(*arguments, **environment)
+        self.assertEqual(left.exception.code, ExitStatus.REFUSED)
+        return said.getvalue()
+
+    def test_every_option_sets_the_field_of_its_name(self):
+        fields = {field.name for field in dataclasses.fields(RunTests)}
+        self.assertLessEqual({action.dest for action in options.make_parser()._actions} - {"help"}, fields)
+
+    def test_what_is_not_given_keeps_the_default_of_its_field(self):
+        tests = ROOT / "test"
+        self.assertEqual(self.parse(), RunTests(tests, tests, list_files=True))
+
+    def test_what_follows_from_an_option(self):
+        found = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
+        self.assertEqual((found.shard, found.num_shards, found.seed, found.shuffle), (2, 3, 7, True))
+        self.assertEqual((found.include, found.pipe_logs, found.logs_must_be), (("a", "b", "c"), True, True))
+        run = options.parse(["--list", "--", "--locals", "--"], {}, ROOT)
+        self.assertEqual(run.arguments, ("--locals", "--"))
+
+    def test_variables(self):
+        found = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
+        self.assertEqual((found.pipe_logs, found.logs_must_be, found.keep_going), (True, False, True))
+        self.assertEqual((found.show_locals, found.disabled, found.slow), (False, Path("a"), None))
+        self.assertEqual(self.parse("--disabled-tests", "b", DISABLED_TESTS_FILE="a").disabled, Path("b"))
+        self.assertFalse(self.parse(CI="1", VERBOSE_TEST_LOGS="1").pipe_logs)
+
+    def test_refusals(self):
+        for arguments, words in {
+            ("--shard", "3", "2"): "shards are counted from 1 to 2",
+            ("--shard", "0", "2"): "'0' is not a whole number of 1 or more",
+            ("--timeout", "0"): "'0' is not a number of seconds greater than 0",
+            ("--devices", "1,1"): "names a device twice",
+            ("--json",): "--json belongs to --dry-run",
+            ("--compare", "/nowhere"): "there is no file /nowhere",
+            ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",
+            ("--rerun-disabled-tests",): "needs a list",
+        }.items():
+            with self.subTest(arguments=arguments):
+                self.assertIn(words, self.refused(*arguments))
+        self.assertIn("TORCH_FSDP_TESTS_RANKS: 'x' is not", self.refused(TORCH_FSDP_TESTS_RANKS="x"))
 
 
 class TestLists(unittest.TestCase):

@@ -1,6 +1,6 @@
 """The real command over tiny trees of plain unittest files: verdicts, bad ends, selecting, lending, stopping."""
 
-import contextlib
+import io
 import json
 import os
 import re
@@ -39,13 +39,15 @@ class TestVerdicts(TreeCase):
         self.assertNotRegex(page, r"[\x00-\x08\x0b-\x1f]")
         case = next(ET.parse(next(self.root.glob("test_x/*.xml"))).iter("testcase"))
         self.assertEqual((case.get("name"), case.get("classname"), case.get("file")), ("test_1", "TestX", "test_x.py"))
-        self.assertIn(r"escape \x1b nul \x00 surrogate \ud800 amper &< ]]>", case.find("error").get("message"))
+        (error,) = case
+        self.assertEqual(error.tag, "error")
+        self.assertIn(r"escape \x1b nul \x00 surrogate \ud800 amper &< ]]>", error.attrib["message"])
 
     def test_order_of_a_file_alone_and_repeat_command_works(self):
         out = self.check({"test_f": FAIL + PASS}, failed=1, passed=1)
-        command = re.search(r"^ +python (\S+ .* -i test_f::TestF::test_f .*)$", out, re.MULTILINE)[1].split()
+        (command,) = re.findall(r"^ +python (\S+ .* -i test_f::TestF::test_f .*)$", out, re.MULTILINE)
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT
+            [sys.executable, *command.split()], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT
         )
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
 
@@ -139,17 +141,18 @@ class TestBadEnds(TreeCase):
         self.assertEqual(
             (error.tag, error.get("message")), ("error", "ModuleNotFoundError: No module named 'no_such_module'")
         )
-        self.assertIn("import no_such_module", error.text)
+        self.assertIn("import no_such_module", str(error.text))
 
     def test_signals_name_the_test_and_those_not_reached(self):
         for name in ("SIGKILL", "SIGSEGV"):
             with self.subTest(name):
                 text = body("pass", f"os.kill(os.getpid(), signal.{name})", "pass")
-                says = ["error: TestX.test_2", "tests not reached: TestX.test_3"]
+                says = ["crashed: TestX.test_2", "tests not reached: TestX.test_3"]
                 self.check({"test_x": text}, ["--save-xml", self.root / name], passed=1, failed=1, says=says)
                 cases = {c.get("name"): c for c in ET.parse(next((self.root / name).glob("*/*.xml"))).iter("testcase")}
-                self.assertIn(name, cases["test_2"].find("error").get("message"))
-                self.assertTrue(cases["test_3"].find("skipped").get("message").startswith("not run"))
+                told = [(each.tag, each.attrib["message"]) for test in ("test_2", "test_3") for each in cases[test]]
+                self.assertEqual([tag for tag, _ in told], ["error", "skipped"])
+                self.assertRegex(" ".join(message for _, message in told), f"{name} not run: {name} came first$")
 
     def test_leaves_at_once(self):
         files = {
@@ -160,7 +163,7 @@ class TestBadEnds(TreeCase):
             "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
         }
         says = [
-            "error: TestX.test_1: not run to its end: exit status 3",
+            "crashed: TestX.test_1: not run to its end: exit status 3",
             "must call run_tests",
             "exit status 7 ended the process after its tests",
         ]
@@ -325,13 +328,15 @@ class TestDevices(TreeCase):
         def log(what):
             with open({str(log)!r}, "a") as f: print(time.monotonic(), what, os.environ["CUDA_VISIBLE_DEVICES"], file=f)
         class TestX(unittest.TestCase):
+            world_size = WORLD
             def test_x(self): log("+"); time.sleep(0.05); log("-")
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
-        self.write({name: textwrap.dedent(report) + f"# world_size\nworld_size = {n}\n" for name, n in needs.items()})
+        self.write({name: f"WORLD = {n}  # not 9\n{textwrap.dedent(report)}" for name, n in needs.items()})
         self.run_command("--device", "cuda", "--devices", "3-6", "--keep-going")
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
-        held, widths = set(), []
+        held: set[str] = set()
+        widths: list[int] = []
         for _, what, names in sorted(line.split() for line in log.read_text().splitlines()):
             mine = set(names.split(","))
             self.assertEqual(mine & held, set() if what == "+" else mine)
@@ -347,10 +352,11 @@ class TestDevices(TreeCase):
         told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
         events.record(probed=told or {"asked by": os.path.basename(__file__)})
         class TestX(unittest.TestCase):
+            world_size = WORLD
             def test_x(self): self.assertEqual(told, TOLD)
         """
         told = {"test_a": ({}, 2), "test_b": ({"asked by": "test_a.py"}, 2), "test_wide": ({}, 3)}
-        files = {name: f"TOLD = {what}\nworld_size = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
+        files = {name: f"TOLD = {what}\nWORLD = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
         self.write(files)
         times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
         self.check({}, ["--device", "cuda", "--devices", "0-2", "--test-times", times], passed=3)
@@ -371,7 +377,7 @@ class TestDevices(TreeCase):
         self.assertIn("TORCH_FSDP_TESTS_RANKS", self.err)
 
     def test_plan_without_the_device(self):
-        self.write({"test_x": PASS + "world_size = 3\n"})
+        self.write({"test_x": PASS + "    world_size = 3\n"})
         plan = json.loads(self.run_command("--device", "xpu", "--dry-run", "--json"))
         self.assertEqual(plan["jobs"][0]["devices"], 3)
 
@@ -490,7 +496,7 @@ class TestStopping(TreeCase):
             self.assertEqual((process.returncode, CLOSING.findall(out)), (0, [("4", "0", "0")]), out + err)
 
 
-with contextlib.suppress(AttributeError):
+if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")
 
 if __name__ == "__main__":

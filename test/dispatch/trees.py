@@ -9,8 +9,10 @@ import tempfile
 import textwrap
 import threading
 import unittest
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LIMIT = 30  # seconds for one command
@@ -26,21 +28,21 @@ PASS = "class TestP(unittest.TestCase):\n    def test_p(self): pass\n"
 FAIL = "class TestF(unittest.TestCase):\n    def test_f(self): self.assertEqual(1, 2)\n"
 
 
-def body(*lines, name="TestX"):
+def body(*lines: str, name: str = "TestX") -> str:
     """A class with the tests test_1, test_2, ... that each consist of one line."""
     tests = [f"    def test_{number}(self): {line}\n" for number, line in enumerate(lines, 1)]
     return f"class {name}(unittest.TestCase):\n{''.join(tests)}"
 
 
 class TreeCase(unittest.TestCase):
-    def setUp(self):
+    def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
         self.tree = self.root / "test"
         self.tree.mkdir()
 
-    def write(self, files):
+    def write(self, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             path = self.tree / f"{name}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,31 +50,41 @@ class TreeCase(unittest.TestCase):
             tail = "" if "unittest.main" in text or text.startswith("#bare") else "unittest.main()\n"
             path.write_text(head + textwrap.dedent(text) + tail)
 
-    def command(self, *arguments):
+    def command(self, *arguments: object) -> list[str]:
         return [sys.executable, str(CHECKOUT / "run_test.py"), "--test-directory", str(self.tree), *map(str, arguments)]
 
-    def start(self, *arguments, **more):
+    def start(self, *arguments: object, limit: float = LIMIT, **more: Any) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace", **more}
         options["env"] = ENVIRONMENT | more.get("env", {})
         process = subprocess.Popen(self.command(*arguments), **options)
-        limit = threading.Timer(LIMIT, process.kill)  # for a test that waits for it to say something
-        limit.start()
-        self.addCleanup(limit.cancel)
+        alarm = threading.Timer(limit, process.kill)  # for a test that waits for it to say something
+        alarm.start()
+        self.addCleanup(alarm.cancel)
         return process
 
-    def run_command(self, *arguments, **more):
+    def run_command(self, *arguments: object, **more: Any) -> str:
         process = self.start(*arguments, **more)
         out, err = process.communicate()
         self.out, self.err, self.code = out or "", err or "", process.returncode
         return self.out
 
-    def write_json(self, name, data):
+    def write_json(self, name: str, data: object) -> Path:
         """A file beside the tree."""
         path = self.root / name
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
 
-    def check(self, files, arguments=(), passed=0, failed=0, skipped=0, code=None, says=(), **more):
+    def check(
+        self,
+        files: Mapping[str, str],
+        arguments: Sequence[object] = (),
+        passed: int = 0,
+        failed: int = 0,
+        skipped: int = 0,
+        code: int | None = None,
+        says: Sequence[str] = (),
+        **more: Any,
+    ) -> str:
         """Run a tree, and compare counts, exit code and words with what is expected."""
         self.write(files)
         out = self.run_command(*arguments, **more)
@@ -86,14 +98,21 @@ class TreeCase(unittest.TestCase):
         return out
 
 
-def schema(name):
+def schema(name: str) -> dict[str, Any]:
     return json.loads((CHECKOUT / f"torch_fsdp_tests/dispatch/data/{name}.schema.json").read_text())
 
 
-TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
+TYPES: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+}
 
 
-def fits(test, value, shape, where="$"):
+def fits(test: unittest.TestCase, value: Any, shape: Mapping[str, Any], where: str = "$") -> None:
     """Fail the test unless a value has a shape, for the words of JSON Schema that ours use."""
     if "const" in shape:
         test.assertEqual(value, shape["const"], where)
@@ -114,7 +133,7 @@ def fits(test, value, shape, where="$"):
         fits(test, item, shape["items"], f"{where}[{number}]")
 
 
-def alive(pid):
+def alive(pid: int) -> bool:
     """Whether a process runs; one that ended and waits for its parent does not."""
     try:
         return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
@@ -125,13 +144,14 @@ def alive(pid):
 class Balanced(HTMLParser):
     """Fails the test for an element that is closed out of turn."""
 
-    def __init__(self, test):
+    def __init__(self, test: unittest.TestCase) -> None:
         super().__init__()
-        self.test, self.open = test, []
+        self.test = test
+        self.open: list[str] = []
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag not in ("meta", "br", "!doctype"):
             self.open.append(tag)
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         self.test.assertEqual(self.open.pop(), tag)

@@ -7,7 +7,7 @@ import unittest.mock
 
 import torch
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, accelerator_probe, vendors
 from torch_fsdp_tests.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.common_distributed import requires_capability, requires_nccl, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
@@ -16,11 +16,9 @@ CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
 
 
-class Vendor:
-    """An entry point as a vendor's package would declare it."""
-
-    def __init__(self, describe):
-        self.load = lambda: describe
+def describe(backend, ranks):
+    """What a vendor's package would say of its device."""
+    return Accelerator("abacus", backend or "beads", 8, ranks or 8)
 
 
 def under_test(value):
@@ -44,7 +42,8 @@ class TestValue(TestCase):
 
     def test_capabilities(self):
         self.assertIsNone(CLUSTER.lacks("streams"))
-        self.assertIn("needs graphs", CLUSTER.lacks("streams", "graphs"))
+        self.assertRegex(CLUSTER.lacks("streams", "graphs"), r"needs graphs \(.*\); xpu with xccl does not have it$")
+        self.assertRegex(HOST.lacks("streams", "graphs"), "^needs streams .*, graphs .* does not have them$")
         with self.assertRaisesRegex(KeyError, "unknown capability 'steams'"):
             CLUSTER.has("steams")
 
@@ -53,21 +52,29 @@ class TestValue(TestCase):
 
 
 class TestChoice(TestCase):
-    def chosen(self, vendors, **variables):
+    def chosen(self, declared, **variables):
         names = {f"TORCH_FSDP_TESTS_{name}": value for name, value in variables.items()}
-        with unittest.mock.patch.object(accelerator, "_from_vendors", lambda: vendors):
+        with unittest.mock.patch.object(vendors, "load", declared.get):
             with unittest.mock.patch.dict(os.environ, names):
                 accelerator._resolve.cache_clear()
                 self.addCleanup(accelerator._resolve.cache_clear)
                 return accelerator.current()
 
     def test_vendor_describes_its_own_device(self):
-        def describe(backend, ranks):
-            return Accelerator("abacus", backend or "beads", 8, ranks or 8)
+        declared = {"abacus": vendors.Vendor("abacus", describe=f"{__name__}:describe")}
+        self.assertEqual(self.chosen(declared, DEVICE="abacus").backend, "beads")
+        self.assertEqual(self.chosen(declared, DEVICE="abacus", RANKS="3").ranks, 3)
 
-        vendors = {"abacus": Vendor(describe)}
-        self.assertEqual(self.chosen(vendors, DEVICE="abacus").backend, "beads")
-        self.assertEqual(self.chosen(vendors, DEVICE="abacus", RANKS="3").ranks, 3)
+    def test_vendor_that_leaves_the_description_to_torch(self):
+        """What it declares counts where torch has no word of its own: the backend of its device."""
+        declared = {"xpu": vendors.Vendor("xpu", backend="gloo")}
+        answer = {"count": 3, "capabilities": ["streams"]}
+        with (
+            unittest.mock.patch.object(accelerator, "_probe", lambda *_: answer),
+            unittest.mock.patch.dict(torch.distributed.Backend.default_device_backend_map, clear=True),
+        ):
+            found = self.chosen(declared, DEVICE="xpu")
+        self.assertEqual((found.backend, found.count, found.capabilities), ("gloo", 3, {"streams"}))
 
     def test_host_by_name(self):
         found = self.chosen({}, DEVICE="cpu", RANKS="6")
@@ -91,7 +98,7 @@ class TestChoice(TestCase):
         probe = accelerator._probe.__wrapped__
         with (
             unittest.mock.patch.dict(accelerator._answers, clear=True),
-            unittest.mock.patch.object(accelerator, "_ask_in_a_process", return_value=answer) as asked,
+            unittest.mock.patch.object(accelerator_probe, "ask", return_value=answer) as asked,
             unittest.mock.patch.object(accelerator.events, "record") as recorded,
         ):
             self.assertEqual(probe("xpu", "xccl"), answer)
@@ -160,9 +167,9 @@ class TestProbe(TestCase):
         always |= {"_collective_works": False} | answers
         with contextlib.ExitStack() as patches:
             for name, answer in always.items():
-                patches.enter_context(unittest.mock.patch.object(accelerator, name, lambda *_, a=answer, **__: a))
+                patches.enter_context(unittest.mock.patch.object(accelerator_probe, name, lambda *_, a=answer, **__: a))
             patches.enter_context(unittest.mock.patch.object(torch, "get_device_module", lambda kind: module))
-            return accelerator._describe("xpu", backend)
+            return accelerator_probe.describe("xpu", backend)
 
     def test_nothing_is_taken_for_granted(self):
         self.assertEqual(self.described(Module(2)), {"count": 2, "capabilities": [], "variables": {}})
@@ -194,12 +201,12 @@ class TestProbe(TestCase):
             self.assertLessEqual(variables.items(), accelerator.environment().items())
 
     def test_a_forked_process_is_tried_and_has_a_limit(self):
-        self.assertTrue(accelerator._computes_after_fork("cpu"))  # the CPU is the subject
-        self.assertFalse(accelerator._computes_after_fork("xyz"))
+        self.assertTrue(accelerator_probe._computes_after_fork("cpu"))  # the CPU is the subject
+        self.assertFalse(accelerator_probe._computes_after_fork("xyz"))
         child = os.fork()
         if child == 0:
             signal.pause()
-        self.assertIsNone(accelerator._exit_status(child, 0.05))
+        self.assertIsNone(accelerator_probe._exit_status(child, 0.05))
         with self.assertRaises(ChildProcessError):  # it was collected
             os.waitpid(child, 0)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires
+from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed._tensor import common_dtensor
 from torch_fsdp_tests.distributed._tensor.common_dtensor import (
@@ -172,7 +172,7 @@ class TestParallelModels(DTensorTestBase):
         self.assertEqual(tuple(weight.to_local().shape), (1, 64, 16))
         self.compare(plain, parallel, tokens(), local=lambda x: x[self.rank : self.rank + 1])
 
-    @requires(lambda: None if torch_facts.CONCATENATES_MESHES else "this torch cannot put meshes side by side")
+    @needs(torch_facts.CONCATENATES_MESHES)
     @with_comms
     def test_expert_and_tensor_parallelism(self):
         self.run_subtests({"use_seq_parallel": [False, True]}, self._test_expert_and_tensor_parallelism)

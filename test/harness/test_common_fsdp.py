@@ -204,7 +204,7 @@ class TestModels(TwoRanks):
         self.assertIsInstance(model, ModuleWithDelay)
         sharded = FSDP(model)
         inputs = model.get_input(self.device)
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        original = getattr(dist, torch_facts.reduce_scatter_name())
         with (
             mock.patch.object(delays, "delay_device") as late,
             mock.patch("torch_fsdp_tests.common_fsdp.nested.delay_device", late),
@@ -212,7 +212,7 @@ class TestModels(TwoRanks):
             model.run_backward(model.get_loss(inputs, sharded(*inputs)))
         # The loss, and the reduce-scatter of the root and each of the three instances inside.
         self.assertEqual([call.args[0] for call in late.call_args_list], [3, 5, 5, 5, 5])
-        self.assertIs(getattr(dist, torch_facts.REDUCE_SCATTER_NAME), original)
+        self.assertIs(getattr(dist, torch_facts.reduce_scatter_name()), original)
         experts = FSDP(self.build(MixtureOfExperts, RECURSIVE, delay_before_free_ms=7))
         with mock.patch.object(delays, "delay_device") as late:
             experts(*inputs)
@@ -352,7 +352,7 @@ class TestTraining(TwoRanks):
         ):
             # One step: the loss is that of the initial parameters, so only the comparison of parameters can see it.
             with (
-                mock.patch.object(dist, torch_facts.REDUCE_SCATTER_NAME, not_averaged),
+                mock.patch.object(dist, torch_facts.reduce_scatter_name(), not_averaged),
                 self.assertRaisesRegex(AssertionError, "FSDP and its reference differ after training"),
             ):
                 self.parity(model_class, num_iters=1, **kwargs)
@@ -429,8 +429,8 @@ def patches():
     """Each patch with the owner and the name of what it replaces."""
     group = param_group.FSDPParamGroup
     return {
-        common_fsdp.patch_all_gather: (dist, torch_facts.ALL_GATHER_NAME),
-        common_fsdp.patch_reduce_scatter: (dist, torch_facts.REDUCE_SCATTER_NAME),
+        common_fsdp.patch_all_gather: (dist, torch_facts.all_gather_name()),
+        common_fsdp.patch_reduce_scatter: (dist, torch_facts.reduce_scatter_name()),
         common_fsdp.patch_all_reduce: (dist, "all_reduce"),
         common_fsdp.patch_foreach_all_gather: (param_group, "foreach_all_gather"),
         common_fsdp.patch_foreach_reduce: (param_group, "foreach_reduce"),
@@ -458,9 +458,9 @@ class PatchTests:
         # Two modules with parameters. Both reshard after forward, and are gathered again for backward.
         expected = {
             "foreach_all_gather": 4,
-            torch_facts.ALL_GATHER_NAME: 4,
+            torch_facts.all_gather_name(): 4,
             "foreach_reduce": 2,
-            torch_facts.REDUCE_SCATTER_NAME: 2,
+            torch_facts.reduce_scatter_name(): 2,
             "all_reduce": 2,
             "post_backward": 2,
             "backward": 2,
@@ -498,19 +498,19 @@ class PatchTests:
             self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
 
     def test_patches_nest(self):
-        original = getattr(dist, torch_facts.ALL_GATHER_NAME)
+        original = getattr(dist, torch_facts.all_gather_name())
         outer, inner = mock.Mock(side_effect=original), mock.Mock(side_effect=original)
         with common_fsdp.patch_all_gather(outer):
             dist.barrier()  # every thread has written its own by now
-            current = getattr(dist, torch_facts.ALL_GATHER_NAME)
+            current = getattr(dist, torch_facts.all_gather_name())
             dist.barrier()
             with common_fsdp.patch_all_gather(inner):
-                self.assertIsNot(getattr(dist, torch_facts.ALL_GATHER_NAME), current)
+                self.assertIsNot(getattr(dist, torch_facts.all_gather_name()), current)
                 dist.barrier()
             dist.barrier()
-            self.assertIs(getattr(dist, torch_facts.ALL_GATHER_NAME), current)
+            self.assertIs(getattr(dist, torch_facts.all_gather_name()), current)
             dist.barrier()
-        self.assertIs(getattr(dist, torch_facts.ALL_GATHER_NAME), original)
+        self.assertIs(getattr(dist, torch_facts.all_gather_name()), original)
 
 
 class TestPatches(PatchTests, FSDPTest):
@@ -534,7 +534,7 @@ class TestPatches(PatchTests, FSDPTest):
     def test_reduce_scatter_with_assert(self):
         seen = []
         wrapped = functools.partial(
-            reduce_scatter_with_assert, self, getattr(dist, torch_facts.REDUCE_SCATTER_NAME), seen.append
+            reduce_scatter_with_assert, self, getattr(dist, torch_facts.reduce_scatter_name()), seen.append
         )
         with common_fsdp.patch_reduce_scatter(wrapped):
             self.step()

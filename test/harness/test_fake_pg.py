@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase, requires
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed import fake_pg
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
@@ -76,7 +76,7 @@ class TestFakeWorld(MultiProcessTestCase):
         self.assertEqual(group, dist.GroupMember.NON_GROUP_MEMBER)
         self.assertEqual(dist.get_rank(dist.new_group([1, 3, 1000])), 1)
 
-    @requires(lambda: None if torch_facts.FAKES_ERRORS else "the fake group of this torch makes no errors")
+    @needs(torch_facts.FAKE_COLLECTIVES_CAN_RAISE)
     def test_any_collective_can_be_an_error(self):
         options = FakeProcessGroup.Options()
         options.error_on_collective = True
@@ -102,7 +102,7 @@ class TestFakeWorld(MultiProcessTestCase):
         self.assertEqual(model.weight.to_local().untyped_storage().nbytes(), 2 * COLUMNS * 4)
 
         gathers, scatters = Watched(), Watched()
-        with gathers.around(torch_facts.ALL_GATHER_NAME), scatters.around(torch_facts.REDUCE_SCATTER_NAME):
+        with gathers.around(torch_facts.all_gather_name()), scatters.around(torch_facts.reduce_scatter_name()):
             output = model(torch.ones(5, COLUMNS, device=self.device()))
             self.assertEqual(output.shape, (5, ROWS))
             output.sum().backward()

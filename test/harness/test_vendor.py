@@ -1,7 +1,8 @@
 """A device that no module of this project has heard of: its vendor's package is all that it takes.
 
-``inputs/vendor`` holds such a package, as an installation would put it beside torch: a module, and the file that names
-its entry point. What its device cannot show, since its tensors are the processor's, is tensors of a type of their own.
+``inputs/vendor`` holds such a package, as an installation would put it beside torch: its modules, and the file that
+names its entry point. What its device cannot show, since its tensors are the processor's, is tensors of a type of their
+own.
 """
 
 import contextlib
@@ -61,6 +62,19 @@ class TestNewDevice(TestCase):
         bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
         self.assertEqual(bound, {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")})
 
+    def test_the_dispatcher_lends_what_its_vendor_counts(self):
+        """By the variable that the vendor declares, and without torch."""
+        found = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
+        found += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"
+        done = run_beside(VENDOR, "-c", found, NAME)
+        self.assertEqual(done.stdout, "('0', '1') False\n", done.stderr)
+        options = ("--device", NAME, "--devices", 1, "-i", FILE, "-k", "FourRanks")
+        variables = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1", "VERBOSE_TEST_LOGS": "1"}
+        done = run_beside(VENDOR, ROOT / "run_test.py", *options, **variables)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        bound = set(re.findall(rf"rank (\d) of the {NAME} counts on frame (\d)", done.stdout))
+        self.assertEqual(bound, {(rank, "1") for rank in "0123"})
+
     def test_nothing_else_knows_its_name(self):
         knows = [
             str(path.relative_to(ROOT))
@@ -84,7 +98,7 @@ class TestNewDevice(TestCase):
         self.assertEqual((found.name, found.count, found.ranks, found.is_shared), (NAME, 2, 2, False))
         self.assertFalse(found.is_host)
         self.assertEqual(found.device(3), torch.device(found.type))
-        self.assertIn(f"{NAME} with gloo has not", found.lacks("streams"))
+        self.assertIn(f"{NAME} with gloo does not have it", found.lacks("streams"))
 
 
 class TestWishes(TestCase):

@@ -42,7 +42,7 @@ def _recorded_jobs(directory: Path, devices: int, paths: Sequence[Path]) -> list
     """The files of a test directory whose times are recorded."""
     known = times.load(paths, os.environ)
     files = [file for file in discover(directory) if file.name in known.files]
-    needs = {file.name: file.needs().ranks(DEFAULT_RANKS) for file in files}
+    needs = {file.name: file.needs(DEFAULT_RANKS, DEFAULT_RANKS).devices for file in files}
     parts = plan.split([TestRun(file.name) for file in files], known.files, known.classes)
     return plan.make_jobs(parts, needs, devices)
 

@@ -17,7 +17,7 @@ import time
 import types
 import unittest
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,8 +27,6 @@ from torch_fsdp_tests.common_utils import TestCase, state
 from torch_fsdp_tests.ranks import (
     Assignment,
     Belongings,
-    HarnessError,
-    Kind,
     Outcome,
     RankGroup,
     RanksErred,
@@ -39,7 +37,8 @@ from torch_fsdp_tests.ranks import (
     register,
 )
 from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
-from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport
+from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
+from torch_fsdp_tests.verdict import Phase, State
 
 __unittest = True
 
@@ -69,7 +68,7 @@ _tally = _Tally()
 
 
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
-    """Run a test in a rank and put what comes of it into words, its subtests counted.
+    """Run a test in a rank, count its subtests, and return what came of it.
 
     A test all of whose subtests skipped has skipped. Lets ``SystemExit`` pass and nothing else.
     """
@@ -110,10 +109,10 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 
 def raise_verdict(verdict: Verdict) -> None:
     """Raise what a verdict says; return when the test passed."""
-    if verdict.kind is Kind.SKIPPED:
-        raise unittest.SkipTest(verdict.text)
-    if verdict.kind is not Kind.PASSED:
-        raise (RanksFailed if verdict.kind is Kind.FAILED else RanksErred)(verdict.text) from None
+    if verdict.state is State.SKIPPED:
+        raise unittest.SkipTest(verdict.reason)
+    if verdict.state is not State.PASSED:
+        raise (RanksFailed if verdict.state is State.FAILED else RanksErred)(verdict) from None
 
 
 class RankTestCase(TestCase):
@@ -149,6 +148,7 @@ class RankTestCase(TestCase):
         """The method that stands for the test ``fn``: in the parent it waits for the ranks, in a rank it is ``fn``."""
 
         @functools.wraps(fn)
+        @enters_test
         def stand_in(self: RankTestCase) -> None:
             if self.rank == self.MAIN_RANK:
                 self._join_ranks(fn)
@@ -163,9 +163,8 @@ class RankTestCase(TestCase):
     def _ask_requirements(self, world_size: int) -> None:
         """Raise what can be known before any rank starts: ``SkipTest``, or an error for a senseless world size."""
         if world_size < 1:
-            raise HarnessError(
-                f"{type(self).__qualname__} has a world size of {world_size}: state one of 1 or more in its world_size"
-            )
+            stated = f"{type(self).__qualname__} has a world size of {world_size}"
+            raise_verdict(Verdict(State.ERROR, f"{stated}: state one of 1 or more in its world_size", Phase.FIXTURE))
         test = getattr(type(self), self._testMethodName)
         skip_unless([*requirements_of(test), lambda: accelerator.current().lacks_room_for(world_size)])
 
@@ -175,13 +174,8 @@ class RankTestCase(TestCase):
             for report in reports:
                 if report.output:
                     print(f"--- output of rank {report.rank} ---\n{report.output}")
-        verdict = judge(reports, limit, SKIP_CODES, expected_code)
         self._record(reports)
-        running = getattr(self, "_outcome", None)
-        if running is not None and verdict.kind in (Kind.FAILED, Kind.ERROR) and not verdict.from_body:
-            # An expected failure is an exception of the test body; unittest itself would take a crash for one too.
-            running.expecting_failure = False
-        raise_verdict(verdict)
+        raise_verdict(judge(reports, limit, SKIP_CODES, expected_code))
 
     def _record(self, reports: Sequence[RankReport]) -> None:
         """Tell the dispatcher how wide the test was and how many of its subtests ran, and which skipped and why."""
@@ -199,7 +193,8 @@ class RankTestCase(TestCase):
     def _name_leaks(self, group: RankGroup) -> None:
         leaks = group.take_leaks()
         if leaks and state.strict():
-            raise HarnessError(f"{'; '.join(leaks)} ({state.STRICT_VARIABLE} makes this a failure)")
+            words = f"{'; '.join(leaks)} ({state.STRICT_VARIABLE} makes this a failure)"
+            raise_verdict(Verdict(State.LEFT_BEHIND, words))
         state.notes.add(self.id(), leaks)
 
     def _run_body(self, test_name: str, **kwargs: Any) -> None:
@@ -227,6 +222,10 @@ class RankTestCase(TestCase):
                 broken = broken or error
         if broken is not None:
             raise broken
+
+    def _no_ranks(self, spawn: str) -> NoReturn:
+        words = f"{self.id()} started no rank, so nothing was tested: call self.{spawn}() in its setUp"
+        raise RanksErred(Verdict(State.ERROR, words, Phase.FIXTURE))
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:

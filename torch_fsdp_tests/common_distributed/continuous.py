@@ -15,7 +15,18 @@ import torch.distributed.distributed_c10d as c10d
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_utils import set_rng_seed, state
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, Kind, RankGroup, RanksErred, start_ranks
+from torch_fsdp_tests.ranks import (
+    COLLECTIVE_SHARE,
+    Assignment,
+    HarnessError,
+    Kind,
+    RankGroup,
+    RanksErred,
+    Verdict,
+    start_ranks,
+)
+from torch_fsdp_tests.ranks.outcome import enters_test
+from torch_fsdp_tests.verdict import Phase, State
 
 __unittest = True
 
@@ -121,7 +132,7 @@ class MultiProcContinuousTest(RankTestCase):
         deaths = cls._late_deaths
         del cls._late_deaths
         if deaths:
-            raise RanksErred("; ".join(deaths))
+            raise RanksErred(Verdict(State.CRASHED, "; ".join(deaths), Phase.FIXTURE))
 
     def _join_ranks(self, fn: Callable) -> None:
         group = type(self)._group
@@ -139,6 +150,7 @@ class MultiProcContinuousTest(RankTestCase):
                 self._close(group)
 
     @classmethod
+    @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
         rank = cls.rank = assignment.index
         cls.world_size = assignment.world_size

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
 from torch_fsdp_tests.common_utils import set_rng_seed
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, RankGroup, start_ranks
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, RankGroup, start_ranks
+from torch_fsdp_tests.ranks.outcome import enters_test
 
 __unittest = True
 
@@ -28,8 +29,8 @@ class MultiProcessTestCase(RankTestCase):
 
     In the parent a test raises ``unittest.SkipTest`` when every rank skipped, otherwise, rank by rank in its words,
     :class:`~torch_fsdp_tests.ranks.RanksFailed` (an ``AssertionError``: one of the test's did not hold),
-    :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised something else, died, or ran past its limit) or
-    :class:`~torch_fsdp_tests.ranks.HarnessError` (no rank was started, or the harness itself failed).
+    :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised something else, died, or ran past its limit, or none was
+    started) or :class:`~torch_fsdp_tests.ranks.HarnessError` (the harness itself failed).
 
     Differs from upstream's: ranks are forked from a prepared server, not started as interpreters; the verdict hears
     every rank, not the first; a test that starts no rank fails. Two attributes keep their meaning, but for all ranks:
@@ -48,7 +49,11 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
+        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere.
+
+        A subclass states a fixed number as a class attribute, ``world_size = 2``, and has a property of its own where
+        the number depends on the test.
+        """
         return accelerator.current().ranks
 
     @property
@@ -86,9 +91,9 @@ class MultiProcessTestCase(RankTestCase):
     def _spawn_processes(self) -> None:
         """Start the ranks of the current test.
 
-        Raises ``unittest.SkipTest`` when a requirement is not met, :class:`HarnessError` for a world size below 1 or
-        when the ranks cannot be started, and :class:`~torch_fsdp_tests.accelerator.ConfigurationError` when the device
-        that was asked for cannot be had.
+        Raises ``unittest.SkipTest`` when a requirement is not met, :class:`~torch_fsdp_tests.ranks.RanksErred` for a
+        world size below 1, :class:`~torch_fsdp_tests.ranks.HarnessError` when the ranks cannot be started, and
+        :class:`~torch_fsdp_tests.accelerator.ConfigurationError` when the device that was asked for cannot be had.
         """
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
@@ -107,9 +112,7 @@ class MultiProcessTestCase(RankTestCase):
     def _join_processes(self, fn: Callable) -> None:
         """Wait for the ranks and raise what they amount to (see the class). ``fn`` is the test's own function."""
         if self._group is None:
-            raise HarnessError(
-                f"{self.id()} started no rank, so nothing was tested: call self._spawn_processes() in its setUp"
-            )
+            self._no_ranks("_spawn_processes")
         limit = get_timeout(self.id())
         reports = self._group.wait(limit)
         if fn in self.skip_return_code_checks:
@@ -118,6 +121,7 @@ class MultiProcessTestCase(RankTestCase):
         self._close(self._group)
 
     @classmethod
+    @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
         rank, file_name = assignment.index, assignment.file_name
         fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}

@@ -7,6 +7,7 @@ do not outlive the test, and neither autograd nor OpenMP ever runs in the proces
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -20,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed.case import (
     TIMEOUT_DEFAULT,
     RankTestCase,
@@ -31,8 +32,8 @@ from torch_fsdp_tests.common_distributed.case import (
 )
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
-from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, HarnessError, Kind, Outcome, RankGroup, judge
-from torch_fsdp_tests.ranks.outcome import Ending, RankReport, format_error
+from torch_fsdp_tests.ranks import COLLECTIVE_SHARE, Assignment, Kind, Outcome, RankGroup, judge
+from torch_fsdp_tests.ranks.outcome import Ending, RankReport, enters_test, raised
 from torch_fsdp_tests.threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
@@ -50,11 +51,11 @@ def _one_fake_mode_at_a_time() -> Iterator[None]:
     torch has a lock for it since 2.13, which does nothing until a harness with threads puts a real one in its place
     (``torch.distributed.tensor._sharding_prop``); older versions have none.
     """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    if not hasattr(ShardingPropagator, "_fake_mode_lock"):
+    if not torch_facts.LOCKS_FAKE_MODE:
         yield
         return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
     with mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.RLock()):
         yield
 
@@ -67,7 +68,7 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
     whole process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling
     thread: the next caller reads it after that thread's end, and crashes. Two threads, one after the other, will do.
     """
-    if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # 2.9
+    if not torch_facts.INSTALLS_CUDA_DEVICE_GUARD:
         yield
         return
     torch._C._ensureCUDADeviceGuardSet()
@@ -102,17 +103,16 @@ def run_threads(
         try:
             outcome = connected(rank)
         except BaseException as error:
-            outcome = Outcome(rank, Kind.ERROR, format_error(error))
+            outcome = raised(rank, error)
         outcomes[rank] = outcome
         if outcome.kind is not Kind.PASSED:
-            cause = RuntimeError((outcome.text or outcome.kind.value).rsplit("\n", 1)[-1])
-            ProcessLocalGroup.exception_handle(cause, rank)
+            ProcessLocalGroup.exception_handle(RuntimeError(outcome.in_one_line()), rank)
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:
             if outcome.kind is Kind.PASSED:
-                outcomes[rank] = Outcome(rank, Kind.ERROR, format_error(error))
+                outcomes[rank] = raised(rank, error)
 
     try:
         threads = [
@@ -136,8 +136,9 @@ def _hanging(rank: int, thread: threading.Thread, limit: float) -> Outcome:
     """What is known of a rank whose thread goes on: where it stands."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
-    text = f"TimeoutError: it still runs after {limit:g} s, and a thread cannot be ended; it stands here:\n{stack}"
-    return Outcome(rank, Kind.ERROR, text.rstrip(), limit)
+    kind, words = "TimeoutError", f"it still runs after {limit:g} s, and a thread cannot be ended; it stands here:"
+    text = f"{kind}: {words}\n{stack}".rstrip()
+    return Outcome(rank, Kind.ERROR, text, limit, from_body=True, exception=kind, message=words)
 
 
 def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
@@ -147,8 +148,8 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
     except SystemExit as leaving:
         if leaving.code in SKIP_CODES:
             return Outcome(rank, Kind.SKIPPED, SKIP_CODES[leaving.code])
-        text = str(leaving) if isinstance(leaving, PeerFailed) else format_error(leaving)
-        return Outcome(rank, Kind.ERROR, text)
+        outcome = raised(rank, leaving)
+        return dataclasses.replace(outcome, text=str(leaving)) if isinstance(leaving, PeerFailed) else outcome
 
 
 class MultiThreadedTestCase(RankTestCase):
@@ -168,7 +169,10 @@ class MultiThreadedTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere."""
+        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere.
+
+        Stated as in :class:`MultiProcessTestCase`.
+        """
         return accelerator.current().ranks
 
     @functools.cached_property
@@ -206,14 +210,13 @@ class MultiThreadedTestCase(RankTestCase):
 
     def _join_ranks(self, fn: Callable) -> None:
         if self._group is None:
-            raise HarnessError(
-                f"{self.id()} started no rank, so nothing was tested: call self._spawn_threads() in its setUp"
-            )
+            self._no_ranks("_spawn_threads")
         limit = get_timeout(self.id())
         self._conclude(self._group.wait(limit), limit)
         self._close(self._group)
 
     @classmethod
+    @enters_test
     def _serve_rank(cls, assignment: Assignment) -> None:
         set_rng_seed()
         for test in assignment.orders():

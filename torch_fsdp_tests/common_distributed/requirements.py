@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.torch_facts import Fact
 
 __unittest = True
 
@@ -104,6 +105,11 @@ def skip_unless(reasons: Iterable[Reason]) -> None:
 def requirements_of(function: Callable) -> list[Reason]:
     """The requirements that decorators have left on a test function."""
     return list(getattr(function, _REQUIREMENTS, ()))
+
+
+def needs(*facts: Fact) -> Callable[[Decorated], Decorated]:
+    """Skip unless the installed torch does all this (facts of :mod:`torch_fsdp_tests.torch_facts`)."""
+    return requires(*(fact.lacks for fact in facts))
 
 
 def requires_capability(*names: str) -> Callable[[Decorated], Decorated]:

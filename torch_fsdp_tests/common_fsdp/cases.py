@@ -32,18 +32,14 @@ def _barrier(device: torch.device) -> None:
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     """Every test runs in ``world_size`` rank processes, each with its device and the default process group.
 
-    ``world_size`` is that of the device under test (4 on the CPU). On a device without a runtime of its own the
-    substitutes of :mod:`.substitutes` are in place. With a class attribute ``fake_pg = True`` the group is fake.
+    ``world_size`` is that of the device under test (4 on the CPU), unless the class states ``world_size = 2``. On a
+    device without a runtime of its own the substitutes of :mod:`.substitutes` are in place. With a class attribute
+    ``fake_pg = True`` the group is fake.
     """
 
     def setUp(self) -> None:
         super().setUp()
         self._spawn_processes()
-
-    @property
-    def world_size(self) -> int:
-        """The ranks of a test; override it for a fixed number."""
-        return accelerator.current().ranks
 
     @property
     def process_group(self) -> dist.ProcessGroup:

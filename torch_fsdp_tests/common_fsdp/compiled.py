@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import warnings
@@ -58,7 +59,7 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
     )
 
     def decorator(func: Test) -> Test:
-        names = func.__globals__
+        names = inspect.unwrap(func).__globals__
 
         def run_compiled(*args: Any, **kwargs: Any) -> None:
             config = torch._inductor.config

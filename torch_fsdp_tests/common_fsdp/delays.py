@@ -10,10 +10,11 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-import torch.distributed.fsdp._runtime_utils as fsdp_runtime
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms
+
+_fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 
 
 def delay_device(milliseconds: float) -> None:
@@ -47,9 +48,9 @@ def _delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextMana
 
 def _delayed_reduce_scatter(milliseconds: float) -> AbstractContextManager[object]:
     """Inside the context the gradients' reduce-scatters come late."""
-    return _delaying(dist, torch_facts.REDUCE_SCATTER_NAME, milliseconds)
+    return _delaying(dist, torch_facts.reduce_scatter_name(), milliseconds)
 
 
 def _delayed_reshard(milliseconds: float) -> AbstractContextManager[object]:
     """Inside the context FSDP1 frees unsharded parameters late; its runtime looks the function up at each call."""
-    return _delaying(fsdp_runtime, "_reshard", milliseconds)
+    return _delaying(_fsdp1_runtime, "_reshard", milliseconds)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 
-from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests import torch_facts, torch_names
+
+_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 
 Replacement = Callable[..., Any]
 
@@ -55,13 +56,13 @@ def _patched(owner: Any, name: str, replacement: Replacement) -> AbstractContext
 
 
 def patch_all_gather(new_all_gather_into_tensor: Replacement) -> AbstractContextManager[None]:
-    """Replace the all-gather that FSDP calls on ``torch.distributed``; see ``torch_facts.ALL_GATHER_NAME``."""
-    return _patched(dist, torch_facts.ALL_GATHER_NAME, new_all_gather_into_tensor)
+    """Replace the all-gather that FSDP calls on ``torch.distributed``; see ``torch_facts.all_gather_name``."""
+    return _patched(dist, torch_facts.all_gather_name(), new_all_gather_into_tensor)
 
 
 def patch_reduce_scatter(new_reduce_scatter_tensor: Replacement) -> AbstractContextManager[None]:
-    """Replace the reduce-scatter that FSDP calls on ``torch.distributed``; see ``torch_facts.REDUCE_SCATTER_NAME``."""
-    return _patched(dist, torch_facts.REDUCE_SCATTER_NAME, new_reduce_scatter_tensor)
+    """Replace the reduce-scatter that FSDP calls on ``torch.distributed``; see ``torch_facts.reduce_scatter_name``."""
+    return _patched(dist, torch_facts.reduce_scatter_name(), new_reduce_scatter_tensor)
 
 
 def patch_all_reduce(new_all_reduce: Replacement) -> AbstractContextManager[None]:
@@ -71,32 +72,32 @@ def patch_all_reduce(new_all_reduce: Replacement) -> AbstractContextManager[None
 
 def patch_foreach_all_gather(new_foreach_all_gather: Replacement) -> AbstractContextManager[None]:
     """Replace the function by which an FSDP2 parameter group gathers all its parameters."""
-    return _patched(param_group, "foreach_all_gather", new_foreach_all_gather)
+    return _patched(_param_group, "foreach_all_gather", new_foreach_all_gather)
 
 
 def patch_foreach_reduce(new_foreach_reduce: Replacement) -> AbstractContextManager[None]:
     """Replace the function by which an FSDP2 parameter group reduces all its gradients."""
-    return _patched(param_group, "foreach_reduce", new_foreach_reduce)
+    return _patched(_param_group, "foreach_reduce", new_foreach_reduce)
 
 
 def patch_unshard(new_unshard: Replacement) -> AbstractContextManager[None]:
     """Replace ``FSDPParamGroup.unshard``."""
-    return _patched(param_group.FSDPParamGroup, "unshard", new_unshard)
+    return _patched(_param_group.FSDPParamGroup, "unshard", new_unshard)
 
 
 def patch_reshard(new_reshard: Replacement) -> AbstractContextManager[None]:
     """Replace ``FSDPParamGroup.reshard``."""
-    return _patched(param_group.FSDPParamGroup, "reshard", new_reshard)
+    return _patched(_param_group.FSDPParamGroup, "reshard", new_reshard)
 
 
 def patch_post_backward(new_post_backward: Replacement) -> AbstractContextManager[None]:
     """Replace ``FSDPParamGroup.post_backward``."""
-    return _patched(param_group.FSDPParamGroup, "post_backward", new_post_backward)
+    return _patched(_param_group.FSDPParamGroup, "post_backward", new_post_backward)
 
 
 def patch_register_post_backward_hook_backward(new_backward: Replacement) -> AbstractContextManager[None]:
     """Replace the backward of the autograd function that calls an FSDP2 parameter group's ``post_backward``."""
-    return _patched(param_group.RegisterPostBackwardFunction, "backward", staticmethod(new_backward))
+    return _patched(_param_group.RegisterPostBackwardFunction, "backward", staticmethod(new_backward))
 
 
 def reduce_scatter_with_assert(

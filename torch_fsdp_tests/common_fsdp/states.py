@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from .device import get_devtype
 
@@ -76,12 +75,6 @@ def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor]) -> dic
     (received,) = sent
     assert received is not None, "rank 0 sent no state dict: the rank argument is wrong on one of the ranks"
     return {name: tensor.to(get_devtype()) for name, tensor in received.items()}
-
-
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of FSDP1's unsharded parameters, by the names of the plain model. A collective of its group."""
-    with FSDP.summon_full_params(model, writeback=False):
-        return {clean_tensor_name(name): param.detach().clone() for name, param in model.named_parameters()}
 
 
 def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter]:

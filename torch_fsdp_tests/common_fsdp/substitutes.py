@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from torch.distributed.fsdp import _init_utils
-from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.substitutes import install, uninstall
 
 __all__ = ["install", "states_may_be_synced", "to_host_is_a_copy", "uninstall"]
+
+_fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
+_flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 
 
 def states_may_be_synced() -> AbstractContextManager[None]:
@@ -30,7 +30,7 @@ def states_may_be_synced() -> AbstractContextManager[None]:
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()
     check = "_check_module_states_for_sync_module_states"
-    return swapped(functools.partial(setattr, _init_utils, check), getattr(_init_utils, check), lambda states: None)
+    return swapped(functools.partial(setattr, _fsdp1_init, check), getattr(_fsdp1_init, check), lambda states: None)
 
 
 def to_host_is_a_copy() -> AbstractContextManager[Any]:
@@ -41,5 +41,6 @@ def to_host_is_a_copy() -> AbstractContextManager[Any]:
     """
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()
-    move = functools.partialmethod(FlatParamHandle.flat_param_to, copy=True)
-    return mock.patch.object(FlatParamHandle, "flat_param_to", move)
+    handle = _flat_param.FlatParamHandle
+    move = functools.partialmethod(torch_names.attribute(handle, "flat_param_to"), copy=True)
+    return mock.patch.object(handle, "flat_param_to", move)

@@ -10,17 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import TrainingState
-from torch.distributed.fsdp._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import run_subtests
 
 from .device import get_devtype, rank_device
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .states import _zero_model
+
+_fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
+_fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_utils import TestCase as _Base
@@ -90,7 +91,8 @@ class FSDPTestMixin(_Base):
         if num_steps < 1:
             raise ValueError(f"cannot train for {num_steps} steps: nothing would be tested")
         offloads = _offloads(fsdp_cpu_offload) and isinstance(model, FSDP)
-        reshards = isinstance(model, FSDP) and model.sharding_strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        keeps = _fsdp1_init.NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        reshards = isinstance(model, FSDP) and model.sharding_strategy not in keeps
         device_type = accelerator.current().type
         low_dtype = mixed_precision.param_dtype if mixed_precision is not None else None
         # FSDP's mixed precision casts inputs by itself.
@@ -127,7 +129,7 @@ class FSDPTestMixin(_Base):
                 model.load_state_dict(saved)
 
         if isinstance(model, FSDP):
-            model._assert_state(TrainingState.IDLE)
+            torch_names.attribute(model, "_assert_state")(_fsdp1_common.TrainingState.IDLE)
         return loss.detach()
 
     def _test_fsdp_parity(

@@ -11,7 +11,7 @@ from typing import Any
 
 import expecttest
 
-from . import state
+from . import state, testcase
 from .seed import SEED_VARIABLE, set_rng_seed
 
 NO_TESTS_RAN = 5  # unittest's own exit status for this since Python 3.12
@@ -53,6 +53,8 @@ class _Runner(unittest.TextTestRunner):
         def print_errors_and_leaks() -> None:
             print_errors()
             state.notes.report(self.stream)  # type: ignore[arg-type]
+            for defect, tests in testcase.repaired.items():
+                print(f"repaired in this torch: {defect}, by {', '.join(tests)}", file=self.stream)
 
         result.printErrors = print_errors_and_leaks
         return result

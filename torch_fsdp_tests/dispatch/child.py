@@ -25,6 +25,7 @@ from typing import Any
 
 from torch_fsdp_tests import events, host
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
+from torch_fsdp_tests.verdict import in_one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +137,16 @@ class Run:
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
-        words = {"matched": verdicts["matched"], "known": verdicts["known"]}
-        events.emit("announced", tests=announced, selected=selected, unknown=remarks, **words)
-        return unittest.TestSuite(tests[index] for index in picked)
+        events.emit(
+            "announced",
+            tests=announced,
+            selected=selected,
+            unknown=remarks,
+            matched=verdicts["matched"],
+            known=verdicts["known"],
+            left_out=list(verdicts["skip"]),
+        )
+        return events.Suite(tests[index] for index in picked)
 
     def _apply_lists(self, tests: list[unittest.TestCase], names: list[str], picked: list[int]) -> dict[str, Any]:
         """What the lists say of the picked tests: why to skip, known failures, disabled ones.
@@ -225,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
         if isinstance(error, SyntaxError) and trace is error.__traceback__:
             trace = None  # only the machinery that read the file stands in it
         text = "".join(traceback.format_exception(type(error), error, trace))
-        events.emit("broken", text=text)
+        events.emit("broken", reason=in_one_line(error), text=text)
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
         if isinstance(error, KeyboardInterrupt):
@@ -233,7 +241,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
     if not run.happened:
         words = "the file ended without running its tests: its last lines must call run_tests() or unittest.main()"
-        events.emit("broken", text=words)
+        events.emit("broken", reason=words, text="")
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
+from torch_fsdp_tests.verdict import State
 
 SLOWER_BY = 1.5  # times the earlier seconds
 SLOWER_AT_LEAST = 1.0  # seconds more; below that machines differ more than tests
-_BAD = ("failed", "error", "unexpected success")
-
-
 Tests = dict[str, dict[str, Any]]  # of a report, by file::Class.test
 
 
@@ -21,9 +19,9 @@ def load(path: Path) -> Tests:
     try:
         tests = tests_of(report)
         for test in tests.values():
-            if not isinstance(test["outcome"], str) or not isinstance(test["seconds"] + 0.0, float):
+            if not State(test["outcome"]) or not isinstance(test["seconds"] + 0.0, float):
                 raise TypeError
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise MalformedList(f"--compare: {path} is no report.json of run_test.py") from error
     return tests
 
@@ -43,9 +41,10 @@ def lines(before: Tests, after: Tests) -> list[str]:
             kinds.setdefault("new", []).append(name)
             continue
         was, now = before[name], after[name]
-        if now["outcome"] in ("skipped", "not run") and was["outcome"] not in ("skipped", "not run"):
-            kinds.setdefault(f"newly {now['outcome']}", []).append(f"{name}: {now['reason']}")
-        elif now["outcome"] in _BAD and was["outcome"] not in _BAD:
+        earlier, state = State(was["outcome"]), State(now["outcome"])
+        if earlier.is_executed and not state.is_executed:
+            kinds.setdefault(f"newly {state.value}", []).append(f"{name}: {now['reason']}")
+        elif state.is_bad and not earlier.is_bad:
             kinds.setdefault("newly failing", []).append(name)
         elif now["seconds"] > max(was["seconds"] * SLOWER_BY, was["seconds"] + SLOWER_AT_LEAST):
             kinds.setdefault("slower", []).append(f"{name}: {was['seconds']:.1f}s, now {now['seconds']:.1f}s")

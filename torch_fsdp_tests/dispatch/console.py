@@ -10,22 +10,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult, Outcome, TestResult
+from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.verdict import Scope, State
 
 RULE = "=" * 78
 THIN_RULE = "-" * 78
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
-    """The command that runs one test, or one file, as it ran here; ``facts`` are what it was tested on."""
+    """The command that runs one test, one class or one file, as it ran here; ``facts`` are what it was tested on."""
     words = ["python", os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else "run_test.py"]
     if run.test_directory != run.default_directory:
         words += ["--test-directory", os.path.relpath(run.test_directory)]
-    inside = f"::{test.replace('.', '::')}" if test and "(" not in test else ""
+    inside = f"::{test.replace('.', '::')}" if test else ""
     words += ["-i", f"{file}{inside}"]
     if test or run.shuffle:  # for a whole file the option would also shuffle, which this run did not
         words += ["--seed", str(run.seed)]
@@ -98,8 +100,8 @@ class Console:
         self._status = ""  # what it says of this file is old
         self._done += 1
         tests = file.tests()
-        skipped = file.count(Outcome.SKIPPED)
-        executed = sum(test.outcome.is_executed for test in tests if test.name != FILE_ITSELF)
+        skipped = file.count(State.SKIPPED)
+        executed = sum(test.outcome.is_executed for test in tests if test.scope is not Scope.FILE)
         word = "FAILED" if file.is_bad else "flaky" if file.is_flaky else "ok" if executed else "skipped"
         if file.was_stopped and not file.is_bad:
             word = "stopped"
@@ -107,16 +109,16 @@ class Console:
             word = "unknown"
         elif not tests:
             word = "empty"
-        counted = sum(test.outcome is not Outcome.NOT_RUN for test in tests)
+        counted = sum(test.outcome is not State.NOT_RUN for test in tests)
         about = [plural(counted, "test")]
         about += [f"{skipped} skipped"] * bool(skipped)
-        about += [f"{file.count(Outcome.NOT_RUN)} not run"] * bool(file.count(Outcome.NOT_RUN))
+        about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
         about += [plural(len(file.attempts), "attempt")] * (len(file.attempts) > 1)
         place = f"[{self._done:{self._width}d}/{self._total}]"
         self.say(f"{place} {word:7s} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
         if self._run.verbose:
             for test in tests:
-                reason = f": {test.reason}" if test.reason else ""
+                reason = f": {clean(test.reason)}" if test.reason else ""
                 self.say(f"    {test.outcome.value:12s} {test.name}  {seconds(test.seconds)}{reason}")
         for note in dict.fromkeys(note for attempt in file.attempts for note in attempt.notes):
             self.say(f"    note: {note}")
@@ -134,11 +136,8 @@ class Console:
         self.say(f"{THIN_RULE}\noutput of {file.name}\n{THIN_RULE}\n{last.output.rstrip()}\n{THIN_RULE}")
         for test in file.tests():
             if test.outcome.is_bad:
-                # unittest has printed what a test raised, but not what became of one that never came back.
-                raised = next(iter(test.text.strip().splitlines()), "")
-                why = test.reason or ("" if test.text in last.output or raised.startswith("Traceback") else raised)
-                self.say(f"{test.outcome.value}: {test.name}{f': {why}' if why else ''}")
-        left = [test for test in file.tests() if test.outcome is Outcome.NOT_RUN]
+                self.say(f"{test.outcome.value}: {test.name}{f': {clean(test.reason)}' if test.reason else ''}")
+        left = [test for test in file.tests() if test.outcome is State.NOT_RUN]
         if left:
             self.say(f"tests not reached: {', '.join(test.name for test in left)}")
         self.say(f"to repeat: {repeat_command(self._run, file.job.part.name, self._facts(file))}\n")
@@ -191,18 +190,21 @@ class Console:
         self._reasons("skipped subtests of tests that ran, by reason:", results.skipped_subtests_by_reason())
         bad = [(file, test) for file in results.files for test in file.tests() if test.outcome.is_bad]
         if bad:
-            self.say("failed:")
+            ways = ", ".join(f"{state.value}: {count}" for state, count in results.failures().items())
+            self.say(f"failed ({ways}):" if {*results.failures()} - {State.FAILED} else "failed:")
             for file, test in bad:
                 self._failed_test(file, test)
         for words in results.flaky():
             self.say(f"flaky (failed, and passed in a later process): {words}")
-        not_run = results.count(Outcome.NOT_RUN)
+        not_run = results.count(State.NOT_RUN)
         if not_run:
             self.say(f"{plural(not_run, 'test')} not reached")
         if results.not_started:
             self.say(f"{plural(len(results.not_started), 'file')} not started: {', '.join(results.not_started)}")
         for words in remarks:
             self.say(words)
+        for defect in results.repaired_defects():
+            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {', '.join(defect['tests'])}")
         if results.files and results.is_left_empty():
             of = f"shard {results.run.shard} of {results.run.num_shards}"
             self.say(f"{of} has parts of files only, and no test fell to them")
@@ -214,9 +216,11 @@ class Console:
             )
         plan = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
+        if known := results.known_defects():
+            self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
         self.say(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped")
 
     def _failed_test(self, file: FileResult, test: TestResult) -> None:
-        name = test.name if test.name != FILE_ITSELF else None
-        self.say(f"  {file.name}{f'::{name}' if name else ' (the file itself)'}")
-        self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), name)}")
+        name = f"{file.name} {FILE_ITSELF}" if test.name == FILE_ITSELF else f"{file.name}::{test.name}"
+        self.say(f"  {test.outcome.value}: {name}")
+        self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")

@@ -1,24 +1,19 @@
-"""Which devices this run may lend, found without torch: from options, the caller's environment and device nodes.
-
-What is known of each vendor is data (``data/devices.json``): the environment variables that restrict visibility, the
-first of which is set for a job, the device nodes to count when no variable says anything, and the backend that torch
-or the vendor's extension takes by default.
-"""
+"""Which devices this run may lend, found without torch: from options, the caller's environment and the vendors."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import glob
-import json
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
+from torch_fsdp_tests import vendors
+from torch_fsdp_tests.vendors import DEVICE_VARIABLE, ConfigurationError, Vendor
+
 HOST = "cpu"
-DATA = Path(__file__).parent / "data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +22,28 @@ class DeviceSet:
 
     type: str
     names: tuple[str, ...]  # empty on the host
-    variable: str | None = None  # restricts what a job sees
+    variable: str | None = None  # restricts what a job sees; without it a job sees all devices
     backend: str | None = None  # between ranks, unless another is asked for; None where only the harness can know
 
     @property
     def lendable(self) -> int | None:
         """How many there are to lend; None on the CPU, where nothing is."""
         return None if self.type == HOST else len(self.names)
+
+    @property
+    def is_lent_whole(self) -> bool:
+        """Whether a job is lent all devices or none, since nothing would keep it from using them all."""
+        return self.variable is None and bool(self.names)
+
+    @property
+    def remark(self) -> str | None:
+        """What is unusual about how these devices are lent, in a sentence."""
+        if self.type == HOST or self.variable is not None:
+            return None
+        unknown = f"no vendor declares a variable that restricts which devices of type {self.type!r} a process sees"
+        if self.names:
+            return f"{unknown}: each file is lent all {len(self.names)} of them, one file at a time"
+        return f"{unknown}, nor how many there are: none are lent, and files that run side by side share them"
 
     def environment(self, lent: tuple[int, ...]) -> dict[str, str]:
         """What makes a job see only the devices at these positions."""
@@ -58,22 +68,21 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping[str, str]) -> DeviceSet:
-    """The devices to lend for a wish such as ``--device xpu`` and ``--devices 0-3``, either of which may be None."""
-    vendors = json.loads((DATA / "devices.json").read_text())
+    """The devices to lend for a wish such as ``--device xpu`` and ``--devices 0-3``, either of which may be None.
+
+    Raises :class:`ConfigurationError` for devices that are named and cannot be lent one by one.
+    """
     device = device or environment.get(DEVICE_VARIABLE)
-    kind = device or _device_of_installed_torch(environment, vendors)
-    if kind == HOST:
+    vendor = _vendor(device) if device else _of_installed_torch(environment)
+    if vendor is None or vendor.device_type == HOST:
         return DeviceSet(HOST, (), backend="gloo")
-    vendor_key = "hip" if kind == "cuda" and _torch_versions().get("hip") else kind
-    vendor = vendors.get(vendor_key, {"variables": [], "nodes": ""})
-    # Nothing but a device type is hidden in the vendor's key: ROCm builds of torch call their devices by CUDA's name.
-    shown = "cuda" if kind == "hip" else kind
-    variable = next((name for name in vendor["variables"] if environment.get(name)), None)
-    if names is None and variable is not None:
-        names = _visible(environment[variable])
-    if names is None:
-        names = tuple(str(index) for index in range(len(glob.glob(vendor["nodes"])) if vendor["nodes"] else 0))
-    return DeviceSet(shown, names, variable or next(iter(vendor["variables"]), None), vendor.get("backend"))
+    if names is not None and not vendor.visibility_variables:
+        raise ConfigurationError(
+            f"--devices: no vendor declares a variable that restricts which devices of type {vendor.device_type!r} a "
+            "process sees, so they are lent whole or not at all; leave the option out"
+        )
+    variable = _variable(vendor, environment) or next(iter(vendor.visibility_variables), None)
+    return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend)
 
 
 def loads_extensions(environment: Mapping[str, str]) -> bool:
@@ -84,28 +93,47 @@ def loads_extensions(environment: Mapping[str, str]) -> bool:
     return asked and bool(importlib.metadata.entry_points(group="torch.backends"))
 
 
-def _visible(text: str) -> tuple[str, ...]:
-    """What a vendor's variable shows: a list that ends, as theirs does, at the first negative index."""
-    names: list[str] = []
-    for word in (word.strip() for word in text.split(",")):
-        if word.startswith("-") or not word or word.lower() in ("all", "none", "void"):
-            break
-        names.append(word)
-    return tuple(dict.fromkeys(names))
+def _variable(vendor: Vendor, environment: Mapping[str, str]) -> str | None:
+    """The variable of the vendor that the caller has set; None when there is none."""
+    return next((name for name in vendor.visibility_variables if name in environment), None)
 
 
-def _device_of_installed_torch(environment: Mapping[str, str], vendors: Mapping[str, Mapping]) -> str:
-    """The type that the installed torch most likely picks, from its build and from what the machine shows."""
-    built_for = [name for name, version in _torch_versions().items() if version]
-    for name, vendor in vendors.items():
-        named = any(variable in environment for variable in vendor["variables"])
-        extension = name not in ("cuda", "hip", "xpu") and named
-        if not extension and name not in built_for:
-            continue
-        shown = next((_visible(environment[v]) for v in vendor["variables"] if v in environment), None)
-        if shown or (shown is None and glob.glob(vendor["nodes"])):
-            return "cuda" if name == "hip" else name
-    return HOST
+def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What the caller's variable shows: a list that ends, as vendors' own do, at the first negative index.
+
+    All devices where no variable is set.
+    """
+    variable = _variable(vendor, environment)
+    if variable is None:
+        return tuple(map(str, range(vendor.count_devices())))
+    words = [word.strip() for word in environment[variable].split(",")]
+    shown = itertools.takewhile(lambda w: w and w[0] != "-" and w.lower() not in ("all", "none", "void"), words)
+    return tuple(dict.fromkeys(shown))
+
+
+def _vendor(device_type: str) -> Vendor:
+    """The vendor of a device that was asked for by name; an installed package's word counts before ours."""
+    ours = [vendor for vendor in vendors.BUILT_IN if vendor.device_type == device_type]
+    built = (vendor for vendor in ours if _torch_versions().get(vendor.torch_build or ""))
+    return vendors.load(device_type) or next(built, None) or next(iter(ours), Vendor(device_type))
+
+
+def _of_installed_torch(environment: Mapping[str, str]) -> Vendor | None:
+    """The vendor whose device the installed torch most likely picks; None where that is the CPU.
+
+    An extension's device is picked where it is declared by a package and torch imports extensions, or where one of its
+    variables is set.
+    """
+    return next((vendor for vendor in _candidates(environment) if _visible(vendor, environment)), None)
+
+
+def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
+    declared = vendors.installed()
+    if declared and loads_extensions(environment):
+        yield from filter(None, map(vendors.load, declared))
+    for vendor in vendors.BUILT_IN:
+        if _torch_versions().get(vendor.torch_build) if vendor.torch_build else _variable(vendor, environment):
+            yield vendor
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
     """The server: ``python -m torch_fsdp_tests.dispatch.forkserver CONTROL READY``."""
     control, ready = argv
     server = _Server(socket.socket(fileno=int(control)))
-    forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOAD)
+    forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
     Path(ready).touch()
     command = server.serve()
     if command is None:

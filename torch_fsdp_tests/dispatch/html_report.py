@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.junit import clean
+from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--dim:#5d6778;--line:#d9dee7;--paper:#fff;--panel:#f5f7fa;--ok:#23774a;
@@ -40,7 +43,7 @@ _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
 _FEW = 30  # names that are listed in the open; more are folded away
 
-_BAD = ("failed", "error", "unexpected success")
+_BAD = {state.value for state in State if state.is_bad}
 _KINDS = {"ok": "passed", "bad": "failed", "flaky": "flaky", "skip": "nothing executed"}
 
 
@@ -53,7 +56,7 @@ def _kind(file: Mapping[str, Any]) -> str:
         return "bad"
     if len(file["attempts"]) > 1:
         return "flaky"
-    return "ok" if any(test["outcome"] not in ("skipped", "not run") for test in file["tests"]) else "skip"
+    return "ok" if any(State(test["outcome"]).is_executed for test in file["tests"]) else "skip"
 
 
 def _name(file: Mapping[str, Any]) -> str:
@@ -131,6 +134,21 @@ def _timeline(data: Mapping[str, Any]) -> str:
     return f"<div class=scroll tabindex=0>{svg}</div><div class='dim key'>{key}</div>"
 
 
+def _failure(test: Mapping[str, Any]) -> str:
+    """One test: its state and why, a row for each of its ranks, and everything that was raised."""
+    phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
+    head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {_code(test["test"])}'
+    ranks = [RankResult.from_json(rank) for rank in test["ranks"]]
+    table = ""
+    if ranks:
+        titles, *rows = rank_rows(ranks)
+        columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
+        table = _table(columns, [[escape(clean(cell)) for cell in row] for row in rows])
+    text = clean(tell(ranks, test["text"]))
+    text = f"<pre tabindex=0>{escape(text)}</pre>" if text else ""
+    return _folded(head, f"<p>{escape(clean(test['reason']))}</p>{table}{text}", is_open=True)
+
+
 def _failures(data: Mapping[str, Any]) -> str:
     parts = []
     for file in data["files"]:
@@ -140,11 +158,8 @@ def _failures(data: Mapping[str, Any]) -> str:
         last = file["attempts"][-1]
         attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
-        for test in bad:
-            head = f'<b class="bad">{escape(test["outcome"])}</b> {_code(test["test"])}'
-            text = clean("\n".join(filter(None, (test["reason"], test["text"])))) or "no traceback"
-            parts.append(_folded(head, f"<pre tabindex=0>{escape(text)}</pre>", is_open=True))
-        left = [test["test"] for test in file["tests"] if test["outcome"] == "not run"]
+        parts += [_failure(test) for test in bad]
+        left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:
             parts.append(_names("Not reached", left))
         parts.append(_folded("whole output of the file", f"<pre tabindex=0>{escape(clean(last['output']))}</pre>"))
@@ -190,6 +205,22 @@ def _skips(data: Mapping[str, Any]) -> str:
     return _table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows) if rows else ""
 
 
+def _defects(defects: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            _code(defect["id"]),
+            escape(defect["title"]),
+            escape(defect["consequence"]),
+            " ".join(f'<a href="{escape(link)}">{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]),
+            "<br>".join(map(_code, defect["tests"])),
+        ]
+        for defect in defects
+    ]
+    return (
+        _table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows) if rows else ""
+    )
+
+
 def _notes(data: Mapping[str, Any]) -> str:
     """What is no verdict: leaks, stale entries of lists."""
     notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
@@ -208,7 +239,7 @@ def _files(data: Mapping[str, Any]) -> str:
     for file in data["files"]:
         outcomes = [test["outcome"] for test in file["tests"]]
         kind = _kind(file)
-        left_out = outcomes.count("skipped") + outcomes.count("not run")
+        left_out = sum(not State(outcome).is_executed for outcome in outcomes)
         rows.append(
             [
                 f'<span class="{kind}" title="{_KINDS[kind]}">●</span>&nbsp;{_code(_name(file))}',
@@ -227,10 +258,13 @@ def _files(data: Mapping[str, Any]) -> str:
 def _sums(data: Mapping[str, Any]) -> str:
     tests = [test for file in data["files"] for test in file["tests"]]
     flaky = sum(test["flaky"] for test in tests)
-    not_run = sum(test["outcome"] == "not run" for test in tests)
+    not_run = sum(test["outcome"] == State.NOT_RUN for test in tests)
     sums = [(data["passed"], "passed", "ok"), (data["failed"], "failed", "bad"), (data["skipped"], "skipped", "skip")]
     sums += [(flaky, "flaky", "flaky")] * bool(flaky) + [(not_run, "not reached", "bad")] * bool(not_run)
     boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)
+    ways = collections.Counter(test["outcome"] for test in tests if test["outcome"] in _BAD)
+    if ways.keys() - {State.FAILED.value}:
+        boxes += f"<div class=dim>{'<br>'.join(f'{escape(way)}: {count}' for way, count in ways.most_common())}</div>"
     plural = "file" if len(data["files"]) == 1 else "files"
     return (
         f"{boxes}<div><b>{_seconds(data['seconds'])}</b>wall time</div><div><b>{len(data['files'])}</b>{plural}</div>"
@@ -243,8 +277,13 @@ def render(data: Mapping[str, Any]) -> str:
     about += [f"{name} {data[name]}" for name in ("backend", "ranks") if data[name]]
     about += ["devices shared" if data["shared"] else "devices not shared", f"{data['cores']} cores"]
     about += [f"seed {data['seed']}", f"shard {data['shard']} of {data['num_shards']}"]
-    verdict = {0: ("passed", "ok"), 1: ("failed", "bad"), 5: ("nothing ran", "bad"), 130: ("interrupted", "bad")}
-    words, kind = verdict.get(data["exit_code"], (f"exit code {data['exit_code']}", "bad"))
+    verdict = {
+        ExitStatus.OK: ("passed", "ok"),
+        ExitStatus.FAILED: ("failed", "bad"),
+        ExitStatus.NOTHING_RAN: ("nothing ran", "bad"),
+        ExitStatus.INTERRUPTED: ("interrupted", "bad"),
+    }
+    words, kind = verdict.get(data["exit_code"], (f"exit status {data['exit_code']}", "bad"))
     body = [f"<h1>FSDP test run: <span class={kind}>{words}</span></h1>"]
     body += [f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{_sums(data)}</div>"]
     if data["not_started"]:
@@ -253,6 +292,8 @@ def render(data: Mapping[str, Any]) -> str:
         "Timeline": _timeline(data),
         "Failures": _failures(data),
         "Flaky: failed, then passed in a new process": _flaky(data),
+        "Known defects of this torch": _defects(data["known_defects"]),
+        "Repaired in this torch": _defects(data["repaired_defects"]),
         "Slowest tests": _slowest(data),
         "Skipped, by reason": _skips(data),
         "Notes": _notes(data),

@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult, Outcome, TestResult
+from torch_fsdp_tests.dispatch.result import FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.verdict import State, rank_rows, tell
 
 # What XML 1.0 cannot hold, and the escape character that Jenkins and GitLab refuse with it.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -36,19 +37,19 @@ def write(folder: Path, results: Results) -> None:
 
 def _by_class(file: FileResult) -> dict[str, list[list[TestResult]]]:
     found: dict[str, list[list[TestResult]]] = {}
-    for name, attempts in file.history().items():
-        cls = "" if name == FILE_ITSELF else attempts[-1].class_name
-        found.setdefault(cls or OF_FILE, []).append(attempts)
+    for attempts in file.history().values():
+        found.setdefault(attempts[-1].class_name or OF_FILE, []).append(attempts)
     return found
 
 
 def _suite(file: FileResult, name: str, cls: str, tests: list[list[TestResult]]) -> ET.Element:
     last = [attempts[-1] for attempts in tests]
+    tags = [_tag(test.outcome) for test in last]
     counts = {
         "tests": len(last),
-        "failures": sum(t.outcome in (Outcome.FAILED, Outcome.UNEXPECTED_SUCCESS) for t in last),
-        "errors": sum(t.outcome is Outcome.ERROR for t in last),
-        "skipped": sum(t.outcome in (Outcome.SKIPPED, Outcome.NOT_RUN) for t in last),
+        "failures": tags.count("failure"),
+        "errors": tags.count("error"),
+        "skipped": tags.count("skipped"),
         "time": f"{sum(t.seconds for t in last):.6f}",
     }
     suite = ET.Element("testsuite", {"name": name, **{key: str(value) for key, value in counts.items()}})
@@ -60,28 +61,35 @@ def _suite(file: FileResult, name: str, cls: str, tests: list[list[TestResult]])
 def _case(file: FileResult, cls: str, attempts: list[TestResult]) -> ET.Element:
     test = attempts[-1]
     about = {
-        "name": clean(test.method if test.name != FILE_ITSELF else "(import)"),
+        "name": clean(test.method),
         "classname": cls,
         "file": f"{file.job.part.name}.py",
         "time": f"{test.seconds:.6f}",
     }
     case = ET.Element("testcase", about)
-    tags = {
-        Outcome.FAILED: "failure", Outcome.UNEXPECTED_SUCCESS: "failure", Outcome.ERROR: "error",
-        Outcome.SKIPPED: "skipped", Outcome.NOT_RUN: "skipped",
-    }  # fmt: skip
-    tag = tags.get(test.outcome)
-    if tag is not None:
-        text = test.text.strip()
-        summary = test.reason or (text.splitlines() or [test.outcome.value])[0 if "ended the process" in text else -1]
-        ET.SubElement(case, tag, {"message": clean(summary), "type": test.outcome.value}).text = clean(test.text)
+    if tag := _tag(test.outcome):
+        case.append(_element(tag, test))
     for earlier in attempts[:-1]:
-        if earlier.outcome.is_bad and not test.outcome.is_bad:
-            kind = "flakyError" if earlier.outcome is Outcome.ERROR else "flakyFailure"
-        elif earlier.outcome.is_bad:
-            kind = "rerunError" if earlier.outcome is Outcome.ERROR else "rerunFailure"
-        else:
-            continue
-        message = (earlier.text.strip().splitlines() or [earlier.outcome.value])[-1]
-        ET.SubElement(case, kind, {"message": clean(message), "type": earlier.outcome.value}).text = clean(earlier.text)
+        if earlier.outcome.is_bad:
+            kind = "rerun" if test.outcome.is_bad else "flaky"
+            case.append(_element(f"{kind}{str(_tag(earlier.outcome)).capitalize()}", earlier))
     return case
+
+
+def _tag(outcome: State) -> str | None:
+    """JUnit knows three ways not to pass; ``type`` tells ours apart."""
+    if outcome in (State.SKIPPED, State.NOT_RUN):
+        return "skipped"
+    if outcome in (State.FAILED, State.UNEXPECTED_SUCCESS, State.LEFT_BEHIND):
+        return "failure"
+    return "error" if outcome.is_bad else None
+
+
+def _element(tag: str, test: TestResult) -> ET.Element:
+    """What became of a test, rank by rank where it had ranks."""
+    element = ET.Element(tag, {"message": clean(test.reason or test.outcome.value), "type": test.outcome.value})
+    rows = rank_rows(test.ranks)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    element.text = clean("\n".join([*table, *[""] * bool(table), tell(test.ranks, test.text)]))
+    return element

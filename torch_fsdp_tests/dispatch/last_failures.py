@@ -8,8 +8,8 @@ from pathlib import Path
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.plan import TestRun
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Outcome
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.verdict import Scope, State
 
 FILE = "failed.json"
 
@@ -43,8 +43,8 @@ def save(directory: Path, results: Results, remarks: list[str]) -> None:
             if left:
                 failed[name] = left
             continue
-        bad = [test.name for test in tests if test.outcome.is_bad or test.outcome is Outcome.NOT_RUN]
-        failed[name] = [] if any(test == FILE_ITSELF or "(" in test for test in bad) else bad
+        bad = [test for test in tests if test.outcome.is_bad or test.outcome is State.NOT_RUN]
+        failed[name] = [test.name for test in bad] if all(test.scope is Scope.TEST for test in bad) else []
     try:
         write_text(directory / FILE, json.dumps(failed, indent=1, sort_keys=True) + "\n")
     except OSError as error:

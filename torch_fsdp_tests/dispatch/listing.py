@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch_fsdp_tests.dispatch.needs import Needs
 from torch_fsdp_tests.dispatch.plan import Job, Seconds
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
@@ -20,10 +21,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def files_text(jobs: Iterable[Job], needs: Mapping[str, int]) -> str:
+def files_text(jobs: Iterable[Job], needs: Mapping[str, Needs]) -> str:
     """The files in path order, each with the ranks of its widest test, the devices that it is lent and its estimate."""
     in_order = sorted(jobs, key=lambda job: job.key)
-    return "\n".join(f"{_name(job)}  {plural(needs[job.part.name], 'rank')}{_about(job)}" for job in in_order)
+    return "\n".join(f"{_name(job)}  {plural(needs[job.part.name].ranks, 'rank')}{_about(job)}" for job in in_order)
 
 
 def plan_text(jobs: Sequence[Job], total: Seconds) -> str:

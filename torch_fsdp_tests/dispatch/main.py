@@ -1,4 +1,4 @@
-"""The whole run on one screen: options, files, selection, plan, processes, reports, exit code."""
+"""The whole run on one screen: options, files, selection, plan, processes, reports, exit status."""
 
 from __future__ import annotations
 
@@ -13,37 +13,41 @@ from typing import TYPE_CHECKING, Any
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.needs import Needs
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
+from torch_fsdp_tests.vendors import ConfigurationError
 
 if TYPE_CHECKING:  # what only a run needs is imported when one begins, so that a plan is there at once
     from torch_fsdp_tests.dispatch.compare import Tests
     from torch_fsdp_tests.dispatch.results import Results
 
 DEFAULT_RANKS = 4  # of a test that states no number; the harness has the same default on the CPU
+FEW_RANKS = 2  # of a test that asks for a few, on the CPU; as the harness has it
 NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
-def main(argv: Sequence[str], checkout: Path) -> int:
-    """Run the dispatcher and return its exit code. ``checkout`` is put first on the children's path."""
+def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
+    """Run the dispatcher and return its exit status. ``checkout`` is put first on the children's path."""
     try:
         return _main(options.parse(argv, os.environ, checkout), checkout)
-    except (UnknownTest, expectations.MalformedList) as error:
+    except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
-        return 2
+        return ExitStatus.REFUSED
     except KeyboardInterrupt:  # while planning; a run takes signals itself
-        return 130
+        return ExitStatus.INTERRUPTED
     except OSError as error:
         with contextlib.suppress(OSError):
             _remark(f"cannot go on: {error}")
         # What is still in stdout's buffer cannot be written either; the interpreter must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 3
+        return ExitStatus.BROKEN
 
 
-def _main(run: RunTests, checkout: Path) -> int:
+def _main(run: RunTests, checkout: Path) -> ExitStatus:
     files = {file.name: file for file in discover(run.test_directory)}
     sources: dict[str, str] = {}
 
@@ -58,10 +62,13 @@ def _main(run: RunTests, checkout: Path) -> int:
     device_set = devices.find(run.device, run.devices, os.environ)
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices is of no use on the CPU, where -j says how many files run at a time")
+    if selection and device_set.remark is not None:
+        _remark(device_set.remark)
     ranks = run.ranks or DEFAULT_RANKS
-    needs = {test.file: files[test.file].needs().ranks(ranks) for test in selection}
+    needs = _needs(run, selection, files, device_set)
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(run.jobs or options.default_jobs(ranks))])
-    jobs, default = _plan(run, selection, known, needs, pool, device_set)
+    devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
+    jobs, default = _plan(run, selection, known, devices_needed, pool, device_set)
     if not selection:
         _remark("nothing failed last time" if run.failed_only else "nothing is selected")
     elif not jobs:
@@ -76,7 +83,7 @@ def _main(run: RunTests, checkout: Path) -> int:
     else:
         paths = {name: file.path for name, file in files.items()}
         return _run(run, jobs, paths, device_set, pool, entries, checkout)
-    return 0 if selection else 5
+    return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
 def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[TestRun]:
@@ -90,6 +97,17 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
         failed = last_failures.load(run.reports)
         selection = [last_failures.narrow(test, failed[test.file]) for test in selection if test.file in failed]
     return selection
+
+
+def _needs(
+    run: RunTests, selection: Sequence[TestRun], files: Mapping[str, TestFile], device_set: DeviceSet
+) -> dict[str, Needs]:
+    """What each selected file needs; nothing on the CPU, which lends no devices, unless the needs are to be shown."""
+    if device_set.lendable is None and not run.list_files:
+        return {}
+    ranks = run.ranks or DEFAULT_RANKS
+    few = FEW_RANKS if device_set.lendable is None else ranks
+    return {test.file: files[test.file].needs(ranks, few) for test in selection}
 
 
 def _entries(run: RunTests) -> list[expectations.Entry]:
@@ -124,7 +142,7 @@ def _run(
     pool: DevicePool,
     entries: Sequence[expectations.Entry],
     checkout: Path,
-) -> int:
+) -> ExitStatus:
     from torch_fsdp_tests.dispatch import compare
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
@@ -142,7 +160,7 @@ def _run(
         remarks, all_written = _record(run, results, earlier)
         console.end(results, remarks)
     runner.heed_late_signals()
-    return results.exit_code() or (0 if all_written else 3)
+    return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
 
 
 def _under_test(run: RunTests, device_set: DeviceSet) -> dict[str, Any]:
@@ -159,15 +177,16 @@ def _under_test(run: RunTests, device_set: DeviceSet) -> dict[str, Any]:
     }
 
 
-def _print_tests(results: Results) -> int:
+def _print_tests(results: Results) -> ExitStatus:
     for file in sorted(results.files, key=lambda file: file.job.key):
         for test in file.tests():
             if not test.outcome.is_bad:
                 print(f"{file.job.part.name}::{test.name.replace('.', '::')}", flush=True)
     for words in results.unknown():
         _remark(f"unknown test: {words}")
-    code = results.exit_code()
-    return 0 if code == 5 and any(file.tests() for file in results.files) else code
+    status = results.exit_code()
+    listed = status is ExitStatus.NOTHING_RAN and any(file.tests() for file in results.files)
+    return ExitStatus.OK if listed else status
 
 
 def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[list[str], bool]:

@@ -1,20 +1,23 @@
-"""The command line, and every check between options: the rest of the program may trust its input."""
+"""The command line, and every check between options: the rest of the program may trust its input.
+
+Each option is declared once, under the name of the field of :class:`RunTests` that it sets. An option that is not given
+is absent, so that a variable of the environment counts, or else the field's own default.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch_fsdp_tests import launcher
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_SEED, DEFAULT_SLOW_AFTER, RunTests
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 
-DEFAULT_DIRECTORY = "test"
-REPORTS = "test-reports"
 VARIABLES = """\
 environment variables, as upstream's run_test.py has them (an option wins):
   CI, VERBOSE_TEST_LOGS                under CI as --pipe-logs, unless VERBOSE_TEST_LOGS shows the output of every file
@@ -25,29 +28,35 @@ environment variables, as upstream's run_test.py has them (an option wins):
   PYTORCH_TEST_WITH_SLOW               run what is listed or marked as slow
   PYTORCH_TEST_RERUN_DISABLED_TESTS    as --rerun-disabled-tests
   BUILD_ENVIRONMENT, TEST_CONFIG       which of the recorded times count
-and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks
+and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks, and
+TORCH_FSDP_TESTS_STRICT_DEFECTS as --strict-defects
 """
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
 
     def format_help(self) -> str:
-        from torch_fsdp_tests.dispatch.results import EXIT_CODES  # not at import: only the help needs it
-
-        codes = "\n".join(f"  {code:3d}  {words}" for code, words in EXIT_CODES.items())
-        self.epilog = f"{VARIABLES}\nexit codes:\n{codes}"
+        statuses = "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
+        self.epilog = f"{VARIABLES}\nexit statuses:\n{statuses}"
         return super().format_help()
 
 
-def _whole(least: int) -> type[int]:
+class _Shard(argparse.Action):
+    """Sets two fields, ``shard`` and ``num_shards``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        namespace.shard, namespace.num_shards = values
+
+
+def _whole(least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
         return int(text)
 
-    return whole  # type: ignore[return-value]
+    return whole
 
 
 def _positive(text: str) -> float:
@@ -56,7 +65,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
     return value
 
 
@@ -70,7 +79,11 @@ def _names(text: str) -> tuple[str, ...]:
 def _seed(text: str) -> int:
     if text == "random":
         return int.from_bytes(os.urandom(4), "big")
-    return int(_whole(0)(text))
+    return _whole(0)(text)
+
+
+def _folder(text: str) -> Path:
+    return Path(text).absolute()
 
 
 def make_parser() -> _Parser:
@@ -78,208 +91,158 @@ def make_parser() -> _Parser:
         prog="run_test.py",
         description="Run the FSDP tests below a folder against the installed torch, each file in a process of its own.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "TEST"}
+    flag: dict[str, Any] = {"action": "store_true"}
+
     add = parser.add_argument_group("which tests").add_argument
-    add(
-        "-i",
-        "--include",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TEST",
-        help="files, folders, globs, file::Class or file::Class::test; with or without test/ and .py",
-    )
-    add("-x", "--exclude", nargs="+", action="extend", default=[], metavar="TEST", help="the same, left out")
-    add(
-        "-k",
-        action="append",
-        default=[],
-        dest="patterns",
-        metavar="PATTERN",
-        help="only tests whose name has this substring, or fits this glob; may be repeated",
-    )
-    add("--distributed-tests", action="store_true", help="only files below distributed/")
-    add("--failed", action="store_true", help="only what failed in the last run")
-    add("--test-directory", type=Path, metavar="DIR", help=f"where the tests are (default: {DEFAULT_DIRECTORY})")
-    add("--list", action="store_true", help="list files with need and estimate, and run nothing")
-    add("--tests", action="store_true", help="with --list: list the ids of tests, which the files are asked for")
-    add("--dry-run", action="store_true", help="print the plan, and run nothing")
-    add("--json", action="store_true", help="with --dry-run: the plan as JSON, alone on stdout")
+    words = "files, folders, globs, file::Class or file::Class::test; with or without test/ and .py"
+    add("-i", "--include", **several, help=words)
+    add("-x", "--exclude", **several, help="the same, left out")
+    words = "only tests whose name has this substring, or fits this glob; may be repeated"
+    add("-k", action="append", dest="patterns", metavar="PATTERN", help=words)
+    add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
+    add("--failed", **flag, dest="failed_only", help="only what failed in the last run")
+    words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
+    add("--test-directory", type=_folder, metavar="DIR", help=words)
+    add("--list", **flag, dest="list_files", help="list files with need and estimate, and run nothing")
+    words = "with --list: list the ids of tests, which the files are asked for"
+    add("--tests", **flag, dest="list_tests", help=words)
+    add("--dry-run", **flag, help="print the plan, and run nothing")
+    add("--json", **flag, dest="as_json", help="with --dry-run: the plan as JSON, alone on stdout")
 
     add = parser.add_argument_group("where and how many at a time").add_argument
-    add("--shard", nargs=2, type=_whole(1), default=[1, 1], metavar=("N", "M"), help="the Nth of M parts, from 1")
-    add(
-        "--split-threshold",
-        type=_positive,
-        default=SPLIT_THRESHOLD,
-        metavar="S",
-        help="split files by tests that take longer than S seconds (default: %(default)g)",
-    )
+    add("--shard", nargs=2, action=_Shard, type=_whole(1), metavar=("N", "M"), help="the Nth of M parts, from 1")
+    words = f"split files by tests that take longer than S seconds (default: {RunTests.split_threshold:g})"
+    add("--split-threshold", type=_positive, metavar="S", help=words)
     add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
-    add("-j", "--jobs", type=_whole(1), metavar="N", help="on the CPU: files at a time (default: by cores and ranks)")
+    words = "on the CPU: files at a time (default: by cores and ranks)"
+    add("-j", "--jobs", type=_whole(1), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     add("--ranks", type=_whole(1), metavar="N", help="ranks of a test that states no number")
-    add(
-        "--test-times",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="recorded times in upstream's shapes; may be repeated",
-    )
-    add("--save-times", type=Path, metavar="DIR", help="write the times of this run into this folder")
+    words = "recorded times in upstream's shapes; may be repeated"
+    add("--test-times", type=Path, action="append", metavar="FILE", help=words)
+    add("--save-times", type=_folder, metavar="DIR", help="write the times of this run into this folder")
 
     add = parser.add_argument_group("how they run").add_argument
-    add("--keep-going", "--continue-through-error", action="store_true", help="go on after a file has failed")
+    add("--keep-going", "--continue-through-error", **flag, help="go on after a file has failed")
     add("--timeout", type=_positive, metavar="S", help="limit of a file in seconds (default: from its recorded time)")
-    add(
-        "--slow-after",
-        type=_positive,
-        default=DEFAULT_SLOW_AFTER,
-        metavar="S",
-        help="name a file that has run S seconds, and twice its recorded time, every S seconds (default: %(default)g)",
-    )
-    add(
-        "--reruns",
-        type=_whole(0),
-        default=0,
-        metavar="N",
-        help="run what failed again, up to N times, in new processes",
-    )
-    add("--fail-on-flaky", action="store_true", help="a test that passed only when run again fails the run")
-    add("--minimum-executed", type=_whole(0), default=0, metavar="N", help="fail when fewer tests were executed")
-    add(
-        "--seed",
-        type=_seed,
-        metavar="N",
-        help=f"seed of order and RNG, or 'random' (default: source order, {DEFAULT_SEED})",
-    )
-    add("--showlocals", action="store_true", help="local variables in tracebacks")
-    add(
-        "--coverage",
-        action="store_true",
-        help=f"measure tests, harness and torch's FSDP with coverage.py, into {REPORTS}/.coverage",
-    )
-    add(
-        "--disabled-tests",
-        "--import-disabled-tests",
-        type=Path,
-        metavar="FILE",
-        help="upstream's list of disabled tests",
-    )
-    add("--slow-tests", "--import-slow-tests", type=Path, metavar="FILE", help="upstream's list of slow tests")
-    add("--known-failures", type=Path, metavar="FILE", help="our own list; its shape is in dispatch/data")
-    add("--rerun-disabled-tests", action="store_true", help="run only what the lists disable, and say what passes")
+    words = "name a file that has run S seconds, and twice its recorded time, every S seconds"
+    add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
+    words = "run what failed again, up to N times, in new processes"
+    add("--reruns", type=_whole(0), metavar="N", help=words)
+    add("--fail-on-flaky", **flag, help="a test that passed only when run again fails the run")
+    words = "a test that passes although torch is known to have the defect that it shows fails the run"
+    add("--strict-defects", **flag, help=words)
+    add("--minimum-executed", type=_whole(0), metavar="N", help="fail when fewer tests were executed")
+    words = f"seed of order and RNG, or 'random' (default: source order, {RunTests.seed})"
+    add("--seed", type=_seed, metavar="N", help=words)
+    add("--showlocals", **flag, dest="show_locals", help="local variables in tracebacks")
+    words = f"measure tests, harness and torch's FSDP with coverage.py, into {REPORTS}/.coverage"
+    add("--coverage", **flag, help=words)
+    lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    words = "upstream's list of disabled tests"
+    add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
+    add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="upstream's list of slow tests")
+    add("--known-failures", **lists, help="our own list; its shape is in dispatch/data")
+    words = "run only what the lists disable, and say what passes"
+    add("--rerun-disabled-tests", **flag, dest="rerun_disabled", help=words)
 
     add = parser.add_argument_group("what is said").add_argument
-    add("-v", "--verbose", action="store_true", help="a line for each test")
-    add("--pipe-logs", action="store_true", help=f"keep the output of every file in {REPORTS}/logs")
-    add("--save-xml", nargs="?", type=Path, const=Path(REPORTS, "python-unittest"), metavar="DIR", help="write JUnit")
-    add("--report", type=Path, metavar="DIR", help="write report.json and report.html")
-    add("--compare", type=Path, metavar="REPORT", help="say what differs from the report.json of an earlier run")
+    add("-v", "--verbose", **flag, help="a line for each test")
+    add("--pipe-logs", **flag, help=f"keep the output of every file in {REPORTS}/logs")
+    junit = Path(REPORTS, "python-unittest").absolute()
+    add("--save-xml", nargs="?", type=_folder, const=junit, metavar="DIR", help="write JUnit")
+    add("--report", type=_folder, metavar="DIR", help="write report.json and report.html")
+    words = "say what differs from the report.json of an earlier run"
+    add("--compare", type=Path, metavar="REPORT", help=words)
     return parser
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that variables set; each counts where its option is not given."""
+    set_ones = {name for name, value in environment.items() if value}
+    true_ones = {name for name in set_ones if environment[name].lower() in ("1", "true", "yes", "on", "t", "y")}
+    flags = {
+        "keep_going": "CONTINUE_THROUGH_ERROR" in true_ones,
+        "no_limit": "NO_TEST_TIMEOUT" in set_ones,
+        "show_locals": "TEST_SHOWLOCALS" in true_ones,
+        "show_output": "VERBOSE_TEST_LOGS" in true_ones,
+        "pipe_logs": "CI" in set_ones and "VERBOSE_TEST_LOGS" not in true_ones,
+        "run_slow": "PYTORCH_TEST_WITH_SLOW" in true_ones,
+        "strict_defects": "TORCH_FSDP_TESTS_STRICT_DEFECTS" in true_ones,
+        "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
+    }
+    words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}
+    paths = {"disabled": "DISABLED_TESTS_FILE", "slow": "SLOW_TESTS_FILE"}
+    return {
+        **flags,
+        **{field: environment[name] for field, name in words.items() if name in set_ones},
+        **{field: Path(environment[name]) for field, name in paths.items() if name in set_ones},
+    }
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> RunTests:
     """The run that the arguments and upstream's environment variables describe.
 
-    Leaves with status 2 and one sentence when they make no sense. ``root`` is the checkout, whose ``test`` is the
-    default test directory.
+    Leaves with :attr:`ExitStatus.REFUSED` and one sentence when they make no sense. ``root`` is the checkout, whose
+    ``test`` is the default test directory. What follows the first ``--`` is for the test files.
     """
-    own, _, rest = _split_at_dashes(argv)
+    dashes = list(argv).index("--") if "--" in argv else len(argv)
     parser = make_parser()
-    asked = parser.parse_args(own)
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(parser.parse_args(argv[:dashes])).items()
+    }
     _refuse_launches(parser, environment)
-
-    def flag(name: str) -> bool:
-        return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")
-
-    directory = (asked.test_directory or root / DEFAULT_DIRECTORY).absolute()
-    if not directory.is_dir():
-        parser.error(f"the test directory {directory} does not exist; name one with --test-directory")
-    shard, num_shards = asked.shard
-    if shard > num_shards:
-        parser.error(f"--shard {shard} {num_shards}: shards are counted from 1 to {num_shards}")
-    if asked.json and not asked.dry_run:
-        parser.error("--json belongs to --dry-run")
-    if asked.tests and not asked.list:
-        parser.error("--tests belongs to --list")
-    if asked.coverage:
-        from torch_fsdp_tests.dispatch import coverage
-
-        if (lack := coverage.lacking()) is not None:
-            parser.error(f"--coverage needs {lack}")
-    if asked.rerun_disabled_tests and not (
-        asked.disabled_tests or asked.known_failures or environment.get("DISABLED_TESTS_FILE")
-    ):
-        parser.error("--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE")
-    if asked.compare is not None and not asked.compare.is_file():
-        parser.error(f"--compare: {asked.compare} is no file")
-    ranks = asked.ranks
-    if ranks is None and environment.get("TORCH_FSDP_TESTS_RANKS"):
+    default_directory = (root / DEFAULT_DIRECTORY).absolute()
+    fields = {
+        "test_directory": default_directory,
+        **_from_environment(environment),
+        **given,
+        "default_directory": default_directory,
+        "arguments": tuple(argv[dashes + 1 :]),
+        "shuffle": "seed" in given,
+        "logs_must_be": "pipe_logs" in given,
+    }
+    if "ranks" not in fields and environment.get(RANKS_VARIABLE):
         try:
-            ranks = _whole(1)(environment["TORCH_FSDP_TESTS_RANKS"])
+            fields["ranks"] = _whole(1)(environment[RANKS_VARIABLE])
         except argparse.ArgumentTypeError as error:
-            parser.error(f"TORCH_FSDP_TESTS_RANKS: {error}")
-
-    def from_environment(given: Path | None, name: str) -> Path | None:
-        return given or (Path(environment[name]) if environment.get(name) else None)
-
-    run = RunTests(
-        test_directory=directory,
-        default_directory=(root / DEFAULT_DIRECTORY).absolute(),
-        include=tuple(asked.include),
-        exclude=tuple(asked.exclude),
-        patterns=tuple(asked.patterns),
-        arguments=tuple(rest),
-        distributed_only=asked.distributed_tests,
-        failed_only=asked.failed,
-        list_files=asked.list,
-        list_tests=asked.list and asked.tests,
-        dry_run=asked.dry_run,
-        as_json=asked.json,
-        shard=shard,
-        num_shards=num_shards,
-        split_threshold=asked.split_threshold,
-        devices=asked.devices,
-        jobs=asked.jobs,
-        device=asked.device or environment.get(devices.DEVICE_VARIABLE) or None,
-        backend=asked.backend or environment.get("TORCH_FSDP_TESTS_BACKEND") or None,
-        ranks=ranks,
-        seed=DEFAULT_SEED if asked.seed is None else asked.seed,
-        shuffle=asked.seed is not None,
-        timeout=asked.timeout,
-        no_limit=bool(environment.get("NO_TEST_TIMEOUT")),
-        slow_after=asked.slow_after,
-        keep_going=asked.keep_going or flag("CONTINUE_THROUGH_ERROR"),
-        reruns=asked.reruns,
-        fail_on_flaky=asked.fail_on_flaky,
-        minimum_executed=asked.minimum_executed,
-        show_locals=asked.showlocals or flag("TEST_SHOWLOCALS"),
-        verbose=asked.verbose,
-        show_output=flag("VERBOSE_TEST_LOGS"),
-        pipe_logs=asked.pipe_logs or (bool(environment.get("CI")) and not flag("VERBOSE_TEST_LOGS")),
-        logs_must_be=asked.pipe_logs,
-        coverage=asked.coverage,
-        save_xml=asked.save_xml and asked.save_xml.absolute(),
-        report=asked.report and asked.report.absolute(),
-        compare=asked.compare,
-        test_times=tuple(asked.test_times),
-        save_times=asked.save_times and asked.save_times.absolute(),
-        disabled=from_environment(asked.disabled_tests, "DISABLED_TESTS_FILE"),
-        slow=from_environment(asked.slow_tests, "SLOW_TESTS_FILE"),
-        known_failures=asked.known_failures,
-        run_slow=flag("PYTORCH_TEST_WITH_SLOW"),
-        rerun_disabled=asked.rerun_disabled_tests or flag("PYTORCH_TEST_RERUN_DISABLED_TESTS"),
-    )
-    if not (asked.list or asked.dry_run):
-        _try_places(parser, run)
+            parser.error(f"{RANKS_VARIABLE}: {error}")
+    run = RunTests(**fields)
+    refusal = _refusal(run, rerun_asked="rerun_disabled" in given)
+    if refusal is not None:
+        parser.error(refusal)
     return run
 
 
+def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
+    """Why options do not go together, or cannot be met, in a sentence; None when they do and can."""
+    if not run.test_directory.is_dir():
+        return f"the test directory {run.test_directory} does not exist; name one with --test-directory"
+    if run.shard > run.num_shards:
+        return f"--shard {run.shard} {run.num_shards}: shards are counted from 1 to {run.num_shards}"
+    if run.as_json and not run.dry_run:
+        return "--json belongs to --dry-run"
+    if run.list_tests and not run.list_files:
+        return "--tests belongs to --list"
+    if run.coverage:
+        from torch_fsdp_tests.dispatch import coverage
+
+        if (lack := coverage.lacking()) is not None:
+            return f"--coverage needs {lack}"
+    if rerun_asked and not (run.disabled or run.known_failures):
+        return "--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE"
+    if run.compare is not None and not run.compare.is_file():
+        return f"--compare: there is no file {run.compare}"
+    return None if run.list_files or run.dry_run else _unwritable(run)
+
+
 def _refuse_launches(parser: _Parser, environment: Mapping[str, str]) -> None:
-    """Leave with status 2 in a process that a launcher made: every rank would run everything."""
+    """Refuse to run in a process that a launcher made: every rank would run everything."""
     try:
         launch = launcher.from_environment(environment)
     except launcher.LaunchError as error:
@@ -291,8 +254,8 @@ def _refuse_launches(parser: _Parser, environment: Mapping[str, str]) -> None:
         )
 
 
-def _try_places(parser: _Parser, run: RunTests) -> None:
-    """Leave with status 2 when something could not be written at the end of the run."""
+def _unwritable(run: RunTests) -> str | None:
+    """Why something could not be written at the end of the run, in a sentence; None when everything could."""
     from torch_fsdp_tests.dispatch.atomic import try_folder  # not at import: a plan writes nothing
 
     for option, folder in (
@@ -306,15 +269,8 @@ def _try_places(parser: _Parser, run: RunTests) -> None:
             try:
                 try_folder(folder)
             except OSError as error:
-                parser.error(f"{option}: {folder} cannot be written to: {error.strerror or error}")
-
-
-def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """Ours before the first ``--``, the test files' after it."""
-    if "--" not in argv:
-        return list(argv), False, []
-    place = list(argv).index("--")
-    return list(argv[:place]), True, list(argv[place + 1 :])
+                return f"{option}: {folder} cannot be written to: {error.strerror or error}"
+    return None
 
 
 def default_jobs(ranks: int) -> int:

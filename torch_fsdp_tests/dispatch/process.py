@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ from torch_fsdp_tests.dispatch.result import (
     Exited,
     Killed,
     NotStarted,
-    Outcome,
     Stopped,
     TestResult,
     TimedOut,
 )
 from torch_fsdp_tests.forkserver import start_fresh
+from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
 GRACE = 5.0  # seconds between the polite signal, on which stacks are written, and the kill
 OUTPUT_SHOWN = 1 << 20  # bytes of a file's output that a report holds; head and tail of what is longer
@@ -74,14 +73,14 @@ class TestProcess:
         self._selected = 0
         self._matched: set[int] | None = None
         self._known: dict[str, int] = {}
+        self._left_out: set[str] = set()
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
-        self._broken: str | None = None
+        self._broken: dict[str, Any] | None = None
         self._left: int | None = None
         self._over = False
         self._stop: Ending | None = None
         self._kill_at: float | None = None
-        self._killed_by_us = False
         self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, measure, forkserver)
 
     def _start(
@@ -144,6 +143,7 @@ class TestProcess:
                 self._selected += event["selected"]
                 self._matched = (self._matched or set()) | set(event["matched"])
                 self._known |= event["known"]
+                self._left_out |= set(event["left_out"])
                 self._over = False
             case "started":
                 self.running, self._running_since = event["test"], time.monotonic()
@@ -155,7 +155,7 @@ class TestProcess:
                 about = self.facts if event["test"] is None else self._test_facts.setdefault(event["test"], {})
                 about.update(event["facts"])
             case "broken":
-                self._broken = event["text"]
+                self._broken = event
             case "left":
                 self._left = event["status"]
             case "over":
@@ -163,20 +163,24 @@ class TestProcess:
 
     def _take_end(self, event: dict[str, Any]) -> None:
         name = event["test"]
-        outcome = Outcome(event["outcome"])
-        if outcome in (Outcome.FAILED, Outcome.ERROR) and name in self._known:
-            outcome = Outcome.KNOWN_FAILURE
+        outcome = State(event["outcome"])
+        if outcome.is_bad and outcome is not State.UNEXPECTED_SUCCESS and name in self._known:
+            outcome = State.KNOWN_FAILURE
         self.results.append(
             TestResult(
-                name,
-                outcome,
-                event["seconds"],
-                event.get("reason", ""),
-                event.get("text", ""),
-                event.get("subtests", 0),
-                event.get("subtests_skipped", {}),
-                tuple(self._notes.pop(name, ())),
-                self._test_facts.pop(name, {}),
+                name=name,
+                outcome=outcome,
+                scope=Scope(event["scope"]),
+                phase=event["phase"] and Phase(event["phase"]),
+                seconds=event["seconds"],
+                reason=event["reason"],
+                text=event["text"],
+                ranks=tuple(map(RankResult.from_json, event["ranks"])),
+                is_left_out=name in self._left_out,
+                subtests=event["subtests"],
+                subtests_skipped=event["subtests_skipped"],
+                notes=tuple(self._notes.pop(name, ())),
+                facts=self._test_facts.pop(name, {}),
             )
         )
         self.running = None
@@ -191,7 +195,6 @@ class TestProcess:
 
     def kill(self) -> None:
         """End the whole process group at once."""
-        self._killed_by_us = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -214,60 +217,65 @@ class TestProcess:
         self.kill()  # what is left of its group
         self.listen()
         os.close(self.events_descriptor)
-        if os.WIFSIGNALED(wait_status):
-            own: Ending = Killed(os.WTERMSIG(wait_status))
-        else:
-            own = Exited(os.WEXITSTATUS(wait_status))
-        ending = self._stop or own
+        code = os.waitstatus_to_exitcode(wait_status)
+        ending = self._stop or (Exited(code) if code >= 0 else Killed(-code))
         notes = [*(note for found in self._notes.values() for note in found), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
         output = self._output()
         tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
         return Attempt(
-            self.job, ending, tuple(tests), self.began, now, self.lent, output, tuple(notes), self.facts,
-            self._selected, tuple(self._unknown), None if self._matched is None else frozenset(self._matched),
-            self._known,
-        )  # fmt: skip
+            job=self.job,
+            ending=ending,
+            tests=tuple(tests),
+            began=self.began,
+            ended=now,
+            lent=self.lent,
+            output=output,
+            notes=tuple(notes),
+            facts=self.facts,
+            selected=self._selected,
+            unknown=tuple(self._unknown),
+            matched=None if self._matched is None else frozenset(self._matched),
+            known=self._known,
+        )
 
     def _blame(self, ending: Ending, output: str) -> list[TestResult]:
         """A result for what went wrong outside of any test's own verdict; none when nothing did."""
         if self._unknown and not self._announced:
             return []  # the run says which names are wrong
+        state = State.TIMED_OUT if isinstance(ending, TimedOut) else State.CRASHED
         if self.running is not None:
-            outcome = Outcome.NOT_RUN if isinstance(ending, Stopped) else Outcome.ERROR
-            text = f"{ending} ended the process while this test was running\n{_tail(output)}"
+            state = State.NOT_RUN if isinstance(ending, Stopped) else state
             seconds = round(time.monotonic() - self._running_since, 3)
-            return [TestResult(self.running, outcome, seconds, f"not run to its end: {ending}", text)]
+            reason = f"not run to its end: {ending}"
+            return [TestResult(self.running, state, seconds=seconds, reason=reason, text=_tail(output))]
         if isinstance(ending, Stopped):
             return []
         if self._broken is not None:
-            return [TestResult(FILE_ITSELF, Outcome.ERROR, text=self._broken)]
+            return [_about_file(State.ERROR, self._broken["reason"], self._broken["text"])]
         if self._left == 0 and ending == Exited(0):
             last = (output.strip().splitlines() or ["it says nothing"])[-1]
-            return [TestResult(FILE_ITSELF, Outcome.SKIPPED, reason=f"the file left before its tests: {last}")]
+            return [_about_file(State.SKIPPED, f"the file left before its tests: {last}")]
         if not self._over:
             when = "before its tests were known" if not self._announced else "between tests"
-            return [TestResult(FILE_ITSELF, Outcome.ERROR, text=f"{ending} ended the process {when}\n{_tail(output)}")]
-        failed = any(test.outcome.is_bad or test.outcome is Outcome.KNOWN_FAILURE for test in self.results)
+            return [_about_file(state, f"{ending} ended the process {when}", _tail(output))]
+        failed = any(test.outcome.is_bad or test.outcome is State.KNOWN_FAILURE for test in self.results)
         # Where a fixture failed, none of the announced tests may have run either.
         fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
         if isinstance(ending, Exited) and ending.code in fine:
             return []
-        text = f"{ending} ended the process after its tests\n{_tail(output)}"
-        return [TestResult(FILE_ITSELF, Outcome.ERROR, text=text)]
+        return [_about_file(state, f"{ending} ended the process after its tests", _tail(output))]
 
-    def _not_reached(self, ending: Ending) -> list[TestResult]:
+    def _not_reached(self, ending: Ending) -> Iterator[TestResult]:
         seen = {result.name for result in self.results} | {self.running}
-        fixtures = " ".join(result.name for result in self.results if "(" in result.name)
-        missing = [name for name in dict.fromkeys(self._announced) if name not in seen]
-        why = f"not run: {ending} came first" if not self._over else "not run: the process never came to it"
-        reasons = {
-            name: f"not run: the set-up of {name.rpartition('.')[0]} failed"
-            for name in missing
-            if re.search(rf"\W{re.escape(name.rpartition('.')[0])}\)", fixtures) or "setUpModule" in fixtures
-        }
-        return [TestResult(name, Outcome.NOT_RUN, reason=reasons.get(name, why)) for name in missing]
+        # What a failed fixture is the set-up of: a class, or the whole file, which has no class name.
+        unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
+        came_first = "the process never came to it" if self._over else f"{ending} came first"
+        for name in dict.fromkeys(name for name in self._announced if name not in seen):
+            cls = name.rpartition(".")[0]
+            why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first
+            yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
 
     def _output(self) -> str:
         try:
@@ -290,7 +298,12 @@ def _tail(output: str, lines: int = 60) -> str:
     return "\n".join([f"... {len(found) - lines} lines left out ..."] * (len(found) > lines) + found[-lines:])
 
 
+def _about_file(state: State, reason: str, text: str = "") -> TestResult:
+    return TestResult(FILE_ITSELF, state, Scope.FILE, reason=reason, text=text)
+
+
 def not_started(job: Job, why: str, now: float) -> Attempt:
     """The attempt of a job whose process could not be started."""
     ending = NotStarted(why)
-    return Attempt(job, ending, (TestResult(FILE_ITSELF, Outcome.ERROR, text=str(ending)),), now, now)
+    blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=str(ending))
+    return Attempt(job=job, ending=ending, tests=(blame,), began=now, ended=now)

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import devices, html_report
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.result import Attempt, FileResult, Outcome, TestResult
+from torch_fsdp_tests.dispatch.result import Attempt, FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.verdict import State
 
-VERSION = 1
+VERSION = 2
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -37,6 +38,8 @@ def as_json(results: Results) -> dict[str, Any]:
         "failed": results.failed,
         "skipped": results.skipped,
         "not_started": results.not_started,
+        "known_defects": results.known_defects(),
+        "repaired_defects": results.repaired_defects(),
         "skips": results.skips(),
         "list_remarks": results.list_remarks(),
         "files": [_file(file) for file in sorted(results.files, key=lambda file: file.job.key)],
@@ -72,7 +75,9 @@ def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
 def _test(test: TestResult, flaky: bool) -> dict[str, Any]:
     return {
         "test": test.name,
+        "scope": test.scope.value,
         "outcome": test.outcome.value,
+        "phase": test.phase,
         "flaky": flaky,
         "seconds": test.seconds,
         "subtests": test.executed_subtests,
@@ -81,6 +86,7 @@ def _test(test: TestResult, flaky: bool) -> dict[str, Any]:
         "world_size": test.facts.get("world_size"),
         "reason": test.reason,
         "text": test.text,
+        "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),
     }
 
@@ -97,7 +103,7 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
         files[part.name] = round(file.attempts[0].seconds, 3)
         by_class = classes.setdefault(part.name, {})
         for test in file.tests():
-            if test.outcome is not Outcome.NOT_RUN and test.class_name:
+            if test.outcome is not State.NOT_RUN and test.class_name:
                 by_class[test.class_name] = round(by_class.get(test.class_name, 0.0) + test.seconds, 3)
     return files, classes
 

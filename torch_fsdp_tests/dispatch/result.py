@@ -3,67 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-import re
-import signal
 from typing import Any
 
+from torch_fsdp_tests import host
 from torch_fsdp_tests.dispatch.plan import Job
-
-
-class Outcome(enum.Enum):
-    """What became of one test."""
-
-    PASSED = "passed"
-    EXPECTED_FAILURE = "expected failure"
-    KNOWN_FAILURE = "known failure"  # failed, and is listed as failing
-    SKIPPED = "skipped"
-    UNEXPECTED_SUCCESS = "unexpected success"
-    FAILED = "failed"
-    ERROR = "error"
-    NOT_RUN = "not run"
-
-    @property
-    def is_bad(self) -> bool:
-        return self in (Outcome.FAILED, Outcome.ERROR, Outcome.UNEXPECTED_SUCCESS)
-
-    @property
-    def is_executed(self) -> bool:
-        return self not in (Outcome.SKIPPED, Outcome.NOT_RUN)
-
-
-_FIXTURE = re.compile(r"(\w+) \(([\w.]+)\)")  # unittest's stand-in for one that failed: setUpClass (__main__.TestX)
+from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
 
 @dataclasses.dataclass(frozen=True)
 class TestResult:
-    """One test in one process. ``name`` is ``Class.test``."""
+    """One test in one process. ``name`` is ``Class.test``, or ``Class.fixture`` for a fixture that failed."""
 
     __test__ = False
 
     name: str
-    outcome: Outcome
+    outcome: State
+    scope: Scope = Scope.TEST
+    phase: Phase | None = None
     seconds: float = 0.0
-    reason: str = ""  # of a skip, or why it was not run
-    text: str = ""  # tracebacks
+    reason: str = ""  # in one line: of a skip, or why it failed or was not run
+    text: str = ""  # tracebacks, but for those of the ranks
+    ranks: tuple[RankResult, ...] = ()
+    is_left_out: bool = False  # by a list
     subtests: int = 0  # that ran
     subtests_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # how many, by reason
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def rerun_name(self) -> str | None:
+        """What to select to run it again: the test, the class of a fixture, or None for the whole file."""
+        return {Scope.TEST: self.name, Scope.CLASS: self.class_name, Scope.FILE: None}[self.scope]
+
+    @property
     def class_name(self) -> str:
         """The bare name of its class; empty for a module's fixture and for the file itself."""
-        fixture = _FIXTURE.fullmatch(self.name)
-        if fixture:
-            return fixture[2].removeprefix("__main__").removeprefix(".")
         return self.name.rpartition(".")[0]
 
     @property
     def method(self) -> str:
         """The bare name of the test, or of the fixture that stands in its place."""
-        fixture = _FIXTURE.fullmatch(self.name)
-        return fixture[1] if fixture else self.name.rpartition(".")[2]
+        return self.name.rpartition(".")[2]
 
     @property
     def executed_subtests(self) -> int:
@@ -77,7 +57,7 @@ class TestResult:
     @property
     def requirements_not_met(self) -> list[str]:
         """Why it, or subtests of it, did not run here; what a list says of a test is no requirement."""
-        skipped = self.outcome is Outcome.SKIPPED and not self.reason.startswith(("disabled: ", "slow: "))
+        skipped = self.outcome is State.SKIPPED and not self.is_left_out
         return list(dict.fromkeys([*[self.reason] * skipped, *self.skipped_subtests]))
 
 
@@ -98,10 +78,7 @@ class Killed:
     signal: int
 
     def __str__(self) -> str:
-        try:
-            return signal.Signals(self.signal).name
-        except ValueError:
-            return f"signal {self.signal}"
+        return host.signal_name(self.signal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +166,9 @@ class FileResult:
         for attempt in self.attempts:
             for test in attempt.tests:
                 found.setdefault(test.name, []).append(test)
-        # Only a later process can show that what befell the file was chance.
+        # Only a later process can show that what befell a class or the file was chance.
         if len(self.attempts) > 1 and not self.attempts[-1].is_bad:
-            found.pop(FILE_ITSELF, None)
+            return {name: results for name, results in found.items() if results[0].scope is Scope.TEST}
         return found
 
     def tests(self) -> list[TestResult]:
@@ -222,5 +199,5 @@ class FileResult:
     def seconds(self) -> float:
         return sum(attempt.seconds for attempt in self.attempts)
 
-    def count(self, *outcomes: Outcome) -> int:
+    def count(self, *outcomes: State) -> int:
         return sum(test.outcome in outcomes for test in self.tests())

@@ -1,4 +1,4 @@
-"""The sum over all files, and the exit code that it makes."""
+"""The sum over all files, and the exit status that it makes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.result import FileResult, Outcome
+from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-
-EXIT_CODES = {
-    0: "every test that ran passed, or nothing was left for this shard",
-    1: "a test or a file failed (with --fail-on-flaky also: passed only when run again)",
-    2: "bad arguments, an unknown test, a malformed input, or a place that cannot be written to",
-    3: "the dispatcher itself could not go on: a report or the output could not be written",
-    5: "nothing ran: the selection is empty, or no test of it was executed",
-    130: "interrupted (SIGINT)",
-    143: "terminated (SIGTERM)",
-}
+from torch_fsdp_tests.verdict import State
 
 
 @dataclasses.dataclass
@@ -36,25 +28,47 @@ class Results:
     under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # as expected before any file said so
     slots: Sequence[str] = ()
 
-    def count(self, *outcomes: Outcome) -> int:
+    def count(self, *outcomes: State) -> int:
         return sum(file.count(*outcomes) for file in self.files)
 
     @property
     def passed(self) -> int:
-        return self.count(Outcome.PASSED, Outcome.EXPECTED_FAILURE, Outcome.KNOWN_FAILURE)
+        return self.count(State.PASSED, State.EXPECTED_FAILURE, State.KNOWN_FAILURE)
 
     @property
     def failed(self) -> int:
-        """Tests that failed; an error is a failure, and so is a file that went wrong outside of its tests."""
-        return self.count(Outcome.FAILED, Outcome.ERROR, Outcome.UNEXPECTED_SUCCESS)
+        """Tests that failed in whatever way, and files that went wrong outside of their tests."""
+        return sum(self.failures().values())
+
+    def failures(self) -> dict[State, int]:
+        """How many failed in which way, the most frequent first."""
+        found = collections.Counter(t.outcome for f in self.files for t in f.tests() if t.outcome.is_bad)
+        return dict(found.most_common())
 
     @property
     def skipped(self) -> int:
-        return self.count(Outcome.SKIPPED)
+        return self.count(State.SKIPPED)
 
     @property
     def executed(self) -> int:
         return sum(test.outcome.is_executed for file in self.files for test in file.tests())
+
+    def known_defects(self) -> list[dict[str, Any]]:
+        """The defects of torch that tests have shown, each with the names of those tests."""
+        return self._by_defect("known_defects", State.KNOWN_DEFECT)
+
+    def repaired_defects(self) -> list[dict[str, Any]]:
+        """The defects that were expected and did not show, each with the names of the tests that passed."""
+        return self._by_defect("repaired_defects", State.PASSED)
+
+    def _by_defect(self, fact: str, outcome: State) -> list[dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for file in self.files:
+            for test in file.tests():
+                for defect in test.facts.get(fact, ()) if test.outcome is outcome else ():
+                    entry = found.setdefault(defect["id"], {**defect, "tests": []})
+                    entry["tests"].append(f"{file.job.part.name}::{test.name}")
+        return [found[id] for id in sorted(found)]
 
     def unknown(self) -> list[str]:
         """Names inside files that turned out to stand for nothing."""
@@ -65,7 +79,7 @@ class Results:
 
     def skips_by_reason(self) -> list[tuple[str, int]]:
         """Reasons with the number of tests, the most frequent first."""
-        reasons = (t.reason for f in self.files for t in f.tests() if t.outcome is Outcome.SKIPPED)
+        reasons = (t.reason for f in self.files for t in f.tests() if t.outcome is State.SKIPPED)
         return sorted(collections.Counter(reasons).items(), key=lambda item: (-item[1], item[0]))
 
     def skipped_subtests_by_reason(self) -> list[tuple[str, int]]:
@@ -73,7 +87,7 @@ class Results:
         counts: collections.Counter[str] = collections.Counter()
         for file in self.files:
             for test in file.tests():
-                if test.outcome is not Outcome.SKIPPED:
+                if test.outcome is not State.SKIPPED:
                     counts.update(test.skipped_subtests)
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
@@ -104,10 +118,10 @@ class Results:
         for file in self.files:
             known = file.attempts[-1].known
             for test in file.tests():
-                if test.name in known and test.outcome is Outcome.PASSED:
+                if test.name in known and test.outcome is State.PASSED:
                     words = self.entries[known[test.name]].words
                     remarks.append(f"{file.name}::{test.name} passes, and is listed: {words}")
-                elif self.run.rerun_disabled and test.outcome is Outcome.PASSED:
+                elif self.run.rerun_disabled and test.outcome is State.PASSED:
                     remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
         # Only a run that came to all files that an entry may mean, and heard their tests, can call it stale.
         silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
@@ -119,13 +133,13 @@ class Results:
                 remarks.append(f"the entry {entry.test} ({entry.words}) matches no test")
         return remarks
 
-    def exit_code(self) -> int:
+    def exit_code(self) -> ExitStatus:
         if self.signal is not None:
-            return 128 + self.signal
+            return ExitStatus.of_signal(self.signal)
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
-            return 1
+            return ExitStatus.FAILED
         if self.unknown():
-            return 2
+            return ExitStatus.REFUSED
         if not self.executed:
-            return 0 if self.is_left_empty() else 5
-        return 1 if self.executed < self.run.minimum_executed else 0
+            return ExitStatus.OK if self.is_left_empty() else ExitStatus.NOTHING_RAN
+        return ExitStatus.FAILED if self.executed < self.run.minimum_executed else ExitStatus.OK

@@ -27,9 +27,10 @@ from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.reaper import Reaper
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, Outcome, Stopped
+from torch_fsdp_tests.dispatch.result import Attempt, FileResult, Stopped
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_SLOW_AFTER, RunTests
+from torch_fsdp_tests.verdict import Scope, State
 
 UNKNOWN_LIMIT = 1800.0  # seconds of a file whose time is not known; upstream's
 LEAST_LIMIT = 600.0  # seconds; a machine under load is slower than the one that recorded the times
@@ -96,6 +97,7 @@ class Runner:
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
             "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
+            "TORCH_FSDP_TESTS_STRICT_DEFECTS": "1" if self._run.strict_defects else None,
             "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
         }
         return {**os.environ, **{name: value for name, value in wishes.items() if value is not None}}
@@ -185,10 +187,23 @@ class Runner:
         part = job.part
         lent = self._pool.lend(job.slots)
         orders = Orders(
-            os.getpid(), part.name, tuple(sorted(part.test.included)), tuple(sorted(part.test.excluded)), waiting.only,
-            run.patterns, part.shard, part.num_shards, run.seed, run.shuffle, run.list_tests, run.show_locals,
-            self._entries, run.run_slow, run.rerun_disabled, self._devices.type,
-        )  # fmt: skip
+            dispatcher=os.getpid(),
+            file=part.name,
+            included=tuple(sorted(part.test.included)),
+            excluded=tuple(sorted(part.test.excluded)),
+            only=waiting.only,
+            patterns=run.patterns,
+            shard=part.shard,
+            num_shards=part.num_shards,
+            seed=run.seed,
+            shuffle=run.shuffle,
+            list_only=run.list_tests,
+            show_locals=run.show_locals,
+            entries=self._entries,
+            run_slow=run.run_slow,
+            rerun_disabled=run.rerun_disabled,
+            device=self._devices.type,
+        )
         environment = {**self._environment, **self._devices.environment(lent)}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
@@ -196,9 +211,19 @@ class Runner:
         limit = limit_of(run, part)
         try:
             started = TestProcess(
-                job, self._paths[part.name], orders, run.arguments, environment, self._directory, run.test_directory,
-                lent, now, limit, self._measure, self._forkserver,
-            )  # fmt: skip
+                job=job,
+                path=self._paths[part.name],
+                orders=orders,
+                arguments=run.arguments,
+                environment=environment,
+                directory=self._directory,
+                cwd=run.test_directory,
+                lent=lent,
+                began=now,
+                limit=limit,
+                measure=self._measure,
+                forkserver=self._forkserver,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
@@ -348,7 +373,7 @@ class Runner:
 
 def _to_repeat(attempt: Attempt) -> tuple[str, ...] | None:
     """Tests for the next process: those that failed or were not reached; all where no single test is to blame."""
-    bad = [test.name for test in attempt.tests if test.outcome.is_bad]
-    if FILE_ITSELF in bad or any("(" in name for name in bad):
+    bad = [test for test in attempt.tests if test.outcome.is_bad]
+    if any(test.scope is not Scope.TEST for test in bad):
         return None
-    return (*bad, *(test.name for test in attempt.tests if test.outcome is Outcome.NOT_RUN))
+    return tuple(test.name for test in attempt.tests if test.outcome.is_bad or test.outcome is State.NOT_RUN)

@@ -1,4 +1,4 @@
-"""What a run is: options, checked and frozen. A rerun says in one line how it differs."""
+"""What a run is: options, checked and frozen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 
+DEFAULT_DIRECTORY = "test"  # below the checkout
+REPORTS = "test-reports"
 DEFAULT_SEED = 1234  # the harness' own, and upstream's
 DEFAULT_SLOW_AFTER = 60.0  # seconds
 
@@ -46,6 +48,7 @@ class RunTests:
     keep_going: bool = False
     reruns: int = 0
     fail_on_flaky: bool = False
+    strict_defects: bool = False
     minimum_executed: int = 0
     show_locals: bool = False
     verbose: bool = False
@@ -68,9 +71,8 @@ class RunTests:
     @property
     def reports(self) -> Path:
         """Where what a run leaves unasked goes: beside a folder called ``test``, as in a checkout, else inside."""
-        return (
-            self.test_directory.parent if self.test_directory.name == "test" else self.test_directory
-        ) / "test-reports"
+        inside = self.test_directory.name != DEFAULT_DIRECTORY
+        return (self.test_directory if inside else self.test_directory.parent) / REPORTS
 
     @property
     def is_narrowed_by_file(self) -> bool:

@@ -12,21 +12,22 @@ import signal
 import socket
 import traceback
 import unittest
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torch_fsdp_tests import host
+from torch_fsdp_tests.verdict import Phase, RankResult, State, Verdict, by_cause, first_line
+from torch_fsdp_tests.verdict import ranks_in_words as ranks_in_words
 
 __unittest = True
 
-DEATH_NEWS = 1.0  # seconds that the news of a rank's death may come after what it caused
 TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is counted
-
 
 BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
 
 
 class Kind(str, enum.Enum):
-    """How a rank, or a whole test, came out."""
+    """How a rank says that it came out."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
@@ -45,6 +46,11 @@ class Outcome:
     subtests: int = 0
     skipped_subtests: tuple[str, ...] = ()
     from_body: bool = False  # the exception came out of the test method, not out of what stands around it
+    exception: str = ""  # type of what was raised
+    message: str = ""  # first line of what that says
+
+    def in_one_line(self) -> str:
+        return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
 
     def to_json(self) -> dict:
         return dataclasses.asdict(self)
@@ -80,9 +86,7 @@ class Ending:
     def in_words(self) -> str:
         if self.signal is not None:
             return f"was killed by {host.signal_name(self.signal)}"
-        if self.code is not None:
-            return f"left with exit code {self.code}"
-        return "was stopped (SIGSTOP or the like)" if self.stopped else "was still running"
+        return "was still running" if self.code is None else f"left with exit code {self.code}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,29 +117,32 @@ class RankReport:
         return dataclasses.replace(self, outcome=outcome, ending=Ending(code=0))
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The verdict on a test. ``from_body`` says that its first cause is an exception that the test body raised."""
-
-    kind: Kind
-    text: str = ""
-    from_body: bool = False
-
-
 class RanksFailed(AssertionError):
     """An assertion of the test failed in one or more ranks; the message tells rank by rank."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.text)
+        self.verdict = verdict
 
 
 class RanksErred(RuntimeError):
     """A rank raised something else, died, or ran past its limit; the message tells rank by rank."""
 
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.text)
+        self.verdict = verdict
+
 
 class HarnessError(RuntimeError):
     """The harness itself failed; the test is not to blame."""
 
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(State.HARNESS_ERROR, first_line(self), Phase.HARNESS)
+
 
 def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> Outcome:
-    """Run a test body and put what comes of it into words.
+    """Run a test body and return what came of it.
 
     ``SystemExit`` is no way to pass a test: it becomes an error that names the code, unless the code is one of
     the skip codes, which :func:`judge` sees to. ``KeyboardInterrupt`` in a rank is an error like any other.
@@ -148,11 +155,22 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
     except SystemExit:
         raise
     except BaseException as error:
-        kind = Kind.FAILED if isinstance(error, AssertionError) else Kind.ERROR
-        place = getattr(error, "__subtest__", None)
-        text = (f"in the subtest {place}\n" if place else "") + format_error(error)
-        return Outcome(rank, kind, shorten(text), clock() - start, from_body=hasattr(error, BODY_MARK))
+        return raised(rank, error, clock() - start)
     return Outcome(rank, Kind.PASSED, seconds=clock() - start)
+
+
+def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
+    """The outcome of a rank that raised an exception."""
+    place = getattr(error, "__subtest__", None)
+    return Outcome(
+        rank,
+        kind=Kind.FAILED if isinstance(error, AssertionError) else Kind.ERROR,
+        text=shorten((f"in the subtest {place}\n" if place else "") + format_error(error)),
+        seconds=seconds,
+        from_body=hasattr(error, BODY_MARK),
+        exception=type(error).__qualname__,
+        message=first_line(error),
+    )
 
 
 def format_error(error: BaseException) -> str:
@@ -166,12 +184,24 @@ def format_error(error: BaseException) -> str:
         return f"{type(error).__qualname__} (its message cannot be shown: {type(broken).__qualname__} in its __str__)"
 
 
+_entries: set[tuple[str, str]] = set()  # file and name of the functions by which the harness enters a test
+_FRAME = re.compile(r'  File "(.*)", line \S+ in (.*)')  # as faulthandler writes it
+
+Entry = TypeVar("Entry", bound=Callable)
+
+
+def enters_test(function: Entry) -> Entry:
+    """Decorate a function that calls a test: shown stacks end above its frame, since below is always the harness."""
+    _entries.add((function.__code__.co_filename, function.__code__.co_name))
+    return function
+
+
 def shorten_stacks(text: str) -> str:
-    """What faulthandler wrote, each thread's stack only down to the test, since below it is always the harness."""
+    """What faulthandler wrote, each thread's stack only down to the test."""
     kept, below = [], False
     for line in text.splitlines():
-        below = below and line.startswith("  File ")
-        below |= line.startswith("  File ") and line.endswith((" in stand_in", " in _serve_rank"))
+        frame = _FRAME.fullmatch(line)
+        below = frame is not None and (below or frame.groups() in _entries)
         if not below and not line.startswith("Extension modules:"):
             kept.append(line)
     return shorten("\n".join(kept).strip())
@@ -186,19 +216,6 @@ def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
     return f"{head}\n... {left_out} bytes left out ...\n{tail}"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``: runs of neighbours in short form."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
-
-
 def judge(
     reports: Sequence[RankReport],
     limit: float,
@@ -211,95 +228,66 @@ def judge(
     every rank of this test is to leave (negative for a signal, as upstream's ``special_return_code_checks`` has it).
     """
     if not reports:
-        return Verdict(Kind.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
-    if expected_code != 0:
-        return _judge_codes(reports, limit, expected_code)
-    reasons = [_skip_reason(report, skip_codes) for report in reports]
-    if all(reason is not None for reason in reasons):
-        return Verdict(Kind.SKIPPED, "; ".join(dict.fromkeys(str(reason) for reason in reasons)))
-    bad = [report for report in reports if not _passed(report)]
+        return Verdict(State.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
+    ranks = tuple(_result_of(report, limit, skip_codes, expected_code) for report in reports)
+    if all(rank.state is State.SKIPPED for rank in ranks):
+        return Verdict(State.SKIPPED, "; ".join(dict.fromkeys(rank.message for rank in ranks)))
+    bad = by_cause(ranks)
     if not bad:
-        return Verdict(Kind.PASSED)
-    # A rank that waited without a word is the last to speak: what the others raised explains it.
-    bad.sort(key=lambda report: (report.waited, reasons[report.rank] is not None, _cause_at(report)))
+        return Verdict(State.PASSED)
     first = bad[0]
-    crashed = any(report.outcome is None and not report.ending.ours and reasons[report.rank] is None for report in bad)
-    cause = first.outcome if first.outcome is not None and first.outcome.kind in (Kind.FAILED, Kind.ERROR) else None
-    kind = Kind.ERROR if cause is None else cause.kind
-    text = "\n\n".join(_paragraphs(bad, reasons, len(reports), limit))
-    return Verdict(kind, text, from_body=cause is not None and cause.from_body and not crashed)
+    # A rank that skips alone makes an error of the test; one that is found running alone has taken too long.
+    state = {State.SKIPPED: State.ERROR, State.STILL_RUNNING: State.TIMED_OUT}.get(first.state, first.state)
+    reason = f"{ranks_in_words([first.rank])} of {len(ranks)} {first.in_one_line()}"
+    return Verdict(state, reason, first.phase, ranks)
 
 
-def _cause_at(report: RankReport) -> float:
-    """When a rank went wrong, for the order of causes.
-
-    A death reaches the test process by way of the server; the others may tell sooner that their peer is gone.
-    """
-    died = report.outcome is None and not report.ending.ours
-    return report.at - DEATH_NEWS if died else report.at
-
-
-def _passed(report: RankReport) -> bool:
-    return report.outcome is not None and report.outcome.kind is Kind.PASSED and report.ending.code == 0
+def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
+    """What became of one rank, judged alone."""
+    outcome, ending = report.outcome, report.ending
+    kind = None if outcome is None else outcome.kind
+    skip_reason = None if expected_code else _skip_reason(report, skip_codes)
+    took_all = ending.ours and report.at >= limit
+    phase, message, text = None, "", report.stacks
+    if outcome is not None and kind in (Kind.FAILED, Kind.ERROR):
+        state, phase = State(outcome.kind.value), Phase.BODY if outcome.from_body else Phase.FIXTURE
+        message, text = outcome.message, outcome.text
+    elif skip_reason is not None:
+        state, message, text = State.SKIPPED, skip_reason, ""
+    elif ending.ours:
+        state, phase = State.TIMED_OUT if took_all else State.STILL_RUNNING, Phase.BODY
+    elif kind is not Kind.PASSED or ending.code != 0:
+        state, phase = State.CRASHED, Phase.BODY
+    else:
+        state = State.PASSED
+    if expected_code:  # then nothing else counts
+        met = not ending.ours and ending.exitcode == expected_code
+        state, phase = State.PASSED if met else State.FAILED, None
+    return RankResult(
+        rank=report.rank,
+        state=state,
+        phase=phase,
+        said="" if kind is None else kind.value,
+        exception="" if outcome is None else outcome.exception,
+        message=message,
+        text=text,
+        output=report.output,
+        seconds=0.0 if outcome is None else outcome.seconds,
+        at=report.at,
+        exit_code=ending.code,
+        signal=None if ending.signal is None else host.signal_name(ending.signal),
+        stopped=ending.stopped,
+        killed=ending.ours,
+        limit=limit if took_all else None,
+        expected_code=expected_code if state is State.FAILED and expected_code else None,
+        host=report.host,
+    )
 
 
 def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | None:
     if report.outcome is None:
         return skip_codes.get(report.ending.code) if report.ending.code is not None else None
     return report.outcome.text if report.outcome.kind is Kind.SKIPPED and report.ending.code == 0 else None
-
-
-def _judge_codes(reports: Sequence[RankReport], limit: float, expected: int) -> Verdict:
-    wrong = [report for report in reports if report.ending.ours or report.ending.exitcode != expected]
-    if not wrong:
-        return Verdict(Kind.PASSED)
-    lines = []
-    for report in wrong:
-        headline, text = _words(report, None, limit)
-        told = f"rank {report.rank} of {len(reports)} {headline}; exit code {expected} was expected"
-        lines.append(told + (f":\n{text}" if text else ""))
-    return Verdict(Kind.FAILED, "\n\n".join(lines))
-
-
-def _paragraphs(
-    bad: Sequence[RankReport], reasons: Sequence[str | None], world_size: int, limit: float
-) -> Iterable[str]:
-    """One paragraph for the ranks that say the same, in the order given."""
-    same: dict[tuple[str, str], list[RankReport]] = {}
-    for report in bad:
-        same.setdefault(_words(report, reasons[report.rank], limit), []).append(report)
-    for (headline, text), reports in same.items():
-        who = ranks_in_words([report.rank for report in reports])
-        if len(reports) > 1 and reasons[reports[0].rank] is None:  # the words of a skip are the test's
-            headline = _SINGULAR.sub(lambda found: _PLURAL[found[0]], headline)
-        yield f"{who} of {world_size} {headline}" + (f":\n{text}" if text else "")
-    skipped = [rank for rank, reason in enumerate(reasons) if reason is not None]
-    if skipped:
-        yield f"a skip counts only when every rank skips; {ranks_in_words(skipped)} of {world_size} did"
-    for report in bad:
-        if report.output:
-            yield f"--- output of rank {report.rank} ---\n{report.output}"
-
-
-_PLURAL = {"was": "were", "it": "they"}
-_SINGULAR = re.compile(r"\b(was|it)\b")
-
-
-def _words(report: RankReport, skip_reason: str | None, limit: float) -> tuple[str, str]:
-    """A headline that follows "rank N", and the text below it."""
-    outcome, ending = report.outcome, report.ending
-    if skip_reason is not None:
-        return f"skipped: {skip_reason}", ""
-    if outcome is not None and outcome.kind in (Kind.FAILED, Kind.ERROR):
-        return "raised", outcome.text
-    told = "" if outcome is None else f"reported that it {outcome.kind.value} and then "
-    if not ending.ours:
-        before = " before reporting anything" if outcome is None else ""
-        return f"{told}{ending.in_words()}{before}", report.stacks
-    state = "was stopped (SIGSTOP or the like)" if ending.stopped else "was still running"
-    when = f"after {report.at:.1f} s" + (f" (the limit is {limit:g} s)" if report.at >= limit else "")
-    stacks = report.stacks or "no Python stack could be had from it"
-    return f"{told}{state} {when}, and was killed", stacks
 
 
 def death_of_server(status: int | None) -> str:

@@ -248,7 +248,7 @@ def _run(control: socket.socket) -> None:
     events.detach()
     host.adopt_orphans()
     server = Server(control)
-    forkserver.preload(torch_facts.PRELOAD)
+    forkserver.preload(torch_facts.PRELOADED)
     server.serve()
     server.end_all()
     os._exit(0)

@@ -33,10 +33,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel, full_parameters
+from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 FULL, LOCAL, SHARDED = (
     StateDictType.FULL_STATE_DICT,

@@ -23,9 +23,9 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     NestedWrappedModule,
     TransformerWithSharedParams,
-    full_parameters,
 )
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 
 class TestApply(FSDPTest):

@@ -74,7 +74,8 @@ def recorded() -> Iterator[Traffic]:
         return original(output, input, *args, **kwargs)
 
     # Where the CPU computes, parameters are gathered into a list of tensors; everywhere else, into one.
-    recorders = {"all_gather": gather, torch_facts.ALL_GATHER_NAME: gather, torch_facts.REDUCE_SCATTER_NAME: scatter}
+    gather_name, scatter_name = torch_facts.all_gather_name(), torch_facts.reduce_scatter_name()
+    recorders = {"all_gather": gather, gather_name: gather, scatter_name: scatter}
     with contextlib.ExitStack() as stack:
         for name, recorder in recorders.items():
             stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))

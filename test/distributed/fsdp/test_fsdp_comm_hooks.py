@@ -66,7 +66,7 @@ class DummyHook:
 
     def dummy_hook_for_sharded_fsdp(self, state, grad, output):
         state.calls.append((grad.numel(), output.numel()))
-        getattr(dist, torch_facts.REDUCE_SCATTER_NAME)(output, grad, group=state.process_group)
+        getattr(dist, torch_facts.reduce_scatter_name())(output, grad, group=state.process_group)
         output.add_(state.noise)
 
     def for_strategy(self, sharding_strategy):
@@ -105,7 +105,7 @@ def _reduced_dtypes() -> Iterator[list[torch.dtype]]:
         return original(tensor, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for name, recorder in ((torch_facts.REDUCE_SCATTER_NAME, reduce_scatter), ("all_reduce", all_reduce)):
+        for name, recorder in ((torch_facts.reduce_scatter_name(), reduce_scatter), ("all_reduce", all_reduce)):
             stack.enter_context(mock.patch.object(dist, name, functools.partial(recorder, getattr(dist, name))))
         yield dtypes
 

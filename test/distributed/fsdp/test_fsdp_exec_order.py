@@ -216,7 +216,7 @@ class TestFSDPExecOrder(FSDPTest):
                 calls.append(input.numel())
             return original(output, input, *args, **kwargs)
 
-        name = torch_facts.ALL_GATHER_NAME
+        name = torch_facts.all_gather_name()
         with mock.patch.object(dist, name, functools.partial(counting, getattr(dist, name))):
             yield calls
 

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, full_parameters, patch_all_reduce, patch_reduce_scatter
+from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_reduce, patch_reduce_scatter
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -262,7 +263,7 @@ class TestFSDPFineTune(FSDPTest):
             return collective(*args, **kwargs)
 
         all_reduce = functools.partial(noted, "all_reduce", dist.all_reduce)
-        reduce_scatter = functools.partial(noted, "reduce_scatter", getattr(dist, torch_facts.REDUCE_SCATTER_NAME))
+        reduce_scatter = functools.partial(noted, "reduce_scatter", getattr(dist, torch_facts.reduce_scatter_name()))
         torch.manual_seed(self.rank + 1)
         for _ in range(self.num_iters):
             inp = torch.randn(8, 5, device=device)

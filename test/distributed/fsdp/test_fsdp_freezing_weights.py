@@ -210,7 +210,7 @@ class TestFreezingWeights(FSDPTest):
             numels.append(input.numel())
             return original(output, input, *args, **kwargs)
 
-        name = torch_facts.REDUCE_SCATTER_NAME
+        name = torch_facts.reduce_scatter_name()
         with mock.patch.object(dist, name, functools.partial(recording, getattr(dist, name))):
             yield numels
 

@@ -185,7 +185,7 @@ class TestGradAcc(FSDPTest):
             torch.testing.assert_close(inner.grad[: expected.numel()], expected)
 
             self._backward(model, batches[2])
-            name = torch_facts.REDUCE_SCATTER_NAME if sharded else "all_reduce"
+            name = torch_facts.reduce_scatter_name() if sharded else "all_reduce"
             self.assertEqual(reductions, [name] * len(handles))
         for handle in handles:
             flat_param = handle.flat_param
@@ -202,7 +202,7 @@ class TestGradAcc(FSDPTest):
             return original(*args, **kwargs)
 
         with contextlib.ExitStack() as stack:
-            for name in (torch_facts.REDUCE_SCATTER_NAME, "all_reduce"):
+            for name in (torch_facts.reduce_scatter_name(), "all_reduce"):
                 stack.enter_context(
                     mock.patch.object(dist, name, functools.partial(counting, name, getattr(dist, name)))
                 )

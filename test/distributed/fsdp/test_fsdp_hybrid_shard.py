@@ -27,12 +27,12 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPInitMode,
     FSDPTest,
     TransformerWithSharedParams,
-    full_parameters,
     patch_all_reduce,
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests, xfailIf
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
@@ -265,7 +265,7 @@ class TestFSDPHybridShard(FSDPTest):
         inputs = model.get_input(self.device)
         loss = model.get_loss(inputs, model(*inputs))
         all_reduce = functools.partial(counted, "all_reduce", dist.all_reduce)
-        reduce_scatter = functools.partial(counted, "reduce_scatter", getattr(dist, torch_facts.REDUCE_SCATTER_NAME))
+        reduce_scatter = functools.partial(counted, "reduce_scatter", getattr(dist, torch_facts.reduce_scatter_name()))
         with patch_all_reduce(all_reduce), patch_reduce_scatter(reduce_scatter):
             loss.backward()
         # Four layers and what is above them, in the MIXED case both in the transformer and in the root.

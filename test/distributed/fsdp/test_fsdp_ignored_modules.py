@@ -269,7 +269,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @contextlib.contextmanager
     def _recorded_collectives(self, calls):
         """Inside the context ``calls`` learns of each collective, with the number of its elements."""
-        names = {"all_gather", "all_reduce", torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME}
+        names = {"all_gather", "all_reduce", torch_facts.all_gather_name(), torch_facts.reduce_scatter_name()}
 
         def recording(name, original):
             def record(*args, **kwargs):

@@ -48,11 +48,11 @@ from torch_fsdp_tests.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
     _assert_module_states,
-    full_parameters,
 )
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 HOST = torch.device("cpu")  # the CPU is the subject
 META = torch.device("meta")

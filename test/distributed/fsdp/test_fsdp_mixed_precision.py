@@ -98,8 +98,8 @@ def recorded_collectives() -> Iterator[dict[str, list[torch.dtype]]]:
     """The dtypes of the parameters that are gathered and of the gradients that are reduced, one for each call."""
     host = accelerator.current().is_host
     names = {
-        "all_gather" if host else torch_facts.ALL_GATHER_NAME: "gathered",  # FSDP1 asks where the tensor lies
-        torch_facts.REDUCE_SCATTER_NAME: "reduced",
+        "all_gather" if host else torch_facts.all_gather_name(): "gathered",  # FSDP1 asks where the tensor lies
+        torch_facts.reduce_scatter_name(): "reduced",
         "all_reduce": "reduced",
     }
     sent: dict[str, list[torch.dtype]] = {"gathered": [], "reduced": []}

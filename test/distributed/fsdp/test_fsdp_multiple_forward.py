@@ -121,7 +121,7 @@ class TestMultiForward(FSDPTest):
                         return gather(output, input, *args, **kwargs)
 
                     # Where the CPU computes, parameters are gathered into a list; everywhere else, into one tensor.
-                    names = ("all_gather", torch_facts.ALL_GATHER_NAME)
+                    names = ("all_gather", torch_facts.all_gather_name())
                     patches = {name: functools.partial(record, getattr(dist, name)) for name in names}
                     hook = mock.Mock(side_effect=fsdp_runtime._post_backward_hook)
                     with (

@@ -54,15 +54,10 @@ from torch_fsdp_tests.common_distributed import (
     requires_world_size,
     skip_if_lt_x_gpu,
 )
-from torch_fsdp_tests.common_fsdp import (
-    DEVICEInitMode,
-    FSDPInitMode,
-    FSDPTest,
-    TransformerWithSharedParams,
-    full_parameters,
-)
+from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 
 class Place(NamedTuple):

@@ -162,7 +162,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
         inputs = torch.ones(1, device=self.device, requires_grad=True)
         calls = []
-        original = getattr(dist, torch_facts.ALL_GATHER_NAME)
+        original = getattr(dist, torch_facts.all_gather_name())
 
         def delayed_all_gather(*args, **kwargs):
             calls.append(args)
@@ -176,7 +176,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
             dist.barrier()
             torch.accelerator.synchronize()
             calls.clear()
-            with mock.patch.object(dist, torch_facts.ALL_GATHER_NAME, delayed_all_gather):
+            with mock.patch.object(dist, torch_facts.all_gather_name(), delayed_all_gather):
                 started = time.perf_counter()
                 begin.record()
                 output = model(inputs)

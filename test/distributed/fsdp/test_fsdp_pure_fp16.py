@@ -82,14 +82,14 @@ class TestPureFP16(FSDPTest):
         self.assertEqual({param.dtype for param in model.parameters()}, {dtype})
 
         reduced = []
-        scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+        scatter = getattr(dist, torch_facts.reduce_scatter_name())
 
         def record(output, input, *args, **kwargs):
             reduced.append((output.dtype, input.dtype))
             return scatter(output, input, *args, **kwargs)
 
         inputs = tuple(each.to(dtype) for each in model.module.get_input(get_devtype()))
-        with mock.patch.object(dist, torch_facts.REDUCE_SCATTER_NAME, record):
+        with mock.patch.object(dist, torch_facts.reduce_scatter_name(), record):
             output = model(*inputs)
             model.module.get_loss(inputs, output).backward()
 

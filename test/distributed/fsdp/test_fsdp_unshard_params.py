@@ -186,7 +186,7 @@ class TestUnshardParamsBase(FSDPTest):
                 for handle in traversal_utils._get_fsdp_handles(model):
                     if handle.uses_sharded_strategy:  # beyond upstream: of what is in host memory nothing is here
                         freed = _elements(_gathered(handle.flat_param, mixed_precision)) == 0
-                        offloads = torch_facts.OFFLOADS_FROM_HOST_TO_HOST or self.device != host
+                        offloads = not torch_facts.KEEPS_HOST_TENSORS_IN_PLACE or self.device != host
                         self.assertEqual(freed, offload_to_cpu and offloads)
             else:
                 for handle in traversal_utils._get_fsdp_handles(model):

@@ -23,20 +23,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import (
+from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
     ShardedStatesMixin,
     Trained,
-    full_parameters,
     parameters_and_moments,
     plain_parameters_and_moments,
     sharded_state_dicts,
     train_on_share,
     use_sharded_state_dicts,
 )
-from torch_fsdp_tests.common_utils import parametrize, run_tests
-from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
-from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 PLACEMENTS = (Replicate(), Shard(0))

@@ -10,30 +10,32 @@ import collections
 import copy
 import dataclasses
 import functools
-import unittest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel.scatter_gather import _is_namedtuple
 
 from torch_fsdp_tests import torch_facts
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     DoubleLinear,
     FSDPTest,
     FSDPTestMultiThread,
-    ShardAdam,
     check_sharded_parity,
-    patch_all_gather,
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
 DIM = 24
 ITERATIONS = 10
@@ -57,7 +59,7 @@ class Module(nn.Module):
         return self.relu(self.lin2(self.relu(self.lin1(x))))
 
     def forward(self, inputs: Any) -> Any:
-        if _is_namedtuple(inputs):  # which is a tuple too
+        if isinstance(inputs, NamedPair):  # which is a tuple too
             return inputs._replace(x=self._forward(inputs.x))
         if isinstance(inputs, (list, tuple)):
             return type(inputs)([self._forward(inputs[0])])
@@ -89,20 +91,19 @@ class FromContainerType(nn.Module):
         self.expected_type = NamedPair if container_type is collections.namedtuple else container_type
 
     def forward(self, container: Any) -> torch.Tensor:
-        assert type(container) is self.expected_type, type(container)
+        kind = type(container)
+        assert kind is self.expected_type, kind
         return container["x"] if isinstance(container, dict) else container[0]
 
 
 class TestFullyShardAutograd(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
-    def _reduce_1d_partial_grads(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def _reduce_1d_partial_grads(self, module: nn.Module) -> None:
         """Turn the gradients of a sum over the global batch into the mean over ranks, which is what FSDP gives."""
         for param in module.parameters():
             if param.grad is not None:
-                param.grad.div_(dist.get_world_size(group))
+                param.grad.div_(self.world_size)
 
     def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Two rows for each rank, drawn alike on all of them, and the two of this rank."""
@@ -121,12 +122,12 @@ class TestFullyShardAutograd(FSDPTest):
         check_sharded_parity(self, ref_model, model)
         if mine.requires_grad:
             self.assertEqual(mine.grad, self._of_this_rank(rows.grad))
-        context = model._get_fsdp_state()._comm_ctx
+        context = internals.comm_context(model)
         self.assertEqual(context.post_forward_order, [])
-        self.assertEqual(getattr(context, "reduce_scatter_states", []), [])  # before 2.13 one under another name
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-                self.assertEqual(group._post_forward_indices, [])
+        if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS:
+            self.assertEqual(context.reduce_scatter_states, [])
+        for group in internals.groups_of(model):
+            self.assertEqual(internals.forward_positions(group), [])
 
     def _check_loss(self, ref_loss: torch.Tensor, loss: torch.Tensor) -> None:
         """The losses of the ranks must add up to that of the reference, which has seen all of their rows."""
@@ -137,13 +138,10 @@ class TestFullyShardAutograd(FSDPTest):
     def _replica(self, model: nn.Module) -> nn.Module:
         return copy.deepcopy(model).to(self.device)
 
-    def _adams(self, *modules: nn.Module) -> list[torch.optim.Optimizer]:
-        return [ShardAdam(module.parameters(), lr=1e-2) for module in modules]
-
     def _train_and_compare(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Ten steps on the sum of the output, with gradients compared before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
-        optims = self._adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         manual_seed(1)  # for the rows; the same on all ranks
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
@@ -153,23 +151,19 @@ class TestFullyShardAutograd(FSDPTest):
             self._reduce_1d_partial_grads(ref_model)
             self._check_loss(ref_loss, loss)
             check_sharded_parity(self, ref_model, model)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad(set_to_none=bool(iteration % 2))
+            take_step(optims, set_to_none=bool(iteration % 2))
         check_sharded_parity(self, ref_model, model)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
     @skip_if_lt_x_gpu(4)
-    def test_unused_forward_output(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
-
-    def _test_unused_forward_output(self, reshard_after_forward: bool | int) -> None:
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_unused_forward_output(self, reshard_after_forward):
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=True)
         ref_model = self._replica(model)
         fully_shard(model.lin1, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)  # lin2 belongs to the root
-        ref_optim, optim = self._adams(ref_model, model)
+        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(1)
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
@@ -187,24 +181,17 @@ class TestFullyShardAutograd(FSDPTest):
             check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_unused_forward_output_gradients(self):
+    @subtests(
+        reshard_after_forward=[True, False, 2], wrapped=[("",), ("lin1", "lin2", "")], input_requires_grad=[True, False]
+    )
+    def test_unused_forward_output_gradients(self, reshard_after_forward, wrapped, input_requires_grad):
         """Beyond upstream: gradients are right before the step, whichever output the loss uses or ceases to use."""
-        config = {
-            "reshard_after_forward": [True, False, 2],
-            "wrapped": [("",), ("lin1", "lin2", "")],
-            "input_requires_grad": [True, False],
-        }
-        self.run_subtests(config, self._test_unused_forward_output_gradients)
-
-    def _test_unused_forward_output_gradients(
-        self, reshard_after_forward: bool | int, wrapped: tuple[str, ...], input_requires_grad: bool
-    ) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
         for name in wrapped:
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         both, first, second = (lambda x, y: (x * y).sum()), (lambda x, y: x.sum()), (lambda x, y: y.sum())
         manual_seed(1)
         for step, loss_of in enumerate((both, first, second, first, both)):
@@ -213,21 +200,16 @@ class TestFullyShardAutograd(FSDPTest):
             loss_of(*model(mine)).backward()
             self._reduce_1d_partial_grads(ref_model)
             self._check_gradients(ref_model, model, rows, mine)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad(set_to_none=step >= 2)  # with zeros Adam goes on to move what is not used
+            take_step(optims, set_to_none=step >= 2)  # with zeros Adam goes on to move what is not used
 
     @skip_if_lt_x_gpu(4)
-    def test_loss_of_inner_output(self):
+    @subtests(input_requires_grad=[True, False])
+    def test_loss_of_inner_output(self, input_requires_grad):
         """Beyond upstream: a loss that uses what an inner module returned, and nothing that the root returned."""
-        self.run_subtests({"input_requires_grad": [True, False]}, self._test_loss_of_inner_output)
-
-    def _test_loss_of_inner_output(self, input_requires_grad: bool) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
-        for module in (model.lin1, model):
-            fully_shard(module)
+        shard_each((model.lin1, model))
         inner: list[torch.Tensor] = []
         for module in (ref_model.lin1, model.lin1):
             module.register_forward_hook(lambda module, args, output: inner.append(output))
@@ -253,40 +235,26 @@ class TestFullyShardAutograd(FSDPTest):
         """
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
-        for linear in (model.lin1, model.lin2):
-            fully_shard(linear, reshard_after_forward=2)
+        shard_each((model.lin1, model.lin2), reshard_after_forward=2)
         fully_shard(model)
-        groups: list[list[int]] = []
-        gather = getattr(dist, torch_facts.ALL_GATHER_NAME)
-
-        def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-            groups.append(dist.get_process_group_ranks(group))
-            return gather(*args, group=group, **kwargs)
-
-        with patch_all_gather(record):
+        with recorded() as calls:
             first, _ = model(self._global_and_local_input()[1])
-            self.assertEqual(groups, [[0, 1, 2, 3]] * 2)
             first.sum().backward()  # of the module that ran first, so that there is none to prefetch
-        self.assertEqual(groups[2:], [[0, 1] if self.rank < 2 else [2, 3]])
+        groups = [dist.get_process_group_ranks(group) for group in calls.values("AG", "group")]
+        self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(4)
-    def test_unused_forward_module(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
-
-    def _test_unused_forward_module(self, reshard_after_forward: bool | int) -> None:
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_unused_forward_module(self, reshard_after_forward):
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=False)
         ref_model = self._replica(model)
-        for module in (model.lin1, model.lin2, model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        shard_each((model.lin1, model.lin2, model), reshard_after_forward=reshard_after_forward)
         self._train_and_compare(ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_nontensor_activations(self):
-        container_types = [list, collections.namedtuple, tuple, dict]
-        self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
-
-    def _test_nontensor_activations(self, container_type: type) -> None:
+    @subtests(container_type=[list, collections.namedtuple, tuple, dict])
+    def test_nontensor_activations(self, container_type):
         manual_seed(42)
         stages = (Module(DIM) for _ in range(3))
         model = nn.Sequential(ToContainerType(container_type), *stages, FromContainerType(container_type))
@@ -296,14 +264,11 @@ class TestFullyShardAutograd(FSDPTest):
         self._train_and_compare(ref_model, fully_shard(model))
 
     @skip_if_lt_x_gpu(4)
-    def test_container_kinds(self):
+    @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])
+    def test_container_kinds(self, container, loss_uses):
         """Beyond upstream: containers in containers arrive as they are, and each module reduces in its turn."""
-        config = {"container": list(CONTAINERS), "loss_uses": ["x", "y", "both"]}
-        self.run_subtests(config, self._test_container_kinds)
-
-    def _test_container_kinds(self, container: str, loss_uses: str) -> None:
-        if "dataclass" in container and not torch_facts.FINDS_TENSORS_IN_DATACLASSES:
-            raise unittest.SkipTest("this torch does not look for tensors in dataclasses (2.13 does)")
+        if "dataclass" in container:
+            skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         pack, unpack = CONTAINERS[container]
         events: list[str] = []
         manual_seed(42)
@@ -337,16 +302,11 @@ class TestFullyShardAutograd(FSDPTest):
             ref_model.zero_grad()
             model.zero_grad()
 
-    @unittest.skipUnless(
-        hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "this torch always leaves unused parameters out"
-    )
+    @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(4)
-    def test_rank_dependent_use(self):
+    @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
+    def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):
         """Beyond upstream: what one rank does not use is reduced with zeros for that rank."""
-        config = {"reshard_after_forward": [True, False, 2], "input_requires_grad": [True, False]}
-        self.run_subtests(config, self._test_rank_dependent_use)
-
-    def _test_rank_dependent_use(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -418,7 +378,7 @@ def _loss_of(x: torch.Tensor, y: torch.Tensor, uses: str) -> torch.Tensor:
 
 
 def _recording(events: list[str], event: str) -> Any:
-    reduce_scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
+    reduce_scatter = internals.reduce_scatter()
 
     def record(*args: Any, **kwargs: Any) -> Any:
         events.append(event)
@@ -428,16 +388,13 @@ def _recording(events: list[str], event: str) -> Any:
 
 
 class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_post_acc_grad_hook_runs(self):
         device = self.device
         model = MLP(8, device)
-        for module in (model.in_proj, model.out_proj, model):
-            fully_shard(module)
+        shard_each((model.in_proj, model.out_proj, model))
         names = {param: name for name, param in model.named_parameters()}
         counts: collections.Counter[str] = collections.Counter()
 
@@ -452,9 +409,7 @@ class TestFullyShardPostAccGradHookMultiThread(FSDPTestMultiThread):
 
 
 class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_post_acc_grad_hook_optim_parity(self):
@@ -464,9 +419,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         base_model = Transformer(args).to(device)
         ref_model, model = copy.deepcopy(base_model), copy.deepcopy(base_model)
         for some_model in (ref_model, model):
-            for layer in some_model.layers:
-                fully_shard(layer)
-            fully_shard(some_model)
+            shard_each((*some_model.layers, some_model))
         adamw = functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)
         step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=5)
         ref_optim = adamw(ref_model.parameters())
@@ -510,8 +463,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         manual_seed(42)
         ref_model = MLP(8, self.device)
         model = copy.deepcopy(ref_model)
-        for module in (model.in_proj, model.out_proj, model):
-            fully_shard(module, **kwargs)
+        shard_each((model.in_proj, model.out_proj, model), **kwargs)
         return ref_model, model
 
     def _backward(self, model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -529,26 +481,18 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
 
     def _mean_over_ranks(self, ref_model: nn.Module) -> dict[str, torch.Tensor]:
         """What this rank's shard of each gradient must be, from the gradients of the whole replicas."""
-        expected = {}
-        for name, param in ref_model.named_parameters():
-            assert param.grad is not None
-            dist.all_reduce(mean := param.grad.clone())
-            expected[name] = (mean / self.world_size).chunk(self.world_size)[self.rank]
-        return expected
+        means = {name: param.grad.clone() for name, param in ref_model.named_parameters()}
+        average(means.values())
+        return {name: mean.chunk(self.world_size)[self.rank] for name, mean in means.items()}
 
     @skip_if_lt_x_gpu(2)
-    def test_post_acc_grad_hook_gradient_accumulation(self):
+    @subtests(
+        reshard_after_forward=[True, False],
+        reshard_after_backward=[True, False],
+        param_dtype=[torch.float32, torch.bfloat16],
+    )
+    def test_post_acc_grad_hook_gradient_accumulation(self, reshard_after_forward, reshard_after_backward, param_dtype):
         """Beyond upstream: no hook and no gradient before the microbatch that reduces; then once, with all of it."""
-        config = {
-            "reshard_after_forward": [True, False],
-            "reshard_after_backward": [True, False],
-            "param_dtype": [torch.float32, torch.bfloat16],
-        }
-        self.run_subtests(config, self._test_post_acc_grad_hook_gradient_accumulation)
-
-    def _test_post_acc_grad_hook_gradient_accumulation(
-        self, reshard_after_forward: bool, reshard_after_backward: bool, param_dtype: torch.dtype
-    ) -> None:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward, mp_policy=policy)
         model.set_reshard_after_backward(reshard_after_backward)
@@ -580,18 +524,15 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
                 param.grad = None
 
     @skip_if_lt_x_gpu(2)
-    def test_post_acc_grad_hook_sees_final_gradient(self):
+    @subtests(
+        offload_policy=[OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=True)],
+        reshard_after_forward=[True, False],
+    )
+    def test_post_acc_grad_hook_sees_final_gradient(self, offload_policy, reshard_after_forward):
         """Beyond upstream: a hook gets the registered parameter, with the gradient that the backward ends with.
 
         Offload must not make it wait: with a hook the gradient is copied to the host before the hook is called.
         """
-        policies = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy(pin_memory=True)]
-        config = {"offload_policy": policies, "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_post_acc_grad_hook_sees_final_gradient)
-
-    def _test_post_acc_grad_hook_sees_final_gradient(
-        self, offload_policy: OffloadPolicy, reshard_after_forward: bool
-    ) -> None:
         ref_model, model = self._sharded_mlp(offload_policy=offload_policy, reshard_after_forward=reshard_after_forward)
         sharded = dict(model.named_parameters())
         seen: dict[str, torch.Tensor] = {}

@@ -11,17 +11,20 @@ import unittest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack, ShardAdam
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average, full, replicated
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each
 
 ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
@@ -31,18 +34,7 @@ def norm_by_hand(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors]), norm_type)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class _TestClipGradNormBase(FSDPTest):
-    def _replicated(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        device_ids = None if self.device.index is None else [self.device.index]
-        return replicate(copy.deepcopy(model).to(self.device), device_ids=device_ids, process_group=group)
-
-    def _adams(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
-        return [ShardAdam(model.parameters(), lr=1e-2) for model in models]
-
     def _test_clip_grad_norm(
         self,
         max_norm: float,
@@ -55,12 +47,12 @@ class _TestClipGradNormBase(FSDPTest):
         dp_mesh: DeviceMesh | None = None,
     ) -> None:
         """Clip the gradients of both models to a norm that they exceed, and compare norms and gradients."""
-        dp_mesh = dp_mesh or init_device_mesh(accelerator.current().type, (self.world_size,))
+        dp_mesh = dp_mesh or make_mesh(self.world_size)
         manual_seed(42 + dp_mesh.get_local_rank() + 1)
         for _ in range(ITERATIONS):
             for module, module_optim in ((ref_model, ref_optim), (model, optim)):
                 module_optim.zero_grad()
-                output = whole(module(inp))
+                output = full(module(inp))
                 # Of a layer norm's outputs the plain sum is zero, and so would be all gradients before it.
                 (output * torch.linspace(-1, 1, output.numel(), device=self.device).view_as(output)).sum().backward()
             ref_grads = [param.grad.detach().clone() for param in ref_model.parameters()]
@@ -104,9 +96,7 @@ class _TestClipGradNormBase(FSDPTest):
 
 
 class TestClipGradNormWorldSize2(_TestClipGradNormBase):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm_1d(self):
@@ -123,20 +113,16 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
         manual_seed(42)
         args = ModelArgs(dropout_p=0.0)
         model = Transformer(args).double()  # in float32 a sum of thousands depends on the device's order of adding
-        ref_model = self._replicated(model)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        ref_optim, optim = self._adams(ref_model, model)
+        ref_model = replicated(model)
+        shard_each((*model.layers, model))
+        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(seed_of_tokens)
         tokens = torch.randint(0, args.vocab_size, (3, 16), device=self.device)
         self._test_clip_grad_norm(1, norm_type, ref_model, ref_optim, model, optim, tokens)
 
 
 class TestClipGradNormWorldSize4(_TestClipGradNormBase):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_clip_grad_norm_2d(self):
@@ -145,54 +131,42 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
     def _test_clip_grad_norm_2d(self, norm_type: float) -> None:
         """With tensor parallelism a gradient is split over two dimensions of the mesh."""
-        mesh = init_device_mesh(accelerator.current().type, (2, self.world_size // 2), mesh_dim_names=("dp", "tp"))
+        mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
         dp_mesh, tp_mesh = mesh["dp"], mesh["tp"]
         manual_seed(42)
         model = MLPStack(16, with_seq_parallel=True)
-        ref_model = self._replicated(model, dp_mesh.get_group())
+        ref_model = replicated(model, process_group=dp_mesh.get_group())
         model.to(self.device).parallelize(
             tp_mesh, dp_mesh, use_activation_checkpointing=False, reshard_after_forward=True
         )
-        ref_optim, optim = self._adams(ref_model, model)
+        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(7 + dp_mesh.get_local_rank())
         inp = torch.randn(2, 16, device=self.device)
         self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)
 
-    def _uneven(self, mesh: DeviceMesh) -> tuple[nn.Sequential, nn.Sequential, list[torch.Tensor]]:
+    def _uneven(self, mesh: DeviceMesh) -> tuple[nn.Sequential, list[torch.Tensor]]:
         """Layers of 3, 6 and 1 features, sharded, after a backward: most have no row for the last rank.
 
-        The last takes no part in the loss. With it the plain copy, and the gradients that the others must have.
+        The last takes no part in the loss. Returned with the gradients that the others must have.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 6), nn.Linear(6, 1)).to(self.device)
         model = copy.deepcopy(ref_model)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_each((*model, model), mesh=mesh)
         inp = torch.arange(10.0, device=self.device).view(2, 5).sin() * (self.rank + 1)
         for module in (ref_model, model):
             for linear in list(module)[:2]:
                 linear(inp[:, : linear.in_features]).square().sum().backward()
         ref_grads = [param.grad for param in list(ref_model.parameters())[:4]]
-        for grad in ref_grads:
-            dist.all_reduce(grad)
-            grad.div_(self.world_size)
-        return ref_model, model, ref_grads
+        average(ref_grads)
+        return model, ref_grads
 
     @skip_if_lt_x_gpu(4)
-    def test_uneven_shards(self):
+    @subtests(foreach=[True, False, None], norm_type=[2.0, 1.0, 3.0], mesh_shape=[(4,), (2, 2)])
+    def test_uneven_shards(self, foreach, norm_type, mesh_shape):
         """Beyond upstream: uneven and empty shards, parameters without gradient, replicas that count once."""
-        config = {
-            "foreach": [True, False, None],
-            "norm_type": [2.0, 1.0, 3.0],
-            "mesh_shape": [(4,), (2, 2)],
-        }
-        self.run_subtests(config, self._test_uneven_shards)
-
-    def _test_uneven_shards(self, foreach: bool | None, norm_type: float, mesh_shape: tuple[int, ...]) -> None:
         names = ("replicate", "shard")[-len(mesh_shape) :]
-        mesh = init_device_mesh(accelerator.current().type, mesh_shape, mesh_dim_names=names)
-        _, model, ref_grads = self._uneven(mesh)
+        model, ref_grads = self._uneven(make_mesh(*mesh_shape, names=names))
         if mesh_shape == (4,):
             self.assertEqual(model[0].weight.grad.to_local().size(0), 0 if self.rank == 3 else 1)
         expected = norm_by_hand(ref_grads, norm_type)
@@ -208,8 +182,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     def test_below_max_norm(self):
         """Beyond upstream: gradients below the limit are left as they are."""
-        mesh = init_device_mesh(accelerator.current().type, (self.world_size,))
-        _, model, ref_grads = self._uneven(mesh)
+        model, ref_grads = self._uneven(make_mesh(self.world_size))
         before = [param.grad.to_local().clone() for param in list(model.parameters())[:4]]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 10 * norm_by_hand(ref_grads, 2).item())
         self._check_alike(norm, norm_by_hand(ref_grads, 2))
@@ -217,14 +190,10 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
             self.assertEqual(param.grad.to_local(), grad, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
-    def test_norm_and_clip_apart(self):
+    @subtests(norm_type=[2.0, 1.0, 3.0])
+    def test_norm_and_clip_apart(self, norm_type):
         """Beyond upstream: first the norm, then the clipping, gives and costs what both in one do."""
-        self.run_subtests({"norm_type": [2.0, 1.0, 3.0]}, self._test_norm_and_clip_apart)
-
-    def _test_norm_and_clip_apart(self, norm_type: float) -> None:
-        mesh = init_device_mesh(accelerator.current().type, (self.world_size,))
-        _, model, ref_grads = self._uneven(mesh)
-        _, split, _ = self._uneven(mesh)
+        (model, ref_grads), (split, _) = (self._uneven(make_mesh(self.world_size)) for _ in range(2))
         with CommDebugMode() as in_one:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
         with CommDebugMode() as apart:
@@ -287,16 +256,13 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
 
 class TestClipGradNormEmptyShard(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _largest_magnitude(self, features: int) -> None:
-        device = self.device
-        mesh = init_device_mesh(accelerator.current().type, (self.world_size,))
-        layer = fully_shard(nn.Linear(2, features, bias=False, device=device), mesh=mesh)
-        rows = torch.arange(1.0, features + 1, device=device)  # the gradients of all ranks differ in magnitude
-        (layer(torch.ones(1, 2, device=device) * self.rank) * rows).sum().backward()
+        layer = nn.Linear(2, features, bias=False, device=self.device)
+        fully_shard(layer, mesh=make_mesh(self.world_size))
+        rows = torch.arange(1.0, features + 1, device=self.device)  # the gradients of all ranks differ in magnitude
+        (layer(torch.ones(1, 2, device=self.device) * self.rank) * rows).sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5, math.inf)
         self.assertEqual(norm.full_tensor().item(), 1.5 * features)
         self.assertEqual(layer.weight.grad.full_tensor(), (0.5 * rows / features).unsqueeze(1).expand(-1, 2))

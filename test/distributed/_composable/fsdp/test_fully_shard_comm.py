@@ -13,86 +13,77 @@ import os
 import re
 import tempfile
 import unittest
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_api as fsdp_api
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
-import torch.distributed.fsdp._fully_shard._fsdp_common as fsdp_common
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._composable import checkpoint, replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
-from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, requires_capability, skip_if_lt_x_gpu, sm_is_or_higher_than
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
+from torch_fsdp_tests.common_distributed import (
+    needs,
+    requires,
+    requires_capability,
+    skip_if_lt_x_gpu,
+    sm_is_or_higher_than,
+)
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     DoubleLinear,
     FSDPTest,
     FSDPTestContinuous,
     FSDPTestMultiThread,
-    ShardAdam,
-    ShardAdamW,
     check_sharded_parity,
-    patch_all_gather,
-    patch_all_reduce,
     patch_post_backward,
-    patch_reduce_scatter,
     patch_reshard,
     patch_unshard,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
+from torch_fsdp_tests.fsdp import collectives, internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import (
+    TrainingMixin,
+    broadcast_parameters,
+    check_gradients,
+    check_parity,
+    optimizers,
+    shard_each,
+    take_step,
+    tiny_transformer,
+    train,
+)
 
-ALL_GATHER = torch.ops.c10d._allgather_base_
-REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
+ALL_GATHER, REDUCE_SCATTER = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 Reshard = bool | int | None
 
 
-def needs_method(name: str) -> Callable[[Any], Any]:
-    """Skip with a torch whose ``FSDPModule`` has no such method."""
-    return unittest.skipUnless(hasattr(FSDPModule, name), f"this torch has no FSDPModule.{name}")
-
+fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
+fsdp_collectives = internals.fsdp2_collectives
 
 # The defect of ``test_singleton_force_sum`` and the three like it, which came with the copy.
 divides_twice = xfailIf(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
 
 
-def fsdp_modules(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def group_of(module: Any) -> FSDPParamGroup:
-    group = module._get_fsdp_state()._fsdp_param_group
-    assert group is not None
-    return group
-
-
 def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
-    for block in model.layers:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
+    return shard_each([*model.layers, model], **kwargs)
 
 
-def transformer(device: torch.device, **kwargs: Any) -> Transformer:
-    """The same weights on every rank, and no dropout unless it is asked for."""
+def transformer(device: torch.device, **changes: Any) -> Transformer:
+    """The same weights on every rank."""
     manual_seed(42)
-    return Transformer(ModelArgs(**{"dropout_p": 0.0, "weight_tying": False} | kwargs)).to(device)
+    return tiny_transformer(**{"n_layers": 2, "weight_tying": False} | changes).to(device)
 
 
 def drawn(draw: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
@@ -110,33 +101,6 @@ def tokens(rank: int, step: int, device: torch.device) -> torch.Tensor:
 def rows(rank: int, step: int, device: torch.device, *shape: int) -> torch.Tensor:
     """Normal numbers, others for each rank and step."""
     return drawn(functools.partial(torch.randn, shape), 100 * step + rank + 1, device)
-
-
-def add_up(model: nn.Module, scale: Callable[[str], float]) -> None:
-    """Sum the gradients of a replica over all ranks, each times the scale for its parameter's name."""
-    grads = [param.grad.mul_(scale(name)) for name, param in model.named_parameters() if param.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-        grad.copy_(total.view_as(grad))
-
-
-def average(model: nn.Module) -> None:
-    add_up(model, lambda name: 1 / dist.get_world_size())
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return ShardAdam(model.parameters(), lr=1e-2)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return ShardAdamW(model.parameters(), lr=1e-2)
-
-
-def take_step(optims: Iterable[torch.optim.Optimizer]) -> None:
-    for optim in optims:
-        optim.step()
-        optim.zero_grad()
 
 
 def move_gradients(source: nn.Module, target: nn.Module) -> None:
@@ -159,46 +123,18 @@ def local_grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return grads
 
 
-def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module, shards: int | None = None) -> None:
-    """Compare the local gradients with this rank's rows of those of a replica.
-
-    ``shards`` is the number of shards where they are fewer than the ranks, each with replicas in ranks further on.
-    """
-    check_shards(test, ref_model, model, shards or dist.get_world_size(), lambda param: param.grad)
-
-
-def check_parameters(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
-    """As ``check_sharded_parity`` does, which looks at each parameter by itself and takes a hundred times as long."""
-    check_shards(test, ref_model, model, dist.get_world_size(), lambda param: param.detach())
-
-
-def check_shards(
-    test: Any,
-    ref_model: nn.Module,
-    model: nn.Module,
-    shards: int,
-    value_of: Callable[[nn.Parameter], torch.Tensor | None],
+def check_identical(
+    test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str = ""
 ) -> None:
-    """Compare this rank's rows of what replicas have with what is in its shards, all in one go."""
-    index = dist.get_rank() % shards
-    expected = {}
-    for name, param in ref_model.named_parameters():
-        if (whole := value_of(param)) is not None:
-            chunks = whole.chunk(shards)
-            expected[name] = chunks[index] if index < len(chunks) else whole[:0]
-    values = {name.replace(CHECKPOINT_PREFIX, ""): value_of(param) for name, param in model.named_parameters()}
-    found = {name: value.to_local() for name, value in values.items() if value is not None}
-    test.assertEqual({n: each.shape for n, each in found.items()}, {n: each.shape for n, each in expected.items()})
-    local, ref_local = (torch.cat([each.flatten() for each in each_of.values()]) for each_of in (found, expected))
-    test.assertEqual(local, ref_local)
+    test.assertEqual(list(found), list(expected))
+    for name, tensor in found.items():
+        test.assertTrue(torch.equal(tensor, expected[name]), f"{name} {where}")
 
 
-class TestFullyShardCollectiveOps(FSDPTestMultiThread):
+class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     """FSDP's gather and reduction as functions, without a module's hooks around them."""
 
-    @property
-    def world_size(self) -> int:
-        return 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
+    world_size = 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
 
     def _get_param_sizes(self) -> list[tuple[int, ...]]:
         return [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
@@ -207,21 +143,19 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         """The same on every rank, though threads share one random generator."""
         manual_seed(42)
         params = [nn.Parameter(torch.randn(size, device=self.device)) for size in sizes]
-        for param in params:
-            dist.broadcast(param.detach(), src=0)
+        broadcast_parameters(nn.ParameterList(params))
         return params
 
     def _init_fsdp_param_group(
         self, params: list[nn.Parameter], reshard_after_forward: bool | int, shard_dim: int = 0
-    ) -> FSDPParamGroup:
+    ) -> internals.Group:
         clones = nn.ParameterList(nn.Parameter(p.detach().clone(), p.requires_grad) for p in params)
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        mesh_info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
-        group = FSDPParamGroup(
+        mesh_info = internals.fsdp2_common.FSDPMeshInfo(self._mesh(self.world_size), shard_mesh_dim=0)
+        group = internals.fsdp2_param_group.FSDPParamGroup(
             list(clones),
             (clones,),
             mesh_info,
-            _get_post_forward_mesh_info(reshard_after_forward, mesh_info),
+            internals.fsdp2_init._get_post_forward_mesh_info(reshard_after_forward, mesh_info),
             self.device,
             (lambda param: Shard(shard_dim)) if shard_dim else None,
             MixedPrecisionPolicy(),
@@ -234,7 +168,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         module = torch.get_device_module(self.device.type)
         return [module.Stream() if new else module.current_stream() for _ in range(count)]
 
-    def _check_sharded(self, group: FSDPParamGroup, originals: list[nn.Parameter], even_only: bool = False) -> None:
+    def _check_sharded(self, group: internals.Group, originals: list[nn.Parameter], even_only: bool = False) -> None:
         registered = list(group.modules[0].parameters())
         self.assertEqual(len(registered), len(originals))
         for param, original in zip(registered, originals):
@@ -242,23 +176,23 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             if not even_only or param.size(0) % self.world_size == 0:
                 self.assertEqual(param.full_tensor(), original, rtol=0, atol=0)
 
-    def _gather(self, group: FSDPParamGroup, over: dist.ProcessGroup, streams: list[Any], async_op: bool) -> None:
-        result = collectives.foreach_all_gather(
+    def _gather(self, group: internals.Group, over: dist.ProcessGroup, streams: list[Any], async_op: bool) -> None:
+        result = fsdp_collectives.foreach_all_gather(
             fsdp_params=group.fsdp_params,
             group=over,
             async_op=async_op,
             all_gather_copy_in_stream=streams[0],
             all_gather_stream=streams[1],
             device=self.device,
-            all_gather_comm=collectives.DefaultAllGather(),
+            all_gather_comm=fsdp_collectives.DefaultAllGather(),
         )
         self.assertEqual(result.all_gather_work is not None, async_op)
-        collectives.foreach_all_gather_copy_out(result, group.fsdp_params, over)
+        fsdp_collectives.foreach_all_gather_copy_out(result, group.fsdp_params, over)
         for fsdp_param in group.fsdp_params:
             fsdp_param.init_unsharded_param()
         group._to_unsharded()
 
-    def _check_unsharded(self, group: FSDPParamGroup, originals: list[nn.Parameter]) -> None:
+    def _check_unsharded(self, group: internals.Group, originals: list[nn.Parameter]) -> None:
         for param, original in zip(group.modules[0].parameters(), originals):
             self.assertIsInstance(param, nn.Parameter)
             self.assertNotIsInstance(param, DTensor)
@@ -324,7 +258,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             with self.subTest(new_stream=new_stream):
                 group = self._test_reduce_scatter(self._get_param_sizes(), new_stream, reduce_dtype)
                 shard_group = group.mesh_info.shard_process_group
-                found = collectives._get_gradient_divide_factors(
+                found = fsdp_collectives._get_gradient_divide_factors(
                     shard_group, None, reduce_dtype, device_type=self.device.type, factor=None
                 )
                 self.assertEqual(found, factors)
@@ -336,7 +270,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
 
     def _test_reduce_scatter(
         self, sizes: list[tuple[int, ...]], new_stream: bool, reduce_dtype: torch.dtype, shard_dim: int = 0
-    ) -> FSDPParamGroup:
+    ) -> internals.Group:
         """Every rank gets its shard of the mean.
 
         An element of a gradient is (rank mod 8 + its index mod 61) * 128: each sum is exact in float16 in whatever
@@ -351,12 +285,12 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         places = [(torch.arange(p.numel(), device=self.device) % 61).view_as(p) for p in params]
         grads = [(self.rank % 8 + place).float() * 128 for place in places]
         (stream,) = self._streams(new_stream, 1)
-        buffer, *_ = collectives.foreach_reduce(
+        buffer, *_ = fsdp_collectives.foreach_reduce(
             fsdp_params=group.fsdp_params,
             unsharded_grads=grads,
             reduce_scatter_group=group.mesh_info.shard_process_group,
             reduce_scatter_stream=stream,
-            reduce_scatter_comm=collectives.DefaultReduceScatter(),
+            reduce_scatter_comm=fsdp_collectives.DefaultReduceScatter(),
             reduce_dtype=reduce_dtype,
             device=self.device,
             gradient_divide_factor=None,
@@ -365,7 +299,7 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
             all_reduce_grads=True,
             partial_reduce_output=None,
             all_reduce_hook=None,
-            **({"orig_dtype": params[0].dtype} if torch_facts.REDUCE_IS_TOLD_ORIG_DTYPE else {}),
+            **({"orig_dtype": params[0].dtype} if not torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE else {}),
         )
         torch.get_device_module(self.device.type).current_stream().wait_stream(stream)
         self.assertEqual((grads, buffer.dtype), ([], reduce_dtype))
@@ -376,35 +310,29 @@ class TestFullyShardCollectiveOps(FSDPTestMultiThread):
         return group
 
 
-class TestFullyShardCommunication(FSDPTestContinuous):
+class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     """How many collectives a step issues, and what the gradient is divided by."""
 
     world_size = 4
 
-    def _mesh(self, shape: tuple[int, ...]) -> Any:
-        """One dimension shards; of two, the first replicates."""
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-    def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[Any, int]]:
+    def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """What the function returns, and how many collectives of each kind it issues."""
         with CommDebugMode() as communication:
             result = function()
-        return result, dict(communication.get_comm_counts())
+        return result, {str(operation): count for operation, count in communication.get_comm_counts().items()}
 
-    def _check_counts(self, model: nn.Module, forward: int, backward: int, **kwargs: Any) -> None:
+    def _check_counts(self, model: nn.Module, forward: int, backward: int) -> None:
         """Two steps, each with these numbers of all-gathers and one reduce-scatter for every FSDP module."""
         for step in range(2):
             output, counts = self._count(functools.partial(model, tokens(self.rank, step, self.device)))
             self.assertEqual(counts, {ALL_GATHER: forward})
             _, counts = self._count(output.sum().backward)
             expected = {ALL_GATHER: backward} if backward else {}
-            self.assertEqual(counts, expected | {REDUCE_SCATTER: len(fsdp_modules(model))})
+            self.assertEqual(counts, expected | {REDUCE_SCATTER: len(internals.fsdp_modules(model))})
 
     @skip_if_lt_x_gpu(4)
-    def test_fully_shard_communication_count(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2, None]}, self._test_communication_count)
-
-    def _test_communication_count(self, reshard_after_forward: Reshard) -> None:
+    @subtests(reshard_after_forward=[True, False, 2, None])
+    def test_fully_shard_communication_count(self, reshard_after_forward):
         model = transformer(self.device, weight_tying=True)
         blocks = len(model.layers)
         shard_blocks(model, reshard_after_forward=reshard_after_forward)
@@ -415,7 +343,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def test_manual_reshard_with_reshard_after_forward_false(self):
         """A module that was told to reshard between forward and backward is gathered again."""
         model = shard_blocks(transformer(self.device, weight_tying=True), reshard_after_forward=False)
-        modules = fsdp_modules(model)
+        modules = internals.fsdp_modules(model)
         output, counts = self._count(functools.partial(model, tokens(self.rank, 0, self.device)))
         self.assertEqual(counts, {ALL_GATHER: len(modules)})
         for module in modules:
@@ -442,13 +370,13 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         shard_blocks(model, reshard_after_forward=None if value is None else not value)
         if value is not None:
             model.set_reshard_after_forward(value, recurse=recurse)
-        backward = {
+        backward: dict[Any, int] = {
             (True, True): blocks + 1,
             (True, False): 1,  # the root alone
             (False, True): 0,
             (False, False): blocks,
-        }.get((value, recurse), blocks)
-        self._check_counts(model, blocks + 1, backward)
+        }
+        self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
     @unittest.expectedFailure
     @skip_if_lt_x_gpu(4)
@@ -492,8 +420,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             print(communication.get_comm_counts())  # 3 all-gathers, 2 without the evaluation
         """
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
-        for module in (*model, model):
-            fully_shard(module)
+        shard_each([*model, model])
         inputs = rows(self.rank, 0, self.device, 2, 4)
         for evaluate in (False, True):
             if evaluate:
@@ -511,7 +438,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         averages = divide_factor == (shape[-1] if torch_facts.AVERAGES_OVER_SHARDS else self.world_size)
         copies = shape[-1] == 1 and torch_facts.COPIES_GRADIENT_OF_ONE_RANK
         if not averages and not copies and accelerator.current().lacks("premul_sum"):
-            for module in fsdp_modules(model):
+            for module in internals.fsdp_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
 
     @skip_if_lt_x_gpu(4)
@@ -526,20 +453,18 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def _test_set_reduce_scatter_divide_factor(self, divide_factor: float, shape: tuple[int, ...]) -> None:
         """The root's own gradients are divided by the factor, those of the blocks by the world size as ever."""
         ref_model = transformer(self.device, n_layers=1)
-        model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(shape), reshard_after_forward=False)
+        model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*shape), reshard_after_forward=False)
         model.set_gradient_divide_factor(divide_factor)
         self._force_sum_if_needed(model, shape, divide_factor)
-        optims = [adamw(ref_model), adamw(model)]
-        for step in range(6):  # upstream's 10 for fewer cases
-            ids = tokens(self.rank, step, self.device)
-            ref_loss, loss = ref_model(ids).square().mean(), model(ids).square().mean()
-            self.assertEqual(loss, ref_loss)
-            ref_loss.backward()
-            loss.backward()
-            add_up(ref_model, lambda name: 1 / (self.world_size if name.startswith("layers.") else divide_factor))
-            check_gradients(self, ref_model, model, shape[-1])  # Adam's step hides their scale
-            take_step(optims)
-        check_sharded_parity(self, ref_model, model)
+
+        def average(ref_model: nn.Module) -> None:
+            average_gradients(ref_model)
+            for name, param in ref_model.named_parameters():
+                if not name.startswith("layers."):
+                    param.grad.mul_(self.world_size / divide_factor)
+
+        kwargs: dict[str, Any] = {"iterations": 6, "optim_cls": ShardAdamW}  # upstream's 10 for fewer cases
+        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), average=average, **kwargs)
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
         """Compute in bfloat16, reduce in float32. The setter is called by its old name, which still works."""
@@ -548,12 +473,11 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         computing = copy.deepcopy(ref_model).to(torch.bfloat16)
         model: Any = copy.deepcopy(ref_model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for mlp in (*model, model):
-            fully_shard(mlp, mp_policy=policy, reshard_after_forward=False)
+        shard_each([*model, model], mp_policy=policy, reshard_after_forward=False)
         for mlp in model:
             with self.assertWarnsRegex(DeprecationWarning, "set_gradient_divide_factor"):
                 mlp.set_reduce_scatter_divide_factor(divide_factor)
-        optims = [adamw(ref_model), adamw(model)]
+        optims = optimizers(ref_model, model, cls=ShardAdamW)
         for step in range(10):
             inputs = rows(self.rank, step, self.device, 4, 16)
             ref_loss, loss = computing(inputs.to(torch.bfloat16)).sum(), model(inputs).sum()
@@ -561,7 +485,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             ref_loss.backward()
             loss.backward()
             move_gradients(computing, ref_model)
-            add_up(ref_model, lambda name: 1 / divide_factor)
+            average_gradients(ref_model)
             check_gradients(self, ref_model, model)
             take_step(optims)
             copy_values(ref_model, computing)
@@ -570,7 +494,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
         """A factor of 2 turns the sum over the replicas into half of it."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh((self.world_size, 1)), **kwargs)
+        fully_shard(model, mesh=self._mesh(self.world_size, 1), **kwargs)
         model.set_gradient_divide_factor(2.0)
         model.set_force_sum_reduction_for_comms(not kwargs)
         model(torch.full((3, 8), 1.0 + self.rank, device=self.device)).sum().backward()
@@ -592,42 +516,24 @@ class TestFullyShardCommunication(FSDPTestContinuous):
         """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16. 7.5 for 15."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
-    def _record_groups(self, gathers: list[Any], reductions: list[Any]) -> contextlib.ExitStack:
-        """Note the process group of every gather and every reduction."""
-
-        def recording(original: Any, groups: list[Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                groups.append(kwargs["group"])
-                return original(*args, **kwargs)
-
-            return record
-
-        stack = contextlib.ExitStack()
-        gather, reduce = (getattr(dist, n) for n in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME))
-        stack.enter_context(patch_all_gather(recording(gather, gathers)))
-        stack.enter_context(patch_reduce_scatter(recording(reduce, reductions)))
-        return stack
-
-    @needs_method("set_separate_reduce_scatter_group")
+    @needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
     @skip_if_lt_x_gpu(4)
-    def test_set_separate_reduce_scatter_group(self):
+    @subtests(shape=[(4,), (2, 2)])
+    def test_set_separate_reduce_scatter_group(self, shape):
         """Beyond upstream: reductions move to one new group of the same ranks, and gradients stay bit for bit."""
-        self.run_subtests({"shape": [(4,), (2, 2)]}, self._test_set_separate_reduce_scatter_group)
-
-    def _test_set_separate_reduce_scatter_group(self, shape: tuple[int, ...]) -> None:
-        mesh = self._mesh(shape)
+        mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
             model.layers[0].set_separate_reduce_scatter_group(recurse=False)
-            first = group_of(model.layers[0])._reduce_scatter_process_group
-            self.assertIs(group_of(model.layers[1])._reduce_scatter_process_group, shard_group)
+            first, second = (internals.group_of(layer)._reduce_scatter_process_group for layer in model.layers)
+            self.assertIs(second, shard_group)
             model.set_separate_reduce_scatter_group()
-            own = group_of(model)._reduce_scatter_process_group
+            own = internals.group_of(model)._reduce_scatter_process_group
             created = new_group.call_count
             model.set_separate_reduce_scatter_group(True)
             self.assertEqual(new_group.call_count, created)
-        self.assertEqual({group_of(m)._reduce_scatter_process_group for m in fsdp_modules(model)}, {own})
+        self.assertEqual({group._reduce_scatter_process_group for group in internals.groups_of(model)}, {own})
         self.assertIsNot(own, shard_group)
         self.assertIsNot(first, shard_group)
         ranks = [dist.get_process_group_ranks(g) for g in (own, shard_group)]
@@ -639,96 +545,86 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             dist.destroy_process_group(group)
 
     def _check_groups(self, twin: Any, model: Any, gathers_on: Any, reduces_on: Any, steps: int) -> None:
-        optims = [adam(twin), adam(model)]
+        optims = optimizers(twin, model)
         for step in range(steps):
             ids = tokens(self.rank, step, self.device)
             twin(ids).sum().backward()
-            gathers: list[Any] = []
-            reductions: list[Any] = []
-            with self._record_groups(gathers, reductions):
+            with collectives.recorded() as calls:
                 model(ids).sum().backward()
-            self.assertEqual((set(gathers), set(reductions)), ({gathers_on}, {reduces_on}))
-            self.assertEqual(len(reductions), len(fsdp_modules(model)))
-            self._check_identical(local_grads(model), local_grads(twin))
+            self.assertEqual(set(calls.values("AG", "group")), {gathers_on})
+            self.assertEqual(set(calls.values("RS", "group")), {reduces_on})
+            self.assertEqual(calls.counts()["RS"], len(internals.fsdp_modules(model)))
+            check_identical(self, local_grads(model), local_grads(twin))
             take_step(optims)
 
-    def _check_identical(
-        self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str = ""
-    ) -> None:
-        self.assertEqual(list(found), list(expected))
-        for name, tensor in found.items():
-            self.assertTrue(torch.equal(tensor, expected[name]), f"{name} {where}")
-
-    @needs_method("set_reduce_scatter_max_input_buffers")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
-    def test_set_reduce_scatter_max_input_buffers(self):
-        config = {"shape": [(4,), (2, 2)], "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_set_reduce_scatter_max_input_buffers)
-
-    def _test_set_reduce_scatter_max_input_buffers(self, shape: tuple[int, ...], reshard_after_forward: bool) -> None:
+    @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
+    def test_set_reduce_scatter_max_input_buffers(self, shape, reshard_after_forward):
         """All buffers are let go of at the end, and no number changes by a bit.
 
         How many are kept until then is counted in test_fully_shard_memory.
         """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        kwargs = {"mesh": self._mesh(shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
+        kwargs = {"mesh": self._mesh(*shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
         expected = self._train_three_steps(shard_blocks(transformer(self.device), **kwargs))
         for max_input_buffers in (1, 2):
             model = shard_blocks(transformer(self.device), **kwargs)
             model.set_reduce_scatter_max_input_buffers(max_input_buffers)
             for step, (found, values) in enumerate(zip(self._train_three_steps(model), expected, strict=True)):
-                self._check_identical(found, values, f"{max_input_buffers=}, {step=}")
-            self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, max_input_buffers)
+                check_identical(self, found, values, f"{max_input_buffers=}, {step=}")
+            self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, max_input_buffers)
 
     def _train_three_steps(self, model: Any) -> list[dict[str, torch.Tensor]]:
         """The loss, the gradients and the new parameters of each step."""
-        optim, values = adamw(model), []
+        optims, values = optimizers(model, cls=ShardAdamW), []
         for step in range(3):
             loss = model(tokens(self.rank, step, self.device)).sum()
             loss.backward()
-            self.assertEqual(model._get_fsdp_state()._comm_ctx.reduce_scatter_states, [])
+            self.assertEqual(internals.comm_context(model).reduce_scatter_states, [])
             grads = {f"gradient of {name}": grad for name, grad in local_grads(model).items()}
-            take_step([optim])
+            take_step(optims)
             params = {name: param.to_local().clone() for name, param in model.named_parameters()}
             values.append({"loss": loss.detach(), **grads, **params})
         return values
 
-    @needs_method("set_reduce_scatter_max_input_buffers")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
     def test_reduce_scatter_max_input_buffers_resolves_to_max(self):
         """The buffers of all groups are in one list, which goes by the largest cap of any; a cap stays its group's."""
         model = shard_blocks(transformer(self.device))
         model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
         model(tokens(self.rank, 0, self.device)).sum().backward()
-        groups = [group_of(layer) for layer in model.layers]
+        groups = [internals.group_of(layer) for layer in model.layers]
         self.assertEqual([group.reduce_scatter_max_input_buffers for group in groups], [3, 1])
         for group in groups:
             self.assertEqual(group.comm_ctx.reduce_scatter_max_input_buffers, 3)
 
-    @needs_method("set_reduce_scatter_max_input_buffers")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(4)
     def test_set_reduce_scatter_max_input_buffers_validation(self):
         model: Any = fully_shard(nn.Linear(16, 16, device=self.device))
         for value, error in ((0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)):
             with self.assertRaisesRegex(error, "max_input_buffers must be"):
                 model.set_reduce_scatter_max_input_buffers(value)
-            self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, 1)
+            self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 1)
         model.set_reduce_scatter_max_input_buffers(2)
-        self.assertEqual(group_of(model).reduce_scatter_max_input_buffers, 2)
+        self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
 
     @skip_if_lt_x_gpu(4)
-    def test_set_custom_comms(self):
-        """Beyond upstream: collectives of the user's, which keep their buffers, get every call and train alike."""
-        policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
-        self.run_subtests({"policy": policies, "shape": [(4,), (2, 2)]}, self._test_set_custom_comms)
+    @subtests(
+        policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
+    )
+    def test_set_custom_comms(self, policy, shape):
+        """Beyond upstream: collectives of the user's, which keep their buffers, get every call and train alike.
 
-    def _test_set_custom_comms(self, policy: MixedPrecisionPolicy, shape: tuple[int, ...]) -> None:
-        """Layers of which one is cut unevenly; the even steps accumulate a microbatch without a reduction before."""
+        One of the layers is cut unevenly; the even steps accumulate a microbatch without a reduction before.
+        """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
         computing = copy.deepcopy(ref_model).to(policy.param_dtype or torch.float32)
         model: Any = copy.deepcopy(ref_model)
-        mesh = self._mesh(shape)
+        mesh = self._mesh(*shape)
         comms = {}
         for index in (0, 2):
             fully_shard(model[index], mesh=mesh, mp_policy=policy)
@@ -738,7 +634,7 @@ class TestFullyShardCommunication(FSDPTestContinuous):
             model[index].set_custom_all_gather(comms[index][0])
             model[index].set_custom_reduce_scatter(comms[index][1])
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         for step in range(10):
             for last in (False, True)[step % 2 :]:
                 model.set_requires_gradient_sync(last)
@@ -751,23 +647,23 @@ class TestFullyShardCommunication(FSDPTestContinuous):
                     sizes = (reduction.numel, reduction.numel // shape[-1])
                     self.assertEqual(reduction.take(), [(sizes, torch.float32, AVG)] if last else [])
                     self.assertEqual({*gather.groups, *reduction.groups}, {mesh.get_group("shard")})
-            average(ref_model)
-            check_gradients(self, ref_model, model, shape[-1])
+            average_gradients(ref_model)
+            check_gradients(self, ref_model, model)
             take_step(optims)
             copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
-    @unittest.skipUnless(torch_facts.HAS_MESH_PER_PARAMETER, "in this torch a module has one mesh for all parameters")
+    @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
         """Beyond upstream: a module whose parameters have several meshes refuses one collective for all of them."""
         linear = nn.Linear(8, 8, device=self.device)
-        other = FSDPMeshInfo(init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("a", "b"))["b"], 0)
-        result = fsdp_common.ShardPlacementResult(Shard(0), other) if torch_facts.HAS_MESH_PER_PARAMETER else None
+        other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
+        result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
         bias = linear.bias
         model: Any = fully_shard(linear, shard_placement_fn=lambda param: result if param is bias else None)
-        self.assertEqual(len(model._get_fsdp_state()._fsdp_param_groups), 2)
+        self.assertEqual(len(internals.groups_in(model)), 2)
         with self.assertRaisesRegex(ValueError, "multiple param"):
             model.set_custom_all_gather(RecordingAllGather(8))
         with self.assertRaisesRegex(ValueError, "multiple param"):
@@ -780,7 +676,10 @@ class RecordingComm:
     Others are allocated anew each time: the output of a reduction becomes the gradient.
     """
 
+    implements = ""
+
     def __init__(self, numel: int) -> None:
+        getattr(fsdp_api, self.implements).register(type(self))
         self.numel = numel
         self.buffer: torch.Tensor | None = None
         self.buffers: set[int] = set()
@@ -804,18 +703,21 @@ class RecordingComm:
         return calls
 
 
-class RecordingAllGather(RecordingComm, fsdp_api.AllGather):
+class RecordingAllGather(RecordingComm):
+    implements = "AllGather"
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         self.groups.add(group)
         assert self.allocated == [output_tensor.numel()], self.allocated
         self.calls.append((self.allocated.pop(), input_tensor.dtype, None))
-        gather = getattr(dist, torch_facts.ALL_GATHER_NAME)
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return internals.all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class RecordingReduceScatter(RecordingComm, fsdp_api.ReduceScatter):
+class RecordingReduceScatter(RecordingComm):
+    implements = "ReduceScatter"
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
@@ -823,11 +725,10 @@ class RecordingReduceScatter(RecordingComm, fsdp_api.ReduceScatter):
         assert self.allocated == [input_tensor.numel(), output_tensor.numel()], self.allocated
         self.calls.append((tuple(self.allocated), input_tensor.dtype, op))
         self.allocated.clear()
-        reduce = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
-        return reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return internals.reduce_scatter()(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-class TestFullyShardPrefetch(FSDPTest):
+class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     """The order in which groups are gathered, resharded and reduced.
 
     An event is a letter for what happens (U: the group is gathered, R: it is resharded, P: its backward is over), one
@@ -836,51 +737,43 @@ class TestFullyShardPrefetch(FSDPTest):
     model whose events are recorded are compared with those of a replica that knows nothing of FSDP.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
-    def _note(self, events: list[str], kind: str, group: FSDPParamGroup) -> None:
-        states = {TrainingState.FORWARD: "f", TrainingState.PRE_BACKWARD: "b", TrainingState.POST_BACKWARD: ""}
-        names = (group._module_fqn or "root").replace(CHECKPOINT_PREFIX, "").replace("layers.", "").split(", ")
-        events.append(f"{kind}{states.get(group._training_state, '?')} {'+'.join(names)}")
-
-    def _get_unshard_with_record(self, original: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
-        def unshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
-            if group._all_gather_result is None and not group.is_unsharded:
-                self._note(events, "U", group)
-            original(group, *args, **kwargs)
-
-        return unshard
-
-    def _get_reshard_with_record(self, original: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
-        def reshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
-            keeps = group._training_state == TrainingState.FORWARD and not group._reshard_after_forward
-            if not keeps:
-                self._note(events, "R", group)
-            original(group, *args, **kwargs)
-
-        return reshard
-
-    def _get_post_backward_with_record(self, original: Callable[..., Any], events: list[str]) -> Callable[..., Any]:
-        def post_backward(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
-            original(group, *args, **kwargs)
-            self._note(events, "P", group)
-
-        return post_backward
+    def _note(self, events: list[str], kind: str, group: internals.Group) -> None:
+        stages = internals.fsdp2_common.TrainingState
+        states = {stages.FORWARD: "f", stages.PRE_BACKWARD: "b", stages.POST_BACKWARD: ""}
+        name = internals.clean_name(group._module_fqn or "root").replace("layers.", "")
+        events.append(f"{kind}{states.get(internals.training_state(group), '?')} {name.replace(', ', '+')}")
 
     @contextlib.contextmanager
     def _recorded(self, kinds: str) -> Iterator[list[str]]:
         events: list[str] = []
-        ways = {
-            "U": (patch_unshard, self._get_unshard_with_record, FSDPParamGroup.unshard),
-            "R": (patch_reshard, self._get_reshard_with_record, FSDPParamGroup.reshard),
-            "P": (patch_post_backward, self._get_post_backward_with_record, FSDPParamGroup.post_backward),
+        owner = internals.fsdp2_param_group.FSDPParamGroup
+        original = {"U": owner.unshard, "R": owner.reshard, "P": owner.post_backward}
+
+        def unshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            if internals.pending_gather(group) is None and not group.is_unsharded:
+                self._note(events, "U", group)
+            original["U"](group, *args, **kwargs)
+
+        def reshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            in_forward = internals.training_state(group) == internals.fsdp2_common.TrainingState.FORWARD
+            if group._reshard_after_forward or not in_forward:
+                self._note(events, "R", group)
+            original["R"](group, *args, **kwargs)
+
+        def post_backward(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            original["P"](group, *args, **kwargs)
+            self._note(events, "P", group)
+
+        patches = {
+            "U": (patch_unshard, unshard),
+            "R": (patch_reshard, reshard),
+            "P": (patch_post_backward, post_backward),
         }
         with contextlib.ExitStack() as stack:
-            for kind in kinds:
-                patch, get, original = ways[kind]
-                stack.enter_context(patch(get(original, events)))
+            for patch, replacement in map(patches.__getitem__, kinds):
+                stack.enter_context(patch(replacement))
             yield events
 
     def _check_events(self, events: list[str], expected: str) -> None:
@@ -898,7 +791,7 @@ class TestFullyShardPrefetch(FSDPTest):
         steps: int = 3,
     ) -> None:
         """The same events in each step, and the gradients and updates of the replica."""
-        optims = [adam(ref_model), adam(model)]
+        optims = optimizers(ref_model, model)
         with self._recorded(kinds) as events:
             for step in range(steps):
                 loss = loss_of(model, step)
@@ -907,11 +800,11 @@ class TestFullyShardPrefetch(FSDPTest):
                 self._check_events(events, backward)
                 ref_loss = loss_of(ref_model, step)
                 ref_loss.backward()
-                average(ref_model)
+                average_gradients(ref_model)
                 self.assertEqual(loss, ref_loss)
                 check_gradients(self, ref_model, model)
                 take_step(optims)
-        check_parameters(self, ref_model, model)
+        check_parity(self, ref_model, model)
 
     def _init_transformer(
         self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
@@ -922,7 +815,7 @@ class TestFullyShardPrefetch(FSDPTest):
         model = transformer(self.device, **args, checkpoint_activations=checkpoint_impl == "utils")
         if checkpoint_impl == "composable":
             for block in model.layers:
-                checkpoint(block)
+                internals.composable.checkpoint(block)
         return ref_model, shard_blocks(model, reshard_after_forward=reshard_after_forward)
 
     def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
@@ -937,45 +830,36 @@ class TestFullyShardPrefetch(FSDPTest):
     def _test_backward_prefetch(self, reshard_after_forward: Reshard, checkpoint_impl: str | None) -> None:
         """Two steps in the place of upstream's three of each: the second shows what the first has left behind."""
         models = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
-        self._test_backward_prefetch_forward_backward(*models, reshard_after_forward)
-        self._test_backward_prefetch_multi_forward(*models, reshard_after_forward)
 
-    def _gathers_of(self, reshard_after_forward: Reshard, events: str) -> str:
-        """Without those in which nothing is gathered, since the group, or the root, has kept its parameters."""
-        kept = {False: "U", None: "Ub root"}.get(reshard_after_forward, "none")
-        return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
+        def gathers_of(events: str) -> str:
+            """Without those in which nothing is gathered, since the group, or the root, has kept its parameters."""
+            prefixes: dict[Any, str] = {False: "U", None: "Ub root"}
+            kept = prefixes.get(reshard_after_forward, "none")
+            return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
 
-    def _test_backward_prefetch_forward_backward(
-        self, ref_model: nn.Module, model: nn.Module, reshard_after_forward: Reshard
-    ) -> None:
-        """A block's backward begins with the gather for the next one, and its own was under way before."""
-        backward = "Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root"
-        backward = self._gathers_of(reshard_after_forward, backward)
-        self._train(ref_model, model, self._loss, "Uf root, Uf 0, Uf 1, Uf 2", backward, steps=1)
-
-    def _test_backward_prefetch_multi_forward(
-        self, ref_model: nn.Module, model: nn.Module, reshard_after_forward: Reshard
-    ) -> None:
-        """Two forwards before one backward, which gathers every block twice."""
+        # A block's backward begins with the gather for the next one, and its own was under way before.
         once = "Uf root, Uf 0, Uf 1, Uf 2"
-        forward = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}.get(reshard_after_forward, f"{once}, {once}")
-        second = "Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0"
-        first = "Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root"
-        backward = f"{self._gathers_of(reshard_after_forward, second)}, {first}"
+        backward = gathers_of("Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0")
+        self._train(*models, self._loss, once, f"{backward}, P root", steps=1)
 
-        def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-            return self._loss(model, 2 * step) + self._loss(model, 2 * step + 1)
-
-        self._train(ref_model, model, loss_of, forward, backward, steps=1)
+        # Two forwards before one backward, which gathers every block twice.
+        again: dict[Any, str] = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}
+        self._train(
+            *models,
+            lambda model, step: self._loss(model, 0) + self._loss(model, 1),
+            again.get(reshard_after_forward, f"{once}, {once}"),
+            f"{backward}, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root",
+            steps=1,
+        )
 
     def _test_backward_prefetch_unused_in_backward(self, reshard_after_forward: Reshard) -> None:
         """A backward of the second output alone gathers for the first one in vain, which must not cost the next."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(8, 8), DoubleLinear(8)).to(self.device)
         model: Any = copy.deepcopy(ref_model)
-        for module in (model[0], model[1].lin1, model[1].lin2, model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
-        optims = [adam(ref_model), adam(model)]
+        modules = [model[0], model[1].lin1, model[1].lin2]
+        shard_each([*modules, model], reshard_after_forward=reshard_after_forward)
+        optims = optimizers(ref_model, model)
         with self._recorded("UP") as events:
             for step in range(2):
                 inputs = rows(self.rank, step, self.device, 4, 8)
@@ -987,20 +871,21 @@ class TestFullyShardPrefetch(FSDPTest):
                 model.set_is_last_backward(True)
                 first.sum().backward()
                 self._check_events(events, "Ub 0, P 1.lin1, P 0, P 1.lin2")
-                for group in map(group_of, fsdp_modules(model[0]) + fsdp_modules(model[1])):
-                    self.assertEqual((group._post_forward_indices, group._all_gather_result), ([], None))
+                for group in map(internals.group_of, modules):
+                    self.assertEqual((internals.forward_positions(group), internals.pending_gather(group)), ([], None))
                 ref_first, ref_second = ref_model(inputs)
                 (ref_first.sum() + ref_second.sum()).backward()
-                average(ref_model)
+                average_gradients(ref_model)
                 check_gradients(self, ref_model, model)
                 take_step(optims)
             model(inputs)[0].sum().backward()  # which never uses the second layer of the pair
             expected = "Uf 0, Uf 1.lin1, Uf 1.lin2, Ub 1.lin1, Ub 0, P 1.lin1, P 0, P 1.lin2"
             self._check_events(events, expected)
-            self.assertEqual(group_of(model[1].lin2)._post_forward_indices, [])
+            self.assertEqual(internals.forward_positions(internals.group_of(model[1].lin2)), [])
 
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_forward_prefetch(self):
+    @subtests(depth=[1, 2])
+    def test_set_modules_to_forward_prefetch(self, depth):
         forward = {
             1: "Uf root, Uf 0, Uf 1, Rf 0, Uf 2, Rf 1, Uf 3, Rf 2, Rf 3, Rf root",
             2: "Uf root, Uf 0, Uf 1, Uf 2, Rf 0, Uf 3, Rf 1, Rf 2, Rf 3, Rf root",
@@ -1008,49 +893,39 @@ class TestFullyShardPrefetch(FSDPTest):
         backward = (
             "Ub root, Ub 3, Ub 2, R 3, P 3, Ub 1, R 2, P 2, Ub 0, R 1, P 1, R 0, P 0, R root, P root"  # the default
         )
-        for depth, expected in forward.items():
-            ref_model, model = self._init_transformer(4, True, "utils")
-            layers = list(model.layers)
-            for index, layer in enumerate(layers[:-depth]):
-                layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
-            with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, expected, backward, kinds="URP", steps=2)
+        ref_model, model = self._init_transformer(4, True, "utils")
+        layers = list(model.layers)
+        for index, layer in enumerate(layers[:-depth]):
+            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
+        self._train(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
 
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_backward_prefetch(self):
+    @subtests(depth=[1, 2])
+    def test_set_modules_to_backward_prefetch(self, depth):
         forward = "Uf root, Uf 0, Rf 0, Uf 1, Rf 1, Uf 2, Rf 2, Uf 3, Rf 3, Rf root"
         backward = {
             1: "Ub root, Ub 3, Ub 2, R 3, P 3, Ub 1, R 2, P 2, Ub 0, R 1, P 1, R 0, P 0, R root, P root",
             2: "Ub root, Ub 3, Ub 2, Ub 1, R 3, P 3, Ub 0, R 2, P 2, R 1, P 1, R 0, P 0, R root, P root",
         }
-        for depth, expected in backward.items():
-            ref_model, model = self._init_transformer(4, True, "utils")
-            layers = list(model.layers)
-            for index, layer in enumerate(layers):
-                if index >= depth:
-                    layer.set_modules_to_backward_prefetch(layers[index - depth : index][::-1])
-            with self.subTest(depth=depth):
-                self._train(ref_model, model, self._loss, forward, expected, kinds="URP", steps=2)
+        ref_model, model = self._init_transformer(4, True, "utils")
+        layers = list(model.layers)
+        for index, layer in enumerate(layers[depth:]):
+            layer.set_modules_to_backward_prefetch(layers[index : index + depth][::-1])
+        self._train(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
 
-    @unittest.skipUnless(torch_facts.KEEPS_RECOMPUTED_GROUPS, "this torch gathers twice for what is recomputed")
+    @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
     @skip_if_lt_x_gpu(2)
-    def test_set_modules_to_backward_prefetch_inside_ac(self):
+    @subtests(explicit=[False, True])
+    def test_set_modules_to_backward_prefetch_inside_ac(self, explicit):
         """Groups inside a checkpoint are gathered for the recomputation, unless told to be prefetched before it."""
-        for explicit in (False, True):
-            with self.subTest(explicit=explicit):
-                self._test_set_modules_to_backward_prefetch_inside_ac(explicit)
-
-    def _test_set_modules_to_backward_prefetch_inside_ac(self, explicit: bool) -> None:
         ref_model, model = (transformer(self.device, n_layers=3) for _ in range(2))
         for kind in (FeedForward, TransformerBlock):
-            apply_activation_checkpointing(model, check_fn=lambda module, kind=kind: isinstance(module, kind))
+            internals.checkpoint_wrapping.apply_activation_checkpointing(
+                model, check_fn=lambda module, kind=kind: isinstance(module, kind)
+            )
         embeddings, ends = [model.tok_embeddings, model.pos_embeddings], [model.norm, model.output]
-        fully_shard(embeddings, reshard_after_forward=True)
-        for layer in model.layers:
-            fully_shard(layer.feed_forward.w1, reshard_after_forward=True)
-            fully_shard(layer, reshard_after_forward=True)
-        fully_shard(ends, reshard_after_forward=True)
-        fully_shard(model, reshard_after_forward=True)
+        blocks = [module for layer in model.layers for module in (layer.feed_forward.w1, layer)]
+        shard_each([embeddings, *blocks, ends, model], reshard_after_forward=True)
         first, second, third = model.layers
         if explicit:
             model.output.set_modules_to_backward_prefetch([third])
@@ -1069,11 +944,11 @@ class TestFullyShardPrefetch(FSDPTest):
         forward += [f"Uf {layer}, Uf {inner}, Rf {inner}, Rf {layer}" for layer, inner in parts[1:]]
         forward += ["Uf norm+output, Rf norm+output"]
         backward = re.sub(r",\s+", ", ", told if explicit else default)
-        if not torch_facts.ENDS_GROUP_ONCE:
+        if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
         self._train(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
-        inner = f"layers.1.{CHECKPOINT_PREFIX}feed_forward.{CHECKPOINT_PREFIX}w1"
-        self.assertEqual(group_of(second.feed_forward.w1)._module_fqn, inner)
+        inner = "layers.1._checkpoint_wrapped_module.feed_forward._checkpoint_wrapped_module.w1"
+        self.assertEqual(internals.group_of(second.feed_forward.w1)._module_fqn, inner)
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_backward_prefetch(self):
@@ -1082,8 +957,8 @@ class TestFullyShardPrefetch(FSDPTest):
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=True)
         layers = list(model.layers)
-        for modules in (layers[0], layers[1:3], layers[3:5], [model.tok_embeddings, model.pos_embeddings]):
-            fully_shard(modules, reshard_after_forward=True)
+        embeddings = [model.tok_embeddings, model.pos_embeddings]
+        shard_each([layers[0], layers[1:3], layers[3:5], embeddings], reshard_after_forward=True)
         fully_shard([model.norm, model.output], reshard_after_forward=False)
         fully_shard(model, reshard_after_forward=True)
         forward = "Uf tok_embeddings+pos_embeddings, Uf 0, Uf 1+2, Uf 3+4, Uf norm+output"
@@ -1091,20 +966,18 @@ class TestFullyShardPrefetch(FSDPTest):
             "Ub 3+4, P norm+output, Ub 1+2, P 3+4, Ub 0, P 1+2, Ub tok_embeddings+pos_embeddings, P 0, "
             "P tok_embeddings+pos_embeddings"
         )
-        if not torch_facts.ENDS_GROUP_ONCE:
+        if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
             backward += ", P tok_embeddings+pos_embeddings, P 1+2, P 3+4, P norm+output"
         self._train(ref_model, model, self._loss, forward, backward)
 
-    @unittest.skipUnless(torch_facts.COMPLETES_PARTIAL_GROUPS, "this torch leaves a group that ran in part as it is")
+    @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_unused_module(self):
         """A group of which one module takes no part in the forward is still gathered, reduced and let go of."""
         manual_seed(42)
         ref_model = nn.Sequential(HalfUsed(16), HalfUsed(16), nn.Linear(16, 16)).to(self.device)
         model = copy.deepcopy(ref_model)
-        for module in model[:2]:
-            fully_shard([module.unused_lin, module.lin], reshard_after_forward=True)
-        fully_shard(model, reshard_after_forward=True)
+        shard_each([*([module.unused_lin, module.lin] for module in model[:2]), model], reshard_after_forward=True)
 
         def loss_of(model: nn.Module, step: int) -> torch.Tensor:
             return model(rows(self.rank, step, self.device, 4, 16)).sum()
@@ -1120,22 +993,17 @@ class TestFullyShardPrefetch(FSDPTest):
         """A prefetch of a module whose backward is over must not hang, nor spoil the next step."""
         manual_seed(42)
         ref_model = MLP(16, self.device)
-        model: Any = copy.deepcopy(ref_model)
-        for module in (model.in_proj, model.out_proj, model):
-            fully_shard(module)
+        model = copy.deepcopy(ref_model)
+        shard_each([model.in_proj, model.out_proj, model])
         model.in_proj.set_modules_to_backward_prefetch([model.out_proj])
-        optims = [adam(ref_model), adam(model)]
-        for step in range(3):
-            inputs = rows(self.rank, step, self.device, 2, 16)
-            ref_loss, loss = ref_model(inputs).sum(), model(inputs).sum()
-            self.assertEqual(loss, ref_loss)
-            ref_loss.backward()
-            loss.backward()
-            average(ref_model)
-            check_sharded_parity(self, ref_model, model)
-            for module in (model.in_proj, model.out_proj):
-                self.assertIsNone(group_of(module)._all_gather_result)
-            take_step(optims)
+
+        def step(each: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+            loss = train(each, inputs)
+            for module in internals.fsdp_modules(each)[1:]:
+                self.assertIsNone(internals.pending_gather(internals.group_of(module)))
+            return loss
+
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 16), step=step)
 
 
 class HalfUsed(nn.Module):
@@ -1189,15 +1057,13 @@ class BranchedModel(nn.Module):
             launched.append(branch(x))
             if isinstance(mlp, FSDPModule):
                 mlp.unshard(async_op=True)
-                result = group_of(mlp)._all_gather_result
+                result = internals.pending_gather(internals.group_of(mlp))
                 self.pending.append(result is not None and result.all_gather_work is not None)
         return torch.stack(self.mlps(launched)).sum()
 
 
-class TestFullyShardUnshardMultiProcess(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
+    world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_async(self):
@@ -1207,12 +1073,11 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
         manual_seed(42)
         ref_model = BranchedModel(8).to(device)
         model = copy.deepcopy(ref_model)
-        replicate(ref_model, device_ids=device_ids)
-        for mlp in model.mlps.mlps:
-            fully_shard(mlp, reshard_after_forward=False)
+        internals.composable.replicate(ref_model, device_ids=device_ids)
+        shard_each(model.mlps.mlps, reshard_after_forward=False)
         fully_shard(model.mlps)
-        replicate(model, device_ids=device_ids)
-        optims = [adam(ref_model), adam(model)]
+        internals.composable.replicate(model, device_ids=device_ids)
+        optims = optimizers(ref_model, model)
         for step in range(10):
             inputs = rows(self.rank, step, device, 4, 8)
             losses = []
@@ -1230,18 +1095,15 @@ class TestFullyShardUnshardMultiProcess(FSDPTest):
             self.assertEqual(branch.weight, ref_branch.weight)
 
 
-class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_no_param_group(self):
         """A root that owns nothing gives a handle like any other, which gathers nothing."""
         model: Any = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
-        for module in (*model, model):
-            fully_shard(module)
-        self.assertIsNone(model._get_fsdp_state()._fsdp_param_group)
+        shard_each([*model, model])
+        self.assertFalse(internals.has_group(model))
         handle = model.unshard(async_op=True)
         self.assertIsNone(handle.wait())
         self.assertEqual([type(param) for param in model.parameters()], [DTensor] * 4)
@@ -1250,9 +1112,7 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
     def test_unshard_without_lazy_init(self):
         """An unshard before the first forward registers the whole parameters."""
         manual_seed(42)
-        model: Any = MLP(4, self.device)
-        for param in model.parameters():
-            dist.broadcast(param.detach(), src=0)
+        model = broadcast_parameters(MLP(4, self.device))
         ref_model = copy.deepcopy(model)
         fully_shard(model)
         model.unshard()
@@ -1262,14 +1122,11 @@ class TestFullyShardUnshardMultiThread(FSDPTestMultiThread):
             self.assertEqual((name, param), (ref_name, ref_param))
 
 
-class TestFullyShardAllocFromPG(FSDPTest):
+class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
     """Buffers of collectives that the process group allocates, if it can."""
 
+    world_size = 2
     log_name = ""
-
-    @property
-    def world_size(self) -> int:
-        return 2
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
@@ -1285,7 +1142,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
             return re.search(r"register comm .* buffer", log.read()) is not None
 
     def _comms(self, model: nn.Module) -> set[tuple[type, type]]:
-        groups = [group_of(module) for module in fsdp_modules(model)]
+        groups = internals.groups_of(model)
         return {(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups}
 
     @skip_if_lt_x_gpu(2)
@@ -1296,26 +1153,31 @@ class TestFullyShardAllocFromPG(FSDPTest):
         """
         device = self.device
         twin, model = (shard_blocks(transformer(device)) for _ in range(2))
-        default = {(collectives.DefaultAllGather, collectives.DefaultReduceScatter)}
-        from_group = {(collectives.ProcessGroupAllocAllGather, collectives.ProcessGroupAllocReduceScatter)}
+        default = {(fsdp_collectives.DefaultAllGather, fsdp_collectives.DefaultReduceScatter)}
+        from_group = {
+            (
+                fsdp_collectives.ProcessGroupAllocAllGather,
+                fsdp_collectives.ProcessGroupAllocReduceScatter,
+            )
+        }
         logged = accelerator.current().has("symmetric_memory")
-        optims = [adam(twin), adam(model)]
+        optims = optimizers(twin, model)
         asked: list[torch.Size] = []
-        allocate = collectives.ProcessGroupAllocMixin.allocate
+        allocate = fsdp_collectives.ProcessGroupAllocMixin.allocate
 
         def record(comm: Any, size: Any, **kwargs: Any) -> torch.Tensor:
-            self.assertIs(comm._group, group_of(model).mesh_info.shard_process_group)
+            self.assertIs(comm._group, internals.group_of(model).mesh_info.shard_process_group)
             asked.append(size)
             return allocate(comm, size, **kwargs)
 
         self.assertEqual(self._comms(model), default)
         for step, enable in enumerate((None, True, True, False)):
             if enable is not None:
-                for module in fsdp_modules(model):
+                for module in internals.fsdp_modules(model):
                     module.set_allocate_memory_from_process_group_for_comm(enable)
                 self.assertEqual(self._comms(model), from_group if enable else default)
             ids = tokens(self.rank, step, device)
-            with mock.patch.object(collectives.ProcessGroupAllocMixin, "allocate", record):
+            with mock.patch.object(fsdp_collectives.ProcessGroupAllocMixin, "allocate", record):
                 model(ids).sum().backward()
             # three groups in forward, the two blocks again in backward, and two buffers for each reduction
             self.assertEqual(len(asked), 3 + 2 + 3 * 2 if enable else 0)
@@ -1323,9 +1185,7 @@ class TestFullyShardAllocFromPG(FSDPTest):
             if logged and step < 2:
                 self.assertEqual(self._buffers_registered(), bool(enable))
             twin(ids).sum().backward()
-            expected = local_grads(twin)
-            for name, grad in local_grads(model).items():
-                self.assertTrue(torch.equal(grad, expected[name]), name)
+            check_identical(self, local_grads(model), local_grads(twin))
             take_step(optims)
 
     @skip_if_lt_x_gpu(2)
@@ -1337,15 +1197,15 @@ class TestFullyShardAllocFromPG(FSDPTest):
         model.set_custom_all_gather(custom)
         with self.assertRaisesRegex(AssertionError, "all gather comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
-        self.assertIs(group_of(model)._all_gather_comm, custom)
+        self.assertIs(internals.group_of(model)._all_gather_comm, custom)
 
-        model.set_custom_all_gather(collectives.DefaultAllGather())
+        model.set_custom_all_gather(fsdp_collectives.DefaultAllGather())
         model.set_custom_reduce_scatter(mock.MagicMock(spec=fsdp_api.ReduceScatter))
         with self.assertRaisesRegex(AssertionError, "reduce scatter comm is custom"):
             model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-class TestFullyShardSymmMem(FSDPTestContinuous):
+class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
     """Buffers in memory that the ranks share."""
 
     @classmethod
@@ -1355,31 +1215,29 @@ class TestFullyShardSymmMem(FSDPTestContinuous):
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         return options
 
-    @needs_method("set_symm_mem_for_comm")
+    @needs(torch_facts.ALLOCATES_SYMMETRIC_MEMORY)
     @requires_capability("symmetric_memory")
     @requires(
         lambda: None if sm_is_or_higher_than(accelerator.current().device(), 9, 0) else "needs compute capability 9.0"
     )
     @skip_if_lt_x_gpu(2)
-    def test_fully_shard_symm_mem(self):
-        self.run_subtests({"sum_reduction": [True, False]}, self._test_fully_shard_symm_mem)
-
-    def _test_fully_shard_symm_mem(self, sum_reduction: bool) -> None:
+    @subtests(sum_reduction=[True, False])
+    def test_fully_shard_symm_mem(self, sum_reduction):
         """One step; only sums are reduced in shared memory."""
         device = self.device
         model = shard_blocks(transformer(device, dim=4096, max_seq_len=64))
-        for module in fsdp_modules(model):
+        for module in internals.fsdp_modules(model):
             module.set_force_sum_reduction_for_comms(sum_reduction)
             module.set_symm_mem_for_comm()
-            comms = group_of(module)._all_gather_comm, group_of(module)._reduce_scatter_comm
-            self.assertIsInstance(comms[0], collectives.SymmMemAllGather)
-            self.assertEqual(isinstance(comms[1], collectives.SymmMemReduceScatter), sum_reduction)
+            comms = internals.group_of(module)._all_gather_comm, internals.group_of(module)._reduce_scatter_comm
+            self.assertIsInstance(comms[0], fsdp_collectives.SymmMemAllGather)
+            self.assertEqual(isinstance(comms[1], fsdp_collectives.SymmMemReduceScatter), sum_reduction)
         model(torch.randint(0, 8, (4, 64), device=device)).sum().backward()
         for name, grad in local_grads(model).items():
             self.assertTrue(grad.isfinite().all().item(), name)
 
 
-class TestFullyShardForceSumReduction(FSDPTest):
+class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
     """The operations that FSDP asks its collectives for, as recorded at torch's own functions.
 
     Upstream reads them from NCCL's log; here any backend will do.
@@ -1389,42 +1247,27 @@ class TestFullyShardForceSumReduction(FSDPTest):
     def world_size(self) -> int:
         return 4 if self._testMethodName.endswith("both_reductions") else 2
 
-    def _step(self, model: nn.Module, step: int) -> tuple[list[Any], list[Any]]:
-        """A forward and a backward; the operations of its reduce-scatters and all-reduces."""
-        scatters: list[Any] = []
-        reductions: list[Any] = []
-
-        def recording(original: Any, ops: list[Any]) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                ops.append(kwargs["op"])
-                return original(*args, **kwargs)
-
-            return record
-
-        scatter = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
-        with (
-            patch_reduce_scatter(recording(scatter, scatters)),
-            patch_all_reduce(recording(dist.all_reduce, reductions)),
-        ):
-            model(tokens(self.rank, step, self.device)).sum().backward()
-        return scatters, reductions
-
     def _test_force_sum(self, mesh_shape: tuple[int, ...]) -> None:
         """Averages first, then sums alone, then averages again; the gradients are those of a replica throughout."""
-        device = self.device
-        mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
-        ref_model = transformer(device)
-        model = shard_blocks(copy.deepcopy(ref_model), mesh=mesh)
-        optims = [adam(ref_model), adam(model)]
-        for step, force_sum in enumerate((False, True, True, False)):
-            for module in fsdp_modules(model):
+        ref_model = transformer(self.device)
+        model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*mesh_shape))
+        modules = internals.fsdp_modules(model)
+        forced = iter((False, True, True, False))
+
+        def step(each: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            if each is ref_model:
+                return train(each, ids)
+            force_sum = next(forced)
+            for module in modules:
                 module.set_force_sum_reduction_for_comms(force_sum)
-            ops = [SUM if force_sum else AVG] * len(fsdp_modules(model))
-            self.assertEqual(self._step(model, step), (ops, ops if len(mesh_shape) > 1 else []))
-            ref_model(tokens(self.rank, step, device)).sum().backward()
-            average(ref_model)
-            check_gradients(self, ref_model, model, mesh_shape[-1])
-            take_step(optims)
+            with collectives.recorded() as calls:
+                loss = train(each, ids)
+            ops = [SUM if force_sum else AVG] * len(modules)
+            self.assertEqual(calls.values("RS", "op"), ops)
+            self.assertEqual(calls.values("AR", "op"), ops if len(mesh_shape) > 1 else [])
+            return loss
+
+        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), step=step, iterations=4)
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_force_sum_reduce_scatter(self):
@@ -1435,42 +1278,30 @@ class TestFullyShardForceSumReduction(FSDPTest):
         self._test_force_sum((2, 2))
 
 
-class TestFullyShardReduceOpWorldSize1(FSDPTestContinuous):
+class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     """One rank has nothing to reduce, and its gradient is its own."""
 
     world_size = 1
-
-    def _mesh(self) -> Any:
-        return init_device_mesh(self.device.type, (1,))
 
     @skip_if_lt_x_gpu(1)
     def test_size1_reduceop(self):
         """Upstream's layer of 1024 by 1025 is for NCCL's average over one rank; an odd size of any order will do."""
         manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
-        model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(), reshard_after_forward=False)
-        optims = [adam(ref_model), adam(model)]
-        for step in range(3):
-            inputs = rows(self.rank, step, self.device, 17, 16)
-            for module, optim in ((ref_model, optims[0]), (model, optims[1])):
-                optim.zero_grad()
-                module.loss = module(inputs).square().sum()
-                module.loss.backward()
-            self.assertEqual(model.loss, ref_model.loss)
-            self.assertEqual(model.bias.grad.to_local(), ref_model.bias.grad)
-            check_sharded_parity(self, ref_model, model)
-            for optim in optims:
-                optim.step()
-        group = group_of(model).mesh_info.shard_process_group
+        model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(1), reshard_after_forward=False)
+        self._train_and_compare(ref_model, model, lambda: self._inputs(17, 16))
+        group = internals.group_of(model).mesh_info.shard_process_group
         pairs = [(group, None), (group, group), (None, group)]
         for reduce_scatter_group, all_reduce_group in pairs[: 3 if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else 2]:
-            factors = collectives._get_gradient_divide_factors(reduce_scatter_group, all_reduce_group, torch.float32)
+            factors = fsdp_collectives._get_gradient_divide_factors(
+                reduce_scatter_group, all_reduce_group, torch.float32
+            )
             self.assertEqual(factors, (None, None, SUM, SUM))
 
     def _test_singleton(self, divide_factor: float | None, force_sum: bool = False, **kwargs: Any) -> None:
         """Every element of the gradient is 3 before it is divided."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
-        fully_shard(model, mesh=self._mesh(), **kwargs)
+        fully_shard(model, mesh=self._mesh(1), **kwargs)
         if divide_factor is not None:
             model.set_gradient_divide_factor(divide_factor)
         model.set_force_sum_reduction_for_comms(force_sum)

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -16,18 +17,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch._inductor.compile_fx  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_state
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import (
     TIMEOUT_OVERRIDE,
     get_required_world_size,
@@ -35,22 +31,23 @@ from torch_fsdp_tests.common_distributed import (
     requires_world_size,
     skip_if_lt_x_gpu,
 )
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    FSDPTest,
-    ShardAdam,
-    check_sharded_parity,
-    patch_all_gather,
-    patch_reduce_scatter,
-)
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import mean_backward
+from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
+
+with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
+    importlib.import_module("torch._inductor.compile_fx")
 
 DIM = 16
 ITERATIONS = 5  # of upstream's 10: after the second nothing new is compiled (test_no_recompiles)
-FSDP_FOLDER = os.path.dirname(_fsdp_state.__file__)
 HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # what dynamo meets in the place of a hook; before 2.13 the latter
 
 INDUCTOR_TESTS = (
@@ -154,9 +151,16 @@ class CountingBackend:
         self.graphs.append(graph)
         return self._compile(graph, inputs)
 
+    def _nodes(self) -> list[torch.fx.Node]:
+        return [node for graph in self.graphs for node in graph.graph.nodes]
+
     @property
     def op_count(self) -> int:
-        return sum(node.op.startswith("call_") for graph in self.graphs for node in graph.graph.nodes)
+        return sum(node.op.startswith("call_") for node in self._nodes())
+
+    def count(self, name: str) -> int:
+        """How many nodes of all graphs have a target of which ``name`` is a part."""
+        return sum(name in str(node.target) for node in self._nodes())
 
 
 class Step(NamedTuple):
@@ -170,8 +174,7 @@ class CompileTest(FSDPTest):
         return get_required_world_size(self, 2)
 
     def _rows(self, iteration: int, rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * iteration + rank)
-        return torch.rand((2, DIM), generator=generator).to(self.device)
+        return uniform(2, DIM, seed=100 * iteration + rank)
 
     def _shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self.world_size)[self.rank]
@@ -179,17 +182,16 @@ class CompileTest(FSDPTest):
 
 class TestFullyShardCompileCompute(CompileTest):
     @skip_if_lt_x_gpu(2)
-    def test_disable_compiling_hooks(self):
-        self.run_subtests({"backend": ["eager", "aot_eager"]}, self._test_disable_compiling_hooks)
-
-    def _test_disable_compiling_hooks(self, backend: str) -> None:
+    @subtests(backend=["eager", "aot_eager"])
+    def test_disable_compiling_hooks(self, backend):
         """Dynamo is asked about the functions that stand for hooks, never about FSDP's own code behind them."""
         torch._dynamo.reset()
         seen: collections.Counter[str] = collections.Counter()
         check = torch._dynamo.trace_rules.check
+        fsdp_folder = os.path.dirname(internals.fsdp2_state.__file__)
 
         def counting_check(obj: Any, *args: Any, **kwargs: Any) -> bool:
-            if os.path.dirname(getattr(obj, "co_filename", "")) == FSDP_FOLDER:
+            if os.path.dirname(getattr(obj, "co_filename", "")) == fsdp_folder:
                 seen[obj.co_name] += 1
             return check(obj, *args, **kwargs)
 
@@ -208,40 +210,36 @@ class TestFullyShardCompileCompute(CompileTest):
         self.assertEqual(sum(count for name, count in seen.items() if name not in HOOK_WRAPPERS), 0, f"{seen}")
         # Otherwise a count of zero would prove nothing: the hooks were there to be seen, the model's code was compiled.
         self.assertGreater(sum(seen.values()), 0)
-        self.assertGreater(self._count_op_in_graphs(counting, "linear"), 0)
+        self.assertGreater(counting.count("linear"), 0)
         self.assertEqual(out, ref_model(inp))
-
-    def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
-        return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
 
 
 class TestFullyShardCompile(CompileTest):
     def test_dynamo_trace_use_training_state(self):
         torch._dynamo.reset()
-        group = FSDPParamGroup([], (nn.Linear(1, 1),), None, None, self.device, None, None, None)
+        make_group, states = internals.fsdp2_param_group.FSDPParamGroup, internals.fsdp2_common.TrainingState
+        group = make_group([], (nn.Linear(1, 1),), None, None, self.device, None, None, None)
+        self.assertEqual(internals.training_state(group), states.IDLE)
 
         def add_in_forward_state(x: torch.Tensor) -> torch.Tensor:
-            group._training_state = TrainingState.IDLE
-            with group.use_training_state(TrainingState.FORWARD):
-                if group._training_state == TrainingState.FORWARD:
+            group._training_state = states.IDLE  # a plain attribute, since this is what dynamo has to trace
+            with group.use_training_state(states.FORWARD):
+                if group._training_state == states.FORWARD:
                     x = x + 1
             return x
 
         inp = torch.zeros(1, device=self.device)
-        self.assertEqual(group._training_state, TrainingState.IDLE)
         self.assertEqual(add_in_forward_state(inp), inp + 1)
-        self.assertEqual(group._training_state, TrainingState.IDLE)
+        self.assertEqual(internals.training_state(group), states.IDLE)
         counting = CountingBackend()
         self.assertEqual(torch.compile(add_in_forward_state, backend=counting, fullgraph=True)(inp), inp + 1)
-        self.assertEqual(group._training_state, TrainingState.IDLE)
+        self.assertEqual(internals.training_state(group), states.IDLE)
         self.assertEqual((len(counting.graphs), counting.op_count), (1, 1))
         torch._dynamo.reset()
 
-    def test_trace_fsdp_copy_(self):
+    @subtests(view_taken_first=[False, True])
+    def test_trace_fsdp_copy_(self, view_taken_first):
         """What is copied has seen a write through another view, whether it was taken before that write or after."""
-        self.run_subtests({"view_taken_first": [False, True]}, self._test_trace_fsdp_copy_)
-
-    def _test_trace_fsdp_copy_(self, view_taken_first: bool) -> None:
         with torch.library._scoped_library("torch_fsdp_tests", "DEF") as library:
             library.define("add_one_out(Tensor x, Tensor(a!) out) -> ()")
 
@@ -423,9 +421,7 @@ class TestFullyShardCompile(CompileTest):
             return Repeating(breaks_graph=not fwd_fullgraph).to(self.device)
 
         def shard(model: Repeating) -> None:
-            for layer in model.layers:
-                fully_shard(layer, reshard_after_forward=True)
-            fully_shard(model, reshard_after_forward=True)
+            shard_each((*model.layers, model), reshard_after_forward=True)
 
         return (model_init_fn, shard), self._rows
 
@@ -469,7 +465,7 @@ class TestFullyShardCompile(CompileTest):
                 # Inside of what FSDP wraps: dynamo compiles nothing in a checkpoint that it has not traced itself,
                 # and one around a wrapped layer it cannot trace.
                 for layer in model.layers:
-                    layer.feed_forward = checkpoint_wrapper(layer.feed_forward)
+                    layer.feed_forward = internals.checkpoint_wrapping.checkpoint_wrapper(layer.feed_forward)
             if not all_requires_grad:
                 trainable = 0
                 for name, param in model.named_parameters():
@@ -479,9 +475,7 @@ class TestFullyShardCompile(CompileTest):
             return model
 
         def shard(model: Transformer) -> None:
-            for layer in model.layers:
-                fully_shard(layer, reshard_after_forward=True)
-            fully_shard(model, reshard_after_forward=True)
+            shard_each((*model.layers, model), reshard_after_forward=True)
 
         def input_creation_fn(iteration: int, rank: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(100 * iteration + rank)
@@ -548,10 +542,7 @@ class TestFullyShardCompile(CompileTest):
         inp = torch.randn((32, 784), device=self.device)
         for _ in range(2):
             self.assertEqual(model(inp), ref_model(inp))
-        self.assertEqual(self._count_op_in_graphs(counting, "linear"), 3)
-
-    def _count_op_in_graphs(self, backend: CountingBackend, name: str) -> int:
-        return sum(name in str(node.target) for graph in backend.graphs for node in graph.graph.nodes)
+        self.assertEqual(counting.count("linear"), 3)
 
     @skip_if_lt_x_gpu(2)
     def test_managed_modules(self):
@@ -594,17 +585,12 @@ class TestFullyShardCompile(CompileTest):
         return nn.Sequential(*(MLP(DIM, self.device) for _ in range(2)))
 
     def _mean_backward(self, ref_model: nn.Module, iteration: int) -> None:
-        """The mean over all ranks' rows, without communication."""
-        for rank in range(self.world_size):
-            (ref_model(self._rows(iteration, rank)).square().sum() / self.world_size).backward()
+        mean_backward(ref_model, [self._rows(iteration, rank) for rank in range(self.world_size)])
 
     @requires_world_size(4)
-    def test_no_recompiles(self):
+    @subtests(reshard_after_forward=[True, False, 2], per_layer=[False, True])
+    def test_no_recompiles(self, reshard_after_forward, per_layer):
         """Beyond upstream: after two iterations there is nothing left to compile."""
-        config = {"reshard_after_forward": [True, False, 2], "per_layer": [False, True]}
-        self.run_subtests(config, self._test_no_recompiles)
-
-    def _test_no_recompiles(self, reshard_after_forward: bool | int, per_layer: bool) -> None:
         model, counting = self._mlps(), CountingBackend("eager")  # dynamo decides alike for all backends
         for mlp in model:
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
@@ -621,11 +607,9 @@ class TestFullyShardCompile(CompileTest):
         self.assertEqual(graphs[2:], [graphs[1]] * 4)
 
     @skip_if_lt_x_gpu(2)
-    def test_compile_per_layer(self):
+    @subtests(compile_first=[True, False])
+    def test_compile_per_layer(self, compile_first):
         """Beyond upstream: layers compiled after they are sharded, or before; both train as a plain model does."""
-        self.run_subtests({"compile_first": [True, False]}, self._test_compile_per_layer)
-
-    def _test_compile_per_layer(self, compile_first: bool) -> None:
         ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
         for mlp in model:
             if compile_first:
@@ -634,50 +618,26 @@ class TestFullyShardCompile(CompileTest):
             if not compile_first:
                 mlp.compile(backend=counting)
         fully_shard(model)
-        optims = [ShardAdam(each.parameters(), lr=1e-2) for each in (ref_model, model)]
+        optims = optimizers(ref_model, model)
         for iteration in range(5):
             self._mean_backward(ref_model, iteration)
             model(self._rows(iteration, self.rank)).square().sum().backward()
             check_sharded_parity(self, ref_model, model)
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-        self.assertGreater(self._count_op_in_graphs(counting, "linear"), 0)
+            take_step(optims)
+        self.assertGreater(counting.count("linear"), 0)
         check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
-    def test_compiled_gradient_sync(self):
+    @subtests(per_layer=[True, False])
+    def test_compiled_gradient_sync(self, per_layer):
         """Beyond upstream: microbatches that do not reduce: as many collectives as eagerly, and the same gradients."""
-        self.run_subtests({"per_layer": [True, False]}, self._test_compiled_gradient_sync)
-
-    @contextlib.contextmanager
-    def _counting_collectives(self) -> Iterator[collections.Counter[str]]:
-        """FSDP's calls, counted by a patch: where a dispatch mode is active dynamo compiles nothing."""
-        calls: collections.Counter[str] = collections.Counter()
-
-        def counted(what: str, name: str) -> Callable:
-            original = getattr(dist, name)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls[what] += 1
-                return original(*args, **kwargs)
-
-            return call
-
-        gather = counted("all-gather", torch_facts.ALL_GATHER_NAME)
-        reduce = counted("reduce-scatter", torch_facts.REDUCE_SCATTER_NAME)
-        with patch_all_gather(gather), patch_reduce_scatter(reduce):
-            yield calls
-
-    def _test_compiled_gradient_sync(self, per_layer: bool) -> None:
-        ref_model, counting, counts = self._mlps(), CountingBackend("aot_eager"), []
+        ref_model, counting = self._mlps(), CountingBackend("aot_eager")
+        counts: list[list[collections.Counter[str]]] = []
         for iteration in range(3):
             self._mean_backward(ref_model, iteration)
         for compiled in (False, True):
             model = self._mlps()
-            for mlp in model:
-                fully_shard(mlp)
-            fully_shard(model)
+            shard_each((*model, model))
             if compiled:
                 for module in model if per_layer else [model]:
                     module.compile(backend=counting)
@@ -686,11 +646,11 @@ class TestFullyShardCompile(CompileTest):
                 model.zero_grad()
                 for iteration in range(3):
                     model.set_requires_gradient_sync(iteration == 2)
-                    with self._counting_collectives() as calls:
+                    with recorded() as calls:  # not by a dispatch mode, under which dynamo compiles nothing
                         model(self._rows(iteration, self.rank)).square().sum().backward()
-                    counts[-1].append(dict(calls))
+                    counts[-1].append(calls.counts())
                 check_sharded_parity(self, ref_model, model)
-        self.assertEqual([each.get("reduce-scatter", 0) for each in counts[0]], [0, 0, 2] * 2)
+        self.assertEqual([each["RS"] for each in counts[0]], [0, 0, 2] * 2)
         self.assertEqual(counts[1], counts[0])
         self.assertGreater(len(counting.graphs), 0)
 

@@ -18,18 +18,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
-from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests import accelerator, torch_names
+from torch_fsdp_tests.common_distributed import RankTestCase, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.shards import chunk_of
+from torch_fsdp_tests.fsdp.training import shard_each, take_step
 from torch_fsdp_tests.two_tensor import TwoTensor
+
+pytree = torch_names.module("torch.utils._pytree")
+grad_mode = torch_names.module("torch.autograd.grad_mode")
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _class_patch_lock = threading.Lock()  # the threads of a test share the class that they patch
@@ -69,7 +77,7 @@ def two_tensor_fsdp_post_all_gather(
         if gathered.dtype == param_dtype:  # the parts of the parameter are the gathered tensors: nothing to copy
             assert part.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
         else:
-            with torch.no_grad(), _unsafe_preserve_version_counter(part):
+            with torch.no_grad(), grad_mode._unsafe_preserve_version_counter(part):
                 part.copy_(gathered)
     return None
 
@@ -120,7 +128,7 @@ class BFloat16AllGatherTensor(torch.Tensor):
         if out is None:
             whole = gathered.to(param_dtype)
             return whole, (gathered, whole)
-        with _unsafe_preserve_version_counter(out):
+        with grad_mode._unsafe_preserve_version_counter(out):
             out.copy_(gathered[: out.size(0)])  # what was gathered has the padding still
         return None
 
@@ -173,14 +181,21 @@ class Extension:
         self.gathered_and_whole: tuple[torch.Tensor, ...] = ()
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self.pre, self.post
 
-    def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
+    def pre(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> tuple[Any, Any]:
         self.pre_arguments.append((mesh, outer_size, outer_stride, module, mp_policy))
         payload, metadata = self.encode(self.local.a if isinstance(self.local, TwoTensor) else self.local)
         self.sent.append(metadata)
         return payload, metadata
 
     @torch.no_grad()
-    def post(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def post(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         self.received.append(metadata)
         self.param_dtypes.append(param_dtype)
         self.outs.append(out)
@@ -188,7 +203,7 @@ class Extension:
         if out is None:
             self.gathered_and_whole = (*all_gather_outputs, whole)
             return whole, (whole,)  # what FSDP gathered it frees without being told
-        with _unsafe_preserve_version_counter(out):
+        with grad_mode._unsafe_preserve_version_counter(out):
             out.copy_(whole)
         return None
 
@@ -226,13 +241,7 @@ def the_only_one(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Ten
     return whole
 
 
-def filled(module: nn.Module) -> nn.Module:
-    """The same weights on every rank (threads share torch's own generator), and no ReLU off for positive inputs."""
-    generator = torch.Generator().manual_seed(42)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.copy_(0.25 + 0.5 * torch.rand(param.shape, generator=generator))
-    return module
+positive = functools.partial(filled, low=0.25, high=0.75)  # no ReLU is off for positive inputs
 
 
 def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -244,12 +253,6 @@ def extend(module: nn.Module, encode: Callable = as_it_is, decode: Callable = th
     return {name: Extension(local, encode, decode) for name, local in local_tensors(module).items()}
 
 
-def rows_of(rank: int, world_size: int, whole: torch.Tensor) -> torch.Tensor:
-    """The rows that ``rank`` owns: torch.chunk's, or none."""
-    chunks = whole.chunk(world_size)
-    return chunks[rank] if rank < len(chunks) else whole[:0]
-
-
 def gather_rows(local: torch.Tensor) -> torch.Tensor:
     """The whole of evenly sharded rows, gathered without FSDP."""
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -257,19 +260,8 @@ def gather_rows(local: torch.Tensor) -> torch.Tensor:
     return torch.cat(shards)
 
 
-def average_(tensors: Sequence[torch.Tensor]) -> None:
-    """Average over the ranks, in one collective."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    means = (flat / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
-        tensor.copy_(mean.view_as(tensor))
-
-
-class TestFullyShardAllGatherExtensionsCommon:
-    @property
-    def world_size(self) -> int:
-        return 2
+class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
+    world_size = 2
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
@@ -286,6 +278,11 @@ class TestFullyShardAllGatherExtensionsCommon:
                 if hasattr(TwoTensor, name):
                     delattr(TwoTensor, name)
 
+    def _for_each_hook_version(self, test: Callable[..., None]) -> None:
+        for version in TWO_TENSOR_PRE_ALL_GATHER:
+            with self._patch_two_tensor_fsdp_all_gather(version):
+                self.run_subtests({"reshard_after_forward": [True, False]}, test)
+
     def _init_two_tensor_mlp(self) -> nn.Module:
         # Without bias: its gradient would be a TwoTensor in a plain model, and is none with FSDP.
         model = nn.Sequential(*(MLP(8, bias=False) for _ in range(3)))
@@ -297,27 +294,21 @@ class TestFullyShardAllGatherExtensionsCommon:
 
     def _input(self, dim: int, seed: int = 42) -> torch.Tensor:
         """Positive, (2, dim), another for each rank."""
-        generator = torch.Generator().manual_seed(seed + self.rank + 1)
-        return torch.rand(2, dim, generator=generator).to(self.device)
+        return uniform(2, dim, seed=seed + self.rank + 1)
 
     def _fully_shard_all(self, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
-        for module in model:
-            fully_shard(module, **kwargs)
-        return fully_shard(model, **kwargs)
+        return shard_each((*model, model), **kwargs)
 
 
 class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExtensionsCommon, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_all_gather_extensions_train_parity(self):
-        for version in TWO_TENSOR_PRE_ALL_GATHER:
-            with self._patch_two_tensor_fsdp_all_gather(version):
-                subtests = {"reshard_after_forward": [True, False]}
-                self.run_subtests(subtests, self._test_all_gather_extensions_train_parity)
+        self._for_each_hook_version(self._test_all_gather_extensions_train_parity)
 
-    def _test_all_gather_extensions_train_parity(self, reshard_after_forward: bool):
+    def _test_all_gather_extensions_train_parity(self, reshard_after_forward: bool) -> None:
         # Upstream's initial weights leave ReLUs, and with them whole gradients, at zero after a few steps.
         with self.device:
-            model = filled(self._init_two_tensor_mlp())
+            model = positive(self._init_two_tensor_mlp())
         ref_model = copy.deepcopy(model)
         ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2, foreach=True)
         self._fully_shard_all(model, reshard_after_forward=reshard_after_forward)
@@ -331,17 +322,15 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             self.assertEqual((loss.a, loss.b), (ref_loss.a, ref_loss.b))
             ref_loss.backward()
             loss.backward()
-            average_([part for param in ref_model.parameters() for part in (param.grad.a, param.grad.b)])
+            average([part for param in ref_model.parameters() for part in (param.grad.a, param.grad.b)])
             self._check_parts(ref_model, model)
-            for each in (ref_optim, optim):
-                each.step()
-                each.zero_grad(set_to_none=step % 2 == 0)
+            take_step((ref_optim, optim), set_to_none=step % 2 == 0)
             self._check_parts(ref_model, model)
         check_sharded_parity(self, ref_model, model)
 
-    def _check_parts(self, ref_model: nn.Module, model: nn.Module):
+    def _check_parts(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Compare both parts, where check_sharded_parity compares TwoTensors by ``a`` alone, and slowly."""
-        shard_of = functools.partial(rows_of, self.rank, self.world_size)
+        shard_of = functools.partial(chunk_of, index=self.rank, chunks=self.world_size)
         params = dict(model.named_parameters())
         self.assertEqual(list(params), [name for name, _ in ref_model.named_parameters()])
         for name, ref_param in ref_model.named_parameters():
@@ -379,8 +368,8 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
     @skip_if_lt_x_gpu(2)
     def test_metadata_round_trip(self):
         """Beyond upstream: each gather's post-hook receives the metadata of that gather, and of no earlier one."""
-        layer = fully_shard(filled(nn.Linear(4, 6, bias=False, device=self.device)), reshard_after_forward=True)
-        whole = filled(nn.Linear(4, 6, bias=False, device=self.device)).weight.detach()
+        layer = fully_shard(positive(nn.Linear(4, 6, bias=False, device=self.device)), reshard_after_forward=True)
+        whole = positive(nn.Linear(4, 6, bias=False, device=self.device)).weight.detach()
         gathers = iter(range(1, 100))
 
         def scaled(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -402,7 +391,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             optim.step()
             optim.zero_grad()
             grad = torch.ones(2, 6, device=self.device).T @ inp
-            average_([grad])
+            average([grad])
             whole -= 0.5 * grad
         self.assertEqual([metadata.scale for metadata in extension.received], [2.0, 4.0, 8.0, 16.0])
         self.assertEqual([id(sent) for sent in extension.sent], [id(received) for received in extension.received])
@@ -413,7 +402,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
     @skip_if_lt_x_gpu(2)
     def test_freed_storage(self):
         """Beyond upstream: gathered tensors and reported ones are freed, and filled again for the same parameter."""
-        model = fully_shard(filled(MLP(4, bias=False, device=self.device)), reshard_after_forward=True)
+        model = fully_shard(positive(MLP(4, bias=False, device=self.device)), reshard_after_forward=True)
         extensions = extend(model, as_bfloat16)
         used: dict[str, list[tuple[int, list[int]]]] = {"forward": [], "backward": []}
         first = extensions["in_proj.weight"]
@@ -440,16 +429,14 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         self.assertEqual(len(first.outs), 4)
         self.assertTrue(all(out is param for out in first.outs[1:]))
 
-    def _check_freed(self, extensions: dict[str, Extension]):
+    def _check_freed(self, extensions: dict[str, Extension]) -> None:
         self.assertEqual(len(extensions), 2)
         for name, extension in extensions.items():
             self.assertEqual(extension.storage_sizes(), [0, 0], name)
 
 
 class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtensionsCommon, FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 8
+    world_size = 8
 
     @property
     def device(self) -> torch.device:
@@ -476,12 +463,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extensions_end_to_end(self):
-        for version in TWO_TENSOR_PRE_ALL_GATHER:
-            with self._patch_two_tensor_fsdp_all_gather(version):
-                subtests = {"reshard_after_forward": [True, False]}
-                self.run_subtests(subtests, self._test_all_gather_extensions_end_to_end)
+        self._for_each_hook_version(self._test_all_gather_extensions_end_to_end)
 
-    def _test_all_gather_extensions_end_to_end(self, reshard_after_forward: bool):
+    def _test_all_gather_extensions_end_to_end(self, reshard_after_forward: bool) -> None:
         # With bfloat16 compute and float32 shards the post-hook has to copy into ``out``.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = self._meta_two_tensor_mlp(mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -519,7 +503,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     def _uneven_mlp(self, pad_in_pre_all_gather: bool = True) -> MLP:
         """Weights (9, 3) and (3, 9): over 8 ranks some shards are full, some short, some empty."""
-        model = filled(MLP(3, bias=False, dim_multiplier=3, device=self.device))
+        model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         for linear in (model.in_proj, model.out_proj):
             linear.weight = nn.Parameter(BFloat16AllGatherTensor(linear.weight.detach(), pad_in_pre_all_gather))
         return model
@@ -542,10 +526,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extension_hsdp_mesh(self):
-        names = ("dp_replicate", "dp_shard")
-        mesh = init_device_mesh(accelerator.current().type, (2, 4), mesh_dim_names=names)
+        mesh = make_mesh(2, 4, names=("dp_replicate", "dp_shard"))
         with self.device:
-            model = filled(self._init_two_tensor_mlp())
+            model = positive(self._init_two_tensor_mlp())
             ref_model = nn.Sequential(*(MLP(8, bias=False) for _ in range(3)))
         ref_model.load_state_dict({name: param.detach().a for name, param in model.named_parameters()})
         extensions = extend(self._fully_shard_all(model, mesh=mesh))
@@ -567,7 +550,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         The question is put to the parameter itself: in a forward only the short ranks would raise, and the others wait.
         """
         for pad in (True, False):
-            group = fully_shard(self._uneven_mlp(pad))._get_fsdp_state()._fsdp_param_group
+            group = internals.group_of(fully_shard(self._uneven_mlp(pad)))
             self.assertEqual(len(group.fsdp_params), 2)
             for fsdp_param, padded_numel, full_ranks in zip(group.fsdp_params, (2 * 3, 1 * 9), (4, 3)):
                 if pad or self.rank < full_ranks:
@@ -580,11 +563,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     def test_one_unpadded_payload_of_two_is_refused(self):
         """Beyond upstream: every tensor that a short shard gathers must be padded, the second as well."""
-        layer = fully_shard(filled(nn.Linear(3, 9, bias=False, device=self.device)))
-        state = layer._get_fsdp_state()
-        state._lazy_init()  # 2.9 replaces the tensor of a short shard here, and with it hooks that it has
+        layer = fully_shard(positive(nn.Linear(3, 9, bias=False, device=self.device)))
+        internals.initialize_lazily(layer)  # here 2.9 replaces the tensor of a short shard, and with it its hooks
         extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
-        (fsdp_param,) = state._fsdp_param_group.fsdp_params
+        (fsdp_param,) = internals.group_of(layer).fsdp_params
         fsdp_param._init_extensions()
         if self.rank < 4:
             self.assertEqual([payload.numel() for payload in fsdp_param.all_gather_inputs], [6, 6])
@@ -593,13 +575,11 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
                 _ = fsdp_param.all_gather_inputs
 
     @skip_if_lt_x_gpu(1)
-    def test_bfloat16_all_gather_numerics(self):
+    @subtests(reshard_after_forward=[True, False])
+    def test_bfloat16_all_gather_numerics(self, reshard_after_forward):
         """Beyond upstream: forward uses the bfloat16 round trip of the weights, the optimizer the float32 shards."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_bfloat16_all_gather_numerics)
-
-    def _test_bfloat16_all_gather_numerics(self, reshard_after_forward: bool):
         model = fully_shard(self._uneven_mlp(), reshard_after_forward=reshard_after_forward)
-        ref_model = filled(MLP(3, bias=False, dim_multiplier=3, device=self.device))
+        ref_model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         optim, ref_optim = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ref_model))
         seen = []
         for linear in (model.in_proj, model.out_proj):
@@ -615,22 +595,18 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             ref_out.sum().backward()
             for name, param in ref_model.named_parameters():
                 param.grad = rounded[name].grad
-            average_([param.grad for param in ref_model.parameters()])
-            for each in (optim, ref_optim):
-                each.step()
-                each.zero_grad()
+            average([param.grad for param in ref_model.parameters()])
+            take_step((optim, ref_optim))
             for name, local in local_tensors(model).items():
                 self.assertIsInstance(local, BFloat16AllGatherTensor)
-                expected = rows_of(self.rank, self.world_size, ref_model.get_parameter(name).detach())
+                expected = chunk_of(ref_model.get_parameter(name).detach(), self.rank, self.world_size)
                 self.assertEqual(local._data, expected, name)
 
     @skip_if_lt_x_gpu(1)
-    def test_payload_of_two_dtypes(self):
+    @subtests(param_dtype=[None, torch.bfloat16])
+    def test_payload_of_two_dtypes(self, param_dtype):
         """Beyond upstream: int8 values and float32 scales travel together, beside a parameter without hooks."""
-        self.run_subtests({"param_dtype": [None, torch.bfloat16]}, self._test_payload_of_two_dtypes)
-
-    def _test_payload_of_two_dtypes(self, param_dtype: torch.dtype | None):
-        layer = filled(nn.Linear(4, 16, device=self.device))
+        layer = positive(nn.Linear(4, 16, device=self.device))
         weight, bias = (param.detach().clone() for param in layer.parameters())
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
         local = local_tensors(layer)
@@ -647,10 +623,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     def test_hook_arguments(self):
         """Beyond upstream: the hooks are told mesh, layout of the whole, owner, policy, and the dtype to make."""
-        mesh = init_device_mesh(accelerator.current().type, (self.world_size,))
+        mesh = make_mesh(self.world_size)
         for param_dtype in (None, torch.bfloat16):
             policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-            model = filled(MLP(8, bias=False, dim_multiplier=2, device=self.device))
+            model = positive(MLP(8, bias=False, dim_multiplier=2, device=self.device))
             extensions = extend(fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True))
             model(self._input(8)).sum().backward()
             self.assertEqual(list(extensions), ["in_proj.weight", "out_proj.weight"])
@@ -666,7 +642,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     def test_no_smaller_mesh(self):
         """Beyond upstream: resharding to a smaller mesh is refused, where what it holds would be gathered again."""
-        layer = fully_shard(filled(nn.Linear(8, 8, bias=False, device=self.device)), reshard_after_forward=4)
+        layer = fully_shard(positive(nn.Linear(8, 8, bias=False, device=self.device)), reshard_after_forward=4)
         (extension,) = extend(layer).values()
         loss = layer(self._input(8)).sum()
         with self.assertRaises(NotImplementedError):
@@ -675,8 +651,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     def _alone(self, encode: Callable, decode: Callable) -> tuple[nn.Module, Extension]:
         """A layer sharded over a mesh of this rank only, where FSDP gathers nothing; each rank has other weights."""
-        mesh = init_device_mesh(accelerator.current().type, (self.world_size, 1), mesh_dim_names=("others", "alone"))
-        layer = filled(nn.Linear(4, 16, bias=False, device=self.device))
+        mesh = make_mesh(self.world_size, 1, names=("others", "alone"))
+        layer = positive(nn.Linear(4, 16, bias=False, device=self.device))
         layer.weight.data.mul_(self.rank + 1)
         fully_shard(layer, mesh=mesh["alone"], reshard_after_forward=True)
         (extension,) = extend(layer, encode, decode).values()

@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import checkpoint, replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    FSDPTest,
-    ShardAdam,
-    ShardAdamW,
-    check_sharded_parity,
-    patch_reduce_scatter,
-    patch_register_post_backward_hook_backward,
-    reduce_scatter_with_assert,
-)
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_register_post_backward_hook_backward
 from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
+from torch_fsdp_tests.fsdp.references import average_gradients, replicated
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
 ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
 
@@ -65,22 +59,13 @@ class MultiForward(nn.Module):
 
 
 class TestFullyShardFrozen(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
-
-    def _replicated(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        device_ids = None if self.device.index is None else [self.device.index]
-        return replicate(copy.deepcopy(model).to(self.device), device_ids=device_ids, **kwargs)
-
-    def _adams(self, *models: nn.Module) -> list[torch.optim.Optimizer]:
-        return [ShardAdam(model.parameters(), lr=1e-2) for model in models]
+    world_size = 4
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:
         """One entry for each group that autograd, not the final callback, told that its backward is over."""
         calls: list[int] = []
-        original = RegisterPostBackwardFunction.backward
+        original = internals.fsdp2_param_group.RegisterPostBackwardFunction.backward
 
         def backward(*args: Any) -> Any:
             calls.append(1)
@@ -89,81 +74,65 @@ class TestFullyShardFrozen(FSDPTest):
         with patch_register_post_backward_hook_backward(backward):
             yield calls
 
-    @contextlib.contextmanager
-    def _recorded_reductions(self) -> Iterator[list[torch.Tensor]]:
-        """The output of each reduce-scatter. What is wrong with it is said later, on the main thread."""
-        outputs: list[torch.Tensor] = []
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
-        with patch_reduce_scatter(functools.partial(reduce_scatter_with_assert, self, original, outputs.append)):
-            yield outputs
-
-    def _average(self, ref_model: nn.Module) -> None:
-        for param in ref_model.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
-
     def _inputs(self, seed: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
         """Other numbers for each rank and seed, drawn apart from the parameters."""
         manual_seed(100 * seed + self.rank + 1)
         return torch.randn(shape, device=self.device, requires_grad=requires_grad)
 
-    @skip_if_lt_x_gpu(4)
-    def test_train_mixed_requires_grad_per_group(self):
-        config = {
-            "reshard_after_forward": [False, True, 2],
-            "use_activation_checkpointing": [False, True],
-            "freeze_after_init": [False, True],
-        }
-        self.run_subtests(config, self._test_train_mixed_requires_grad_per_group)
-
-    def _test_train_mixed_requires_grad_per_group(
-        self, reshard_after_forward: bool | int, use_activation_checkpointing: bool, freeze_after_init: bool
+    def _check_step(
+        self, ref_model: nn.Module, model: nn.Module, optims: list[torch.optim.Optimizer], iteration: int, dim: int
     ) -> None:
+        """Both models must have the same loss, and after a step the same gradients and parameters."""
+        inp = self._inputs(iteration, 8, dim)
+        losses = []
+        for module, optim in zip((ref_model, model), optims):
+            optim.zero_grad(set_to_none=iteration % 2 == 0)
+            losses.append(module(inp).sum())
+            losses[-1].backward()
+            optim.step()
+        self.assertEqual(losses[1], losses[0])
+        check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        reshard_after_forward=[False, True, 2],
+        use_activation_checkpointing=[False, True],
+        freeze_after_init=[False, True],
+    )
+    def test_train_mixed_requires_grad_per_group(
+        self, reshard_after_forward, use_activation_checkpointing, freeze_after_init
+    ):
         """Biases train beside frozen weights; only they are reduced."""
         dim = 32
         manual_seed(42)
         model = nn.Sequential(*(MLP(dim) for _ in range(3)))
         if not freeze_after_init:
             train_only(model, is_bias)
-        ref_model = self._replicated(model, find_unused_parameters=freeze_after_init)
+        ref_model = replicated(model, find_unused_parameters=freeze_after_init)
         for mlp in model:
             if use_activation_checkpointing:
-                checkpoint(mlp)
+                internals.composable.checkpoint(mlp)
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
         fully_shard(model, reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         if freeze_after_init:
             for module in (ref_model, model):
                 train_only(module, is_bias)
         numel = (4 * dim + dim) // self.world_size
         start = {name: param.detach().clone() for name, param in ref_model.named_parameters()}
-        with self._counted_post_backwards() as post_backwards, self._recorded_reductions() as reductions:
+        with self._counted_post_backwards() as post_backwards, recorded() as calls:
             for iteration in range(ITERATIONS):
-                inp = self._inputs(iteration, 8, dim)
-                losses = []
-                for module, optim in zip((ref_model, model), optims):
-                    optim.zero_grad(set_to_none=iteration % 2 == 0)
-                    losses.append(module(inp).sum())
-                    losses[-1].backward()
-                    optim.step()
-                self.assertEqual(losses[1], losses[0])
-                check_sharded_parity(self, ref_model, model)
-                self.assertEqual([output.numel() for output in reductions], [numel] * 3)
+                self._check_step(ref_model, model, optims, iteration, dim)
+                self.assertEqual([output.numel() for output in calls.values("RS", "output")], [numel] * 3)
                 self.assertEqual(len(post_backwards), 2)  # the input of the first MLP has no gradient
-                reductions.clear()
+                calls.clear()
                 post_backwards.clear()
         for name, param in ref_model.named_parameters():
             self.assertEqual(torch.equal(param, start[name]), not is_bias(name), name)
 
     @skip_if_lt_x_gpu(4)
-    def test_train_mixed_requires_grad_across_groups(self):
-        config = {"reshard_after_forward": [False, True, 2], "unfreeze_params": [False, True]}
-        self.run_subtests(config, self._test_train_mixed_requires_grad_across_groups)
-
-    def _test_train_mixed_requires_grad_across_groups(
-        self, reshard_after_forward: bool | int, unfreeze_params: bool
-    ) -> None:
+    @subtests(reshard_after_forward=[False, True, 2], unfreeze_params=[False, True])
+    def test_train_mixed_requires_grad_across_groups(self, reshard_after_forward, unfreeze_params):
         """Whole groups are frozen, in turn with trainable ones, until the last iteration perhaps."""
         manual_seed(42)
         modules: list[nn.Module] = []
@@ -173,7 +142,7 @@ class TestFullyShardFrozen(FSDPTest):
         ref_model = copy.deepcopy(model)
         for linear in list(model)[::2]:
             fully_shard(linear, reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         frozen = ("0.", "4.", "8.")
         for module in (ref_model, model):
             train_only(module, lambda name: not name.startswith(frozen))
@@ -192,7 +161,7 @@ class TestFullyShardFrozen(FSDPTest):
                         continue
                     losses[-1].backward()
                     if module is ref_model:
-                        self._average(ref_model)
+                        average_gradients(ref_model)
                     optim.step()
                 self.assertEqual(losses[1], losses[0])
                 for linear in list(model)[::2]:
@@ -205,26 +174,15 @@ class TestFullyShardFrozen(FSDPTest):
         self.assertEqual(model[0].weight.grad is not None, unfreeze_params)
 
     @skip_if_lt_x_gpu(4)
-    def test_multi_forward_mixed_requires_grad(self):
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_multi_forward_mixed_requires_grad)
-
-    def _test_multi_forward_mixed_requires_grad(self, reshard_after_forward: bool | int) -> None:
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_multi_forward_mixed_requires_grad(self, reshard_after_forward):
         manual_seed(42)
         model = MultiForward(self.device)
-        ref_model = self._replicated(model)
-        for module in (*model.children(), model):
-            fully_shard(module, reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        ref_model = replicated(model)
+        shard_each((*model.children(), model), reshard_after_forward=reshard_after_forward)
+        optims = optimizers(ref_model, model)
         for iteration in range(ITERATIONS):
-            inp = self._inputs(iteration, 8, 5)
-            losses = []
-            for module, optim in zip((ref_model, model), optims):
-                optim.zero_grad(set_to_none=iteration % 2 == 0)
-                losses.append(module(inp).sum())
-                losses[-1].backward()
-                optim.step()
-            self.assertEqual(losses[1], losses[0])
-            check_sharded_parity(self, ref_model, model)
+            self._check_step(ref_model, model, optims, iteration, dim=5)
 
     def _mixed_model(self, **kwargs: Any) -> tuple[nn.Sequential, nn.Sequential]:
         """A plain and a sharded MLP with trainable biases, one all trainable, one all frozen, in this order."""
@@ -234,16 +192,13 @@ class TestFullyShardFrozen(FSDPTest):
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1.0)  # so that not many ReLUs are closed
         train_only(ref_model, lambda name: name.startswith("1.") or (name.startswith("0.") and is_bias(name)))
         model = copy.deepcopy(ref_model)
-        for module in (*model, model):
-            fully_shard(module, **kwargs)
+        shard_each((*model, model), **kwargs)
         return ref_model, model
 
     @skip_if_lt_x_gpu(4)
-    def test_frozen_parameters_stay(self):
+    @subtests(reshard_after_forward=[True, False, 2])
+    def test_frozen_parameters_stay(self, reshard_after_forward):
         """Beyond upstream: in ten steps a frozen parameter gets no gradient and does not change by a bit."""
-        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_frozen_parameters_stay)
-
-    def _test_frozen_parameters_stay(self, reshard_after_forward: bool | int) -> None:
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         optim = ShardAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         start = {name: param.to_local().clone() for name, param in model.named_parameters()}
@@ -265,59 +220,50 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertEqual(unchanged, name not in trainable or param.to_local().numel() == 0, name)
 
     @skip_if_lt_x_gpu(4)
-    def test_communication(self):
+    @subtests(reshard_after_forward=[True, False], input_requires_grad=[False, True])
+    def test_communication(self, reshard_after_forward, input_requires_grad):
         """Beyond upstream: who gathers, who reduces, and whose backward autograd ends, exactly, at every iteration.
 
         A frozen group is gathered, for the gradient of its input too, and never reduced.
         """
-        config = {"reshard_after_forward": [True, False], "input_requires_grad": [False, True]}
-        self.run_subtests(config, self._test_communication)
-
-    def _test_communication(self, reshard_after_forward: bool, input_requires_grad: bool) -> None:
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         for iteration in range(3):
             inp, ref_inp = (self._inputs(iteration, 4, 6, requires_grad=input_requires_grad) for _ in range(2))
             with (
                 self._counted_post_backwards() as post_backwards,
-                self._recorded_reductions() as reductions,
+                recorded() as calls,
                 CommDebugMode() as communication,
             ):
                 model(inp).square().sum().backward()
             # In the order of the backward. Four ranks have as many rows each, so that six rows count as eight.
             biases = 12 + 8
             expected = [(12 * 6 + 8 * 12 + biases) // 4, biases // 4]
-            self.assertEqual([output.numel() for output in reductions], expected)
+            self.assertEqual([output.numel() for output in calls.values("RS", "output")], expected)
             self.assertEqual(len(post_backwards), 3 if input_requires_grad else 2)
             counts = {str(op): count for op, count in communication.get_comm_counts().items()}
             gathers = 6 if reshard_after_forward else 3
             self.assertEqual(counts, {"c10d._allgather_base_": gathers, "c10d._reduce_scatter_base_": 2})
             if not reshard_after_forward:
                 for mlp in model:
-                    self.assertTrue(mlp._get_fsdp_state()._fsdp_param_group.is_sharded)
+                    self.assertTrue(internals.group_of(mlp).is_sharded)
             ref_model(ref_inp).square().sum().backward()
-            self._average(ref_model)
+            average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
             self.assertEqual(inp.grad, ref_inp.grad)
             for module in (ref_model, model):
                 module.zero_grad()
 
     @skip_if_lt_x_gpu(4)
-    def test_toggle_every_iteration(self):
+    @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[False, True])
+    def test_toggle_every_iteration(self, reshard_after_forward, input_requires_grad):
         """Beyond upstream: what is reduced follows what is trainable, from one iteration to the next."""
-        config = {
-            "reshard_after_forward": [True, False, 2],
-            "input_requires_grad": [False, True],
-        }
-        self.run_subtests(config, self._test_toggle_every_iteration)
-
-    def _test_toggle_every_iteration(self, reshard_after_forward: bool | int, input_requires_grad: bool) -> None:
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)
-        optims = self._adams(ref_model, model)
+        optims = optimizers(ref_model, model)
         numels = {"0.weight": 32, "0.bias": 8, "2.weight": 32, "2.bias": 4}
         choices = [("0.bias", "2.bias"), tuple(numels), ("2.weight",), ("0.bias", "2.bias"), (), ("0.weight",)]
-        with self._recorded_reductions() as reductions:
+        with recorded() as calls:
             for iteration, trainable in enumerate(choices):
                 for module in (ref_model, model):
                     train_only(module, trainable.__contains__)
@@ -328,15 +274,13 @@ class TestFullyShardFrozen(FSDPTest):
                             output.square().sum().backward()
                 model.reshard()  # what no backward has reached may be whole still
                 expected = [sum(numels[name] for name in trainable) // self.world_size] * 2 if trainable else []
-                self.assertEqual([output.numel() for output in reductions], expected)
-                reductions.clear()
-                self._average(ref_model)
+                self.assertEqual([output.numel() for output in calls.values("RS", "output")], expected)
+                calls.clear()
+                average_gradients(ref_model)
                 check_sharded_parity(self, ref_model, model)
                 found = {name for name, param in model.named_parameters() if param.grad is not None}
                 self.assertEqual(found, set(trainable))
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
+                take_step(optims)
             check_sharded_parity(self, ref_model, model)
 
     def _reduces_in_float32_after(self, first_is_frozen: bool) -> None:
@@ -348,9 +292,9 @@ class TestFullyShardFrozen(FSDPTest):
         layer.requires_grad_(not first_is_frozen)
         layer(self._inputs(0, 2, 4))
         layer.requires_grad_(True)
-        with self._recorded_reductions() as reductions:
+        with recorded() as calls:
             layer(inp := self._inputs(1, 2, 4)).sum().backward()
-        self.assertEqual([output.dtype for output in reductions], [torch.float32])
+        self.assertEqual([output.dtype for output in calls.values("RS", "output")], [torch.float32])
         self.assertEqual(layer.weight.grad.dtype, torch.float32)
         dist.all_reduce(expected := inp.bfloat16().sum(0).float() / self.world_size)
         # Each rank's sum of two rows is rounded to bfloat16 before it is reduced.
@@ -361,7 +305,7 @@ class TestFullyShardFrozen(FSDPTest):
         """Beyond upstream: a layer that was trainable at its first forward reduces in the dtype that was asked for."""
         self._reduces_in_float32_after(first_is_frozen=False)
 
-    @xfailIf(not torch_facts.ASKS_FOR_DTYPES_AGAIN)
+    @xfailIf(not torch_facts.SETS_DTYPES_AFTER_FROZEN_FORWARD)
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_frozen_forward(self):
         """Beyond upstream: so does one that was frozen then and is trained later.

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.training import shard_each
 
 INIT_SCALE = 2.0
 TP_STYLES = {"in_proj": ColwiseParallel, "out_proj": RowwiseParallel}
@@ -38,9 +38,7 @@ def local_grad(param: nn.Parameter) -> torch.Tensor:
 
 
 class TestFullyShardGradientScaler(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _scaler(self, **kwargs: float) -> GradScaler:
         return GradScaler(init_scale=INIT_SCALE, enabled=True, device=accelerator.current().type, **kwargs)
@@ -50,14 +48,11 @@ class TestFullyShardGradientScaler(FSDPTest):
         return nn.Sequential(*(nn.Linear(4, 4, bias=False, device=self.device) for _ in range(2)))
 
     def _sharded(self, model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Sequential:
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return shard_each((*model, model), mesh=mesh)
 
     def _inputs(self, seed: int, *shape: int) -> torch.Tensor:
-        """Positive numbers that differ by seed, drawn apart from the parameters."""
-        torch.manual_seed(1000 + seed)
-        return torch.rand(shape, device=self.device) + 0.1
+        """Positive numbers that differ by seed, and from the parameters."""
+        return uniform(*shape, seed=1000 + seed) + 0.1
 
     def _found_inf(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> float:
         """The one record of this rank's device, which must be a plain 0 or 1."""
@@ -74,10 +69,8 @@ class TestFullyShardGradientScaler(FSDPTest):
         self.assertEqual([found.tolist() for found in everywhere], [wanted] * self.world_size, msg=f"{list(expected)}")
 
     @skip_if_lt_x_gpu(4)
-    def test_gradient_scaler(self):
-        self.run_subtests({"has_inf": [True, False], "test_2d": [True, False]}, self._test_gradient_scaler)
-
-    def _test_gradient_scaler(self, has_inf: bool, test_2d: bool) -> None:
+    @subtests(has_inf=[True, False], test_2d=[True, False])
+    def test_gradient_scaler(self, has_inf, test_2d):
         if test_2d:
             model, inputs = self._stack_2d()
         else:
@@ -106,7 +99,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         self.assertEqual(scaler.get_scale(), INIT_SCALE * scaler.get_backoff_factor() if has_inf else INIT_SCALE)
 
     def _mesh_2d(self) -> DeviceMesh:
-        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("dp", "tp"))
+        return make_mesh(2, 2, names=("dp", "tp"))
 
     def _stack_2d(self) -> tuple[nn.Module, torch.Tensor]:
         """Three MLPs under tensor parallelism inside FSDP, and an input that is alike along tensor parallelism."""
@@ -120,11 +113,9 @@ class TestFullyShardGradientScaler(FSDPTest):
         return self._sharded(model, mesh["dp"]), self._inputs(mesh.get_local_rank("dp"), 2)
 
     @skip_if_lt_x_gpu(4)
-    def test_parameters_after_step(self):
+    @subtests(first_is_skipped=[True, False])
+    def test_parameters_after_step(self, first_is_skipped):
         """Beyond upstream: a skipped step leaves every parameter as it was, the others train as without a scaler."""
-        self.run_subtests({"first_is_skipped": [True, False]}, self._test_parameters_after_step)
-
-    def _test_parameters_after_step(self, first_is_skipped: bool) -> None:
         ref_model, model = self._two_linears(), self._sharded(self._two_linears())
         ref_optimizer, optimizer = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ref_model, model))
         scaler = self._scaler()
@@ -133,9 +124,7 @@ class TestFullyShardGradientScaler(FSDPTest):
             inputs = self._inputs(10 * step + self.rank, 4, 4)
             ref_optimizer.zero_grad()
             ref_model(inputs).square().sum().backward()
-            for param in ref_model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
+            average_gradients(ref_model)
 
             before = [param.to_local().clone() for param in model.parameters()]
             optimizer.zero_grad()
@@ -151,16 +140,9 @@ class TestFullyShardGradientScaler(FSDPTest):
                 check_sharded_parity(self, ref_model, model)  # its gradients are unscaled by now
 
     @skip_if_lt_x_gpu(4)
-    def test_any_rank_any_value(self):
+    @subtests(rank=[0, 1, 2, 3], value=[math.inf, -math.inf, math.nan], layer=[0, 1])
+    def test_any_rank_any_value(self, rank, value, layer):
         """Beyond upstream: whoever finds whatever is not finite, in whichever parameter, all ranks hear of it."""
-        config = {
-            "rank": list(range(self.world_size)),
-            "value": [math.inf, -math.inf, math.nan],
-            "layer": [0, 1],
-        }
-        self.run_subtests(config, self._test_any_rank_any_value)
-
-    def _test_any_rank_any_value(self, rank: int, value: float, layer: int) -> None:
         model = self._sharded(self._two_linears())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         scaler = self._scaler()
@@ -174,11 +156,9 @@ class TestFullyShardGradientScaler(FSDPTest):
         self._check_on_all_ranks(found_inf=(found_inf, 1), scale=(scaler.get_scale(), 1))
 
     @skip_if_lt_x_gpu(4)
-    def test_ranks_without_a_shard(self):
+    @subtests(has_inf=[True, False])
+    def test_ranks_without_a_shard(self, has_inf):
         """Beyond upstream: ranks whose shards are empty learn what the others found."""
-        self.run_subtests({"has_inf": [True, False]}, self._test_ranks_without_a_shard)
-
-    def _test_ranks_without_a_shard(self, has_inf: bool) -> None:
         model = fully_shard(nn.Linear(4, 2, bias=False, device=self.device))
         self.assertEqual(model.weight.to_local().numel(), 4 if self.rank < 2 else 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -216,11 +196,9 @@ class TestFullyShardGradientScaler(FSDPTest):
         self._check_on_all_ranks(found_inf=(self._found_inf(scaler, optimizer), 1))
 
     @skip_if_lt_x_gpu(4)
-    def test_split_parameter_first(self):
+    @subtests(norm_has_tp=[True, False])
+    def test_split_parameter_first(self, norm_has_tp):
         """Beyond upstream: with a split parameter first in the optimizer the whole mesh agrees."""
-        self.run_subtests({"norm_has_tp": [True, False]}, self._test_split_parameter_first)
-
-    def _test_split_parameter_first(self, norm_has_tp: bool) -> None:
         model = self._norm_then_mlp(norm_has_tp)
         self._check_agreement_2d(model, [*model[1].parameters(), *model[0].parameters()])
 
@@ -257,21 +235,16 @@ class TestFullyShardGradientScaler(FSDPTest):
         self._check_agreement_2d(model, list(model.parameters()))
 
     def _mesh_hsdp(self) -> DeviceMesh:
-        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        return make_mesh(2, 2, names=("replicate", "shard"))
 
     @skip_if_lt_x_gpu(4)
-    def test_hsdp_reduction_spreads_inf(self):
+    @subtests(rank=[0, 1, 2, 3], infinite=["input", "loss weight"])
+    def test_hsdp_reduction_spreads_inf(self, rank, infinite):
         """Beyond upstream: what is not finite on one rank reaches its replicas by the reduction, the rest by the
         scaler.
 
         An infinite input spoils a column, and so every shard; an infinite loss weight spoils one row of one shard.
         """
-        self.run_subtests(
-            {"rank": list(range(self.world_size)), "infinite": ["input", "loss weight"]},
-            self._test_hsdp_reduction_spreads_inf,
-        )
-
-    def _test_hsdp_reduction_spreads_inf(self, rank: int, infinite: str) -> None:
         mesh = self._mesh_hsdp()
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(4, 4, bias=False, device=self.device), mesh=mesh)
@@ -292,11 +265,9 @@ class TestFullyShardGradientScaler(FSDPTest):
         self.assertEqual(model.weight.to_local(), before, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
-    def test_scale_over_steps(self):
+    @subtests(hsdp=[True, False])
+    def test_scale_over_steps(self, hsdp):
         """Beyond upstream: finite, inf, finite with growth at each good step: the scale goes 2, 4, 2, 4."""
-        self.run_subtests({"hsdp": [True, False]}, self._test_scale_over_steps)
-
-    def _test_scale_over_steps(self, hsdp: bool) -> None:
         model = self._sharded(self._two_linears(), self._mesh_hsdp() if hsdp else None)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         scaler = self._scaler(growth_interval=1)

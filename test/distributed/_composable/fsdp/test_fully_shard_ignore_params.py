@@ -5,31 +5,24 @@ The larger test nests the two: data parallelism (DDP) around a model, FSDP aroun
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import (
-    FSDPTest,
-    FSDPTestMultiThread,
-    patch_reduce_scatter,
-    reduce_scatter_with_assert,
-)
+from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average, average_gradients, full
+from torch_fsdp_tests.fsdp.seeded import filled
 
 DIM = 8
 IGNORED_PATH = "module_b.module_c"
@@ -122,17 +115,11 @@ def _post_order_wrap_fsdp(
     fully_shard(module, ignored_params=ignored_params, **kwargs)
 
 
-def _get_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class TestFullyShardIgnoreParams(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def compare_params(self, name: str, ref_param: torch.Tensor, param: torch.Tensor) -> None:
-        self.assertEqual(_get_full_tensor(param), _get_full_tensor(ref_param), msg=lambda text: f"{name}: {text}")
+        self.assertEqual(full(param), full(ref_param), msg=lambda text: f"{name}: {text}")
 
     def compare_ref_test_params(self, ref_model: nn.Module, model: nn.Module) -> None:
         ref_params, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
@@ -187,16 +174,6 @@ class TestFullyShardIgnoreParams(FSDPTest):
         for old, new in zip(start.parameters(), ref_model.parameters()):
             self.assertNotEqual(old, new)
 
-    @contextlib.contextmanager
-    def _recorded_reductions(self) -> Iterator[list[int]]:
-        numels: list[int] = []
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
-        record = functools.partial(
-            reduce_scatter_with_assert, self, original, lambda output: numels.append(output.numel())
-        )
-        with patch_reduce_scatter(record):
-            yield numels
-
     @skip_if_lt_x_gpu(2)
     def test_who_averages(self):
         """Beyond upstream: with other inputs on each rank every gradient is averaged once; of what FSDP ignores by
@@ -209,12 +186,11 @@ class TestFullyShardIgnoreParams(FSDPTest):
         numels = {"lin_b": DIM * DIM + DIM, "subtrahend": DIM * DIM}
         for step in range(2):
             ref_model(inp).square().backward()
-            for param in ref_model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad.div_(self.world_size)
-            with self._recorded_reductions() as reductions:
+            average_gradients(ref_model)
+            with recorded() as calls:
                 wrapped(inp).square().backward()
-            self.assertEqual(sorted(reductions), sorted(numel // self.world_size for numel in numels.values()))
+            reduced = sorted(output.numel() for output in calls.values("RS", "output"))
+            self.assertEqual(reduced, sorted(numel // self.world_size for numel in numels.values()))
             params = dict(wrapped.module.named_parameters())
             for name, ref_param in ref_model.named_parameters():
                 grad = params[name].grad
@@ -231,28 +207,6 @@ class TestFullyShardIgnoreParams(FSDPTest):
         self.assertEqual(_discover_fsdp_ignored_params(model, "1"), set(model[1].parameters()))
         with self.assertRaisesRegex(ValueError, "0 has buffers"):
             _discover_fsdp_ignored_params(model, "0")
-
-
-class CountingAllGather(DefaultAllGather):
-    """FSDP's own all-gather, with the number of elements of each output."""
-
-    def __init__(self) -> None:
-        self.numels: list[int] = []
-
-    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.numels.append(output_tensor.numel())
-        return super().__call__(output_tensor, *args, **kwargs)
-
-
-class CountingReduceScatter(DefaultReduceScatter):
-    """FSDP's own reduce-scatter, with the number of elements of each input."""
-
-    def __init__(self) -> None:
-        self.numels: list[int] = []
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.numels.append(input_tensor.numel())
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
 class Tied(nn.Module):
@@ -280,21 +234,13 @@ class Optional(nn.Module):
 
 
 class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def _filled(self, module: nn.Module) -> nn.Module:
-        """The same numbers on all ranks, whose threads share one random generator."""
-        for param in module.parameters():
-            param.data.copy_(torch.linspace(-1, 1, param.numel()).view_as(param) + 0.1)
-        return module.to(self.device)
+    world_size = 2
 
     def _sharded(
         self, module: nn.Module, ignored: set[nn.Parameter]
-    ) -> tuple[CountingAllGather, CountingReduceScatter]:
+    ) -> tuple[RecordingAllGather, RecordingReduceScatter]:
         fully_shard(module, ignored_params=ignored, reshard_after_forward=True)
-        gather, reduce_scatter = CountingAllGather(), CountingReduceScatter()
+        gather, reduce_scatter = RecordingAllGather(), RecordingReduceScatter()
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce_scatter)
         return gather, reduce_scatter
@@ -315,15 +261,14 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
         for name, ref_param in ref_model.named_parameters():
             expected = ref_param.grad.clone()
             if name not in ignored:
-                dist.all_reduce(expected)
-                expected /= self.world_size
+                average([expected])
             self.assertTrue(expected.any(), name)
-            self.assertEqual(_get_full_tensor(params[name].grad), expected, msg=name)
+            self.assertEqual(full(params[name].grad), expected, msg=name)
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_stay(self):
         """Beyond upstream: ignored parameters are the objects that they were, with their memory, and nobody else's."""
-        ref_model = self._filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        ref_model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).to(self.device)
         model = copy.deepcopy(ref_model)
         ignored = {"2.weight": model[2].weight, "2.bias": model[2].bias}
         pointers = [param.data_ptr() for param in ignored.values()]
@@ -336,27 +281,26 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
                 self.assertIs(type(param), nn.Parameter)
             self.assertEqual([param.data_ptr() for param in ignored.values()], pointers)
         numel = 4 * 4 + 4
-        self.assertEqual(gather.numels, [numel] * 4)
-        self.assertEqual(reduce_scatter.numels, [numel] * 2)
+        self.assertEqual([numel for _, numel, _ in gather.outputs], [numel] * 4)
+        self.assertEqual([inp.numel() for inp in reduce_scatter.inputs], [numel] * 2)
         state_dict = model.state_dict()
         self.assertEqual(list(state_dict), ["0.weight", "0.bias", "2.weight", "2.bias"])
         for name, value in state_dict.items():
             self.assertEqual(isinstance(value, DTensor), name not in ignored, name)
-            self.assertEqual(_get_full_tensor(value), ref_model.get_parameter(name).detach(), msg=name)
+            self.assertEqual(full(value), ref_model.get_parameter(name).detach(), msg=name)
 
     @skip_if_lt_x_gpu(1)
-    def test_one_parameter_of_a_layer(self):
+    @subtests(ignored=["0.bias", "0.weight"])
+    def test_one_parameter_of_a_layer(self, ignored):
         """Beyond upstream: a layer may have one parameter sharded and the other ignored."""
-        self.run_subtests({"ignored": ["0.bias", "0.weight"]}, self._test_one_parameter_of_a_layer)
-
-    def _test_one_parameter_of_a_layer(self, ignored: str) -> None:
-        ref_model = self._filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        ref_model = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).to(self.device)
         model = copy.deepcopy(ref_model)
         gather, _ = self._sharded(model, {model.get_parameter(ignored)})
         for _ in range(2):
             self._backward(ref_model, model)
             self._check_gradients(ref_model, model, {ignored})
-        self.assertEqual(set(gather.numels), {2 * (4 * 4 + 4) - ref_model.get_parameter(ignored).numel()})
+        numel = 2 * (4 * 4 + 4) - ref_model.get_parameter(ignored).numel()
+        self.assertEqual({numel for _, numel, _ in gather.outputs}, {numel})
 
     @skip_if_lt_x_gpu(1)
     def test_module_with_buffer(self):
@@ -378,12 +322,10 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
             self.assertIsNotNone(param.grad)
 
     @skip_if_lt_x_gpu(1)
-    def test_tied_parameter(self):
+    @subtests(groups=[1, 2])
+    def test_tied_parameter(self, groups):
         """Beyond upstream: a parameter of two modules, ignored, stays that of both, be they in one group or in two."""
-        self.run_subtests({"groups": [1, 2]}, self._test_tied_parameter)
-
-    def _test_tied_parameter(self, groups: int) -> None:
-        ref_model = self._filled(Tied(self.device))
+        ref_model = filled(Tied(self.device))
         model = copy.deepcopy(ref_model)
         weight = model.first.weight
         for module in (model.first, model.second) if groups == 2 else ():
@@ -398,11 +340,11 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_on_meta(self):
         """Beyond upstream: what is ignored may be on the meta device when the rest runs, and come later."""
-        ref_model = self._filled(Optional())
+        ref_model = filled(Optional()).to(self.device)
         model = copy.deepcopy(ref_model)
         model.extra.to("meta")
         ignored = set(model.extra.parameters())
-        fully_shard(model, ignored_params=ignored, mesh=init_device_mesh(self.device.type, (self.world_size,)))
+        fully_shard(model, ignored_params=ignored, mesh=make_mesh(self.world_size))
         self._backward(ref_model, model)
         self._check_gradients(ref_model.lin, model.lin, set())
         self.assertEqual({param.device.type for param in ignored}, {"meta"})

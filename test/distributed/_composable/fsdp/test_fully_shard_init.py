@@ -17,85 +17,50 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._logging import warning_once
-from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_init import (
-    _get_managed_modules,
-    _get_managed_states,
-    _move_states_to_device,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.func import functional_call
 
-from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, ShardAdam, check_sharded_parity
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.internals import fsdp2_init
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average, average_gradients
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
+from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
 META = torch.device("meta")
 MARK = 1337.0
 
-needs_mesh_per_parameter = requires(
-    lambda: None if torch_facts.HAS_MESH_PER_PARAMETER else "this torch has one mesh for all parameters of a module"
-)
-
-
-def make_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
-
-
-def seeded(module: nn.Module, seed: int = 42) -> nn.Module:
-    """Give every rank the same parameters (threads share torch's own generator), mostly positive for the ReLUs."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.copy_(torch.rand(param.shape, generator=generator) - 0.3)
-    return module
+needs_mesh_per_parameter = needs(torch_facts.HAS_MESH_PER_PARAMETER)
 
 
 def three_layer_transformer() -> Transformer:
-    return seeded(Transformer(ModelArgs(n_layers=3, dropout_p=0.0)))
+    return filled(Transformer(ModelArgs(n_layers=3, dropout_p=0.0)))
 
 
 def tensor_parallel_mlp(mlp: MLP, tp_mesh: DeviceMesh) -> MLP:
     return parallelize_module(mlp, tp_mesh, {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()})
 
 
-def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """The rows that ``rank`` owns: torch.chunk's, or none."""
-    chunks = whole.chunk(world_size)
-    return chunks[rank] if rank < len(chunks) else whole[:0]
-
-
 def full_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach().full_tensor() for name, param in module.named_parameters()}
-
-
-def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    for param in module.parameters():
-        dist.all_reduce(param.grad, group=group)
-        param.grad.div_(dist.get_world_size(group))
-
-
-def largest_dim(param: nn.Parameter) -> Shard:
-    return Shard(max(range(param.ndim), key=param.size))  # max keeps the first of equals
 
 
 class InitTest(FSDPTestMultiThread):
     def _input(self, *shape: int, seed: int | None = None) -> torch.Tensor:
         """Positive numbers, others for each rank, or for each seed where one is given."""
-        generator = torch.Generator().manual_seed(1 + (self.rank if seed is None else seed))
-        return torch.rand(shape, generator=generator).to(self.device)
+        return uniform(*shape, seed=1 + (self.rank if seed is None else seed))
 
     def _tokens(self, seed: int | None = None) -> torch.Tensor:
         return (8 * self._input(2, 16, seed=seed)).long()
@@ -108,15 +73,13 @@ class InitTest(FSDPTestMultiThread):
 
 
 class TestFullyShardDeviceTensor(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 1
+    world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_tensor(self):
         model = MLP(8, HOST, with_buffer=True)
         before = {name: state.clone() for name, state in model.state_dict().items()}
-        buffer = model.buffer
+        buffer = model.get_buffer("buffer")
         fully_shard(model)
         for param in model.parameters():
             self.assertIsInstance(param, DTensor)
@@ -151,7 +114,7 @@ class TestFullyShardDeviceTensor(InitTest):
         param = nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)), requires_grad=True)
         buffer = TwoTensor(torch.ones(2), torch.zeros(2))
         held = nn.ParameterList([param])
-        _move_states_to_device([param], [buffer], META)
+        fsdp2_init._move_states_to_device([param], [buffer], META)
         self.assertIs(held[0], param)
         for tensor in (param, buffer):
             self.assertIsInstance(tensor, TwoTensor)
@@ -160,9 +123,7 @@ class TestFullyShardDeviceTensor(InitTest):
 
 
 class TestFullyShardDeviceDTensor(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_dtensor_valid(self):
@@ -171,12 +132,12 @@ class TestFullyShardDeviceDTensor(InitTest):
         for param in model.parameters():
             self.assertIsInstance(param, DTensor)
             self.assertEqual((param.device, param.to_local().device), (self.device, self.device))
-        self.assertEqual(model.buffer.device, HOST)
+        self.assertEqual(model.get_buffer("buffer").device, HOST)
         fully_shard(model, mesh=mesh["dp"])
         for param in model.parameters():
             self.assertEqual(param.device_mesh.mesh_dim_names, ("dp", "tp"))
             self.assertEqual((param.device, param.to_local().device), (self.device, self.device))
-        self.assertEqual(model.buffer.device, self.device)
+        self.assertEqual(model.get_buffer("buffer").device, self.device)
 
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_dtensor_invalid(self):
@@ -187,7 +148,7 @@ class TestFullyShardDeviceDTensor(InitTest):
             "Requires DTensor to have mesh of the same type as the FSDP mesh but got {} for DTensor and {} for FSDP"
         )
         with self.assertRaisesRegex(ValueError, message.format(HOST.type, META.type)):
-            _move_states_to_device(list(model.parameters()), [], META)
+            fsdp2_init._move_states_to_device(list(model.parameters()), [], META)
         if accelerator.current().has("device_memory"):
             mesh = make_mesh(2, 2, names=("dp", "tp"))
             with self.assertRaisesRegex(ValueError, message.format(HOST.type, self.device.type)):
@@ -195,9 +156,7 @@ class TestFullyShardDeviceDTensor(InitTest):
 
 
 class TestFullyShardMeshArg(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(1)
     def test_invalid_mesh_ndim(self):
@@ -211,10 +170,10 @@ class TestFullyShardMeshArg(InitTest):
         with self.assertRaisesRegex(AssertionError, message):
             fully_shard(MLP(8), mesh=make_mesh(2, 2))
 
-    def _resharding_mesh(self, mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | None:
-        """The mesh over which a layer is sharded after forward."""
+    def _resharding_mesh(self, mesh: DeviceMesh, reshard_after_forward: Any) -> Any:
+        """The mesh over which a layer is sharded after forward, or None."""
         layer = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard_after_forward)
-        info = layer._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info
+        info = internals.group_of(layer).post_forward_mesh_info
         return None if info is None else info.mesh
 
     @skip_if_lt_x_gpu(1)
@@ -223,14 +182,14 @@ class TestFullyShardMeshArg(InitTest):
         hybrid = make_mesh(1, 4, names=("replicate", "shard"))
         for mesh in (make_mesh(4), hybrid, make_mesh(2, 2, names=("replicate", "shard"))["shard"]):
             shards = mesh.size()
-            for value in (0, -1, -2, 3, 5, 8):
-                message = f"reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
+            for factor in (0, -1, -2, 3, 5, 8):
+                message = f"reshard_after_forward as an int, it should be a factor of {shards}, not {factor}"
                 with self.assertRaisesRegex(ValueError, message):
-                    self._resharding_mesh(mesh, value)
-            for value in ("2", 2.0, (2,)):
-                message = f"should be a bool or an int .*, not {re.escape(str(value))}"
+                    self._resharding_mesh(mesh, factor)
+            for wrong in ("2", 2.0, (2,)):
+                message = f"should be a bool or an int .*, not {re.escape(str(wrong))}"
                 with self.assertRaisesRegex(ValueError, message):
-                    self._resharding_mesh(mesh, value)
+                    self._resharding_mesh(mesh, wrong)
             for value in (None, True, shards):
                 self.assertIs(self._resharding_mesh(mesh, value), mesh)
             self.assertIsNone(self._resharding_mesh(mesh, False))
@@ -240,6 +199,7 @@ class TestFullyShardMeshArg(InitTest):
     @skip_if_lt_x_gpu(1)
     def test_reshard_after_forward_one(self):
         """Beyond upstream: 1 is no bool; it warns, and keeps the whole parameter after forward as False does."""
+        warning_once = torch_names.module("torch._logging").warning_once
         mesh = make_mesh(4)
         layer = nn.Linear(4, 4, device=self.device)
         shard = functools.partial(fully_shard, layer, mesh=mesh, reshard_after_forward=1)
@@ -258,51 +218,55 @@ class TestFullyShardMeshArg(InitTest):
 
 
 class TestFullyShardManagedModulesAndStates(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 1
+    world_size = 1
 
-    def _check_managed_modules(self, managed: list[nn.Module], expected: Iterable[nn.Module]) -> None:
-        expected = list(expected)
+    def _check_managed_modules(
+        self, *roots: nn.Module, expected: Iterable[nn.Module], ignored: set[nn.Parameter] | None = None
+    ) -> None:
+        managed, expected = fsdp2_init._get_managed_modules(roots, ignored), list(expected)
         self.assertEqual(len(managed), len(expected))
         self.assertTrue(set(managed) == set(expected), f"{managed} is not {expected}")
 
     def _check_managed_states(
         self,
-        managed: tuple[list[nn.Parameter], list[torch.Tensor]],
+        *roots: nn.Module,
         params: Iterable[nn.Parameter],
         buffers: Iterable[torch.Tensor],
-    ) -> None:
+        ignored: set[nn.Parameter] | None = None,
+    ) -> list[int]:
+        """Returns how many parameters and how many buffers there are."""
+        managed = fsdp2_init._get_managed_states(fsdp2_init._get_managed_modules(roots, ignored), ignored)
         for found, expected in zip(managed, (list(params), list(buffers)), strict=True):
             self.assertEqual(len(found), len(expected))
             self.assertTrue(set(found) == set(expected))
+        return [len(found) for found in managed]
 
     @skip_if_lt_x_gpu(1)
     def test_managed_modules_single(self):
         model = MLP(8)
-        self._check_managed_modules(_get_managed_modules((model,)), model.modules())
+        self._check_managed_modules(model, expected=model.modules())
 
     @skip_if_lt_x_gpu(1)
     def test_managed_modules_nested(self):
         model = nn.Sequential(*(MLP(8) for _ in range(2)))
         fully_shard(model[0])
-        self._check_managed_modules(_get_managed_modules((model,)), [*model[1].modules(), model])
+        self._check_managed_modules(model, expected=[*model[1].modules(), model])
 
     @skip_if_lt_x_gpu(1)
     def test_managed_modules_nested_fully_shard_and_replicate(self):
         model = nn.Sequential(*(MLP(8, self.device) for _ in range(3)))
-        replicate(model[0])
+        internals.composable.replicate(model[0])
         fully_shard(model[2])
-        self._check_managed_modules(_get_managed_modules((model,)), [*model[1].modules(), model])
+        self._check_managed_modules(model, expected=[*model[1].modules(), model])
 
     @skip_if_lt_x_gpu(1)
     def test_managed_modules_duplicate(self):
         mlp = MLP(8)
         model = nn.Sequential(mlp, mlp)
-        self._check_managed_modules(_get_managed_modules((model,)), [*mlp.modules(), model])
+        self._check_managed_modules(model, expected=[*mlp.modules(), model])
         model = nn.Sequential(MLP(8), MLP(8))
         model[1].in_proj = model[0].in_proj  # once more, below another parent
-        self._check_managed_modules(_get_managed_modules((model,)), model.modules())
+        self._check_managed_modules(model, expected=model.modules())
 
     @skip_if_lt_x_gpu(1)
     def test_managed_modules_list_of_mlps(self):
@@ -310,7 +274,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
         for chosen in ((0, 1, 2), (1, 3)):
             roots = tuple(model[i] for i in chosen)
             expected = itertools.chain.from_iterable(root.modules() for root in roots)
-            self._check_managed_modules(_get_managed_modules(roots), expected)
+            self._check_managed_modules(*roots, expected=expected)
 
     @skip_if_lt_x_gpu(1)
     def test_managed_states_shared_params_and_buffers(self):
@@ -318,16 +282,14 @@ class TestFullyShardManagedModulesAndStates(InitTest):
         for mlp in model[1:]:
             mlp.in_proj.weight = model[0].in_proj.weight
         model[2].buffer = model[1].buffer
-        states = _get_managed_states(_get_managed_modules((model,)))
-        self.assertEqual([len(each) for each in states], [3 * 4 - 2, 3 - 1])
-        self._check_managed_states(states, model.parameters(), model.buffers())
+        counts = self._check_managed_states(model, params=model.parameters(), buffers=model.buffers())
+        self.assertEqual(counts, [3 * 4 - 2, 3 - 1])
 
     @skip_if_lt_x_gpu(1)
     def test_managed_states_nested_fully_shard(self):
         model = nn.Sequential(*(MLP(8, with_buffer=True) for _ in range(2)))
         fully_shard(model[0])
-        states = _get_managed_states(_get_managed_modules((model,)))
-        self._check_managed_states(states, model[1].parameters(), model[1].buffers())
+        self._check_managed_states(model, params=model[1].parameters(), buffers=model[1].buffers())
 
     @skip_if_lt_x_gpu(1)
     def test_managed_states_list_of_mlps(self):
@@ -335,7 +297,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
         roots = tuple(model[:3])
         params = itertools.chain.from_iterable(root.parameters() for root in roots)
         buffers = itertools.chain.from_iterable(root.buffers() for root in roots)
-        self._check_managed_states(_get_managed_states(_get_managed_modules(roots)), params, buffers)
+        self._check_managed_states(*roots, params=params, buffers=buffers)
 
     @skip_if_lt_x_gpu(1)
     def test_managed_states_with_ignored_params(self):
@@ -347,32 +309,34 @@ class TestFullyShardManagedModulesAndStates(InitTest):
             *model[2].in_proj.parameters(),
             model[2].out_proj.bias,
         }
-        modules = _get_managed_modules((model,), ignored)
-        self._check_managed_modules(modules, [model, model[1], model[2], model[2].out_proj])
-        self._check_managed_states(_get_managed_states(modules, ignored), [model[2].out_proj.weight], [model[1].buffer])
+        modules = [model, model[1], model[2], model[2].out_proj]
+        self._check_managed_modules(model, expected=modules, ignored=ignored)
+        states = {"params": [model[2].out_proj.weight], "buffers": [model[1].buffer]}
+        self._check_managed_states(model, **states, ignored=ignored)
 
 
 class TestFullyShardParamModuleInfos(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
-    def _infos(self, *roots: nn.Module) -> list[ParamModuleInfo]:
-        params, _ = _get_managed_states(_get_managed_modules(roots))
-        return _get_param_module_infos(params, roots)
+    def _infos(self, *roots: nn.Module) -> list[Any]:
+        params, _ = fsdp2_init._get_managed_states(fsdp2_init._get_managed_modules(roots))
+        return internals.fsdp2_param_group._get_param_module_infos(params, roots)
 
-    def _unshared(self, *linears: nn.Linear) -> list[ParamModuleInfo]:
-        return [ParamModuleInfo(linear, name, [], []) for linear in linears for name in ("weight", "bias")]
+    def _info(self, owner: nn.Linear, name: str, *sharers: nn.Linear) -> Any:
+        return internals.fsdp2_param.ParamModuleInfo(owner, name, list(sharers), [name] * len(sharers))
+
+    def _unshared(self, *linears: nn.Linear) -> list[Any]:
+        return [self._info(linear, name) for linear in linears for name in ("weight", "bias")]
 
     @skip_if_lt_x_gpu(1)
     def test_get_param_module_infos_shared_params(self):
         first, second = MLP(8), MLP(8)
         second.in_proj.weight = first.in_proj.weight
         expected = [
-            ParamModuleInfo(first.in_proj, "weight", [second.in_proj], ["weight"]),
-            ParamModuleInfo(first.in_proj, "bias", [], []),
+            self._info(first.in_proj, "weight", second.in_proj),
+            self._info(first.in_proj, "bias"),
             *self._unshared(first.out_proj),
-            ParamModuleInfo(second.in_proj, "bias", [], []),
+            self._info(second.in_proj, "bias"),
             *self._unshared(second.out_proj),
         ]
         infos = self._infos(nn.Sequential(first, second))
@@ -383,17 +347,14 @@ class TestFullyShardParamModuleInfos(InitTest):
     def test_get_param_module_infos_duplicates(self):
         mlp = MLP(8)
         infos = self._infos(nn.Sequential(mlp, mlp))
-        expected = [
-            ParamModuleInfo(linear, name, [linear], [name])
-            for linear in (mlp.in_proj, mlp.out_proj)
-            for name in ("weight", "bias")
-        ]
+        linears, names = (mlp.in_proj, mlp.out_proj), ("weight", "bias")
+        expected = [self._info(linear, name, linear) for linear in linears for name in names]
         self.assertTrue(infos == expected, infos)
 
         first, second = MLP(8), MLP(8)
         second.in_proj = shared = first.in_proj
         infos = self._infos(nn.Sequential(first, second))
-        expected = [ParamModuleInfo(shared, name, [shared], [name]) for name in ("weight", "bias")]
+        expected = [self._info(shared, name, shared) for name in names]
         expected += self._unshared(first.out_proj, second.out_proj)
         self.assertTrue(infos == expected, infos)
 
@@ -407,9 +368,7 @@ class TestFullyShardParamModuleInfos(InitTest):
 
 
 class TestFullyShardShardedParameterTensor(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _check_1d_sharded_parameters(self, originals: list[torch.Tensor], sharded: list[nn.Parameter]) -> None:
         self.assertEqual(len(originals), len(sharded))
@@ -419,12 +378,12 @@ class TestFullyShardShardedParameterTensor(InitTest):
             self.assertEqual(param.device_mesh, mesh)
             self.assertEqual((param.size(), param.stride()), (original.size(), original.stride()))
             self.assertEqual(param.placements, (Shard(0),))
-            self.assertEqual(param.to_local().detach(), rows_of(original, self.rank, self.world_size))
+            self.assertEqual(param.to_local().detach(), chunk_of(original, self.rank, self.world_size))
 
     @skip_if_lt_x_gpu(1)
     def test_shard_tensor_parameters(self):
         for shared in (False, True):
-            model = seeded(nn.Sequential(*(MLP(3, self.device, dim_multiplier=3) for _ in range(3))))
+            model = filled(nn.Sequential(*(MLP(3, self.device, dim_multiplier=3) for _ in range(3))))
             if shared:
                 model[1].in_proj = model[0].in_proj
             originals = [param.detach().clone() for param in model.parameters()]
@@ -447,14 +406,12 @@ class TestFullyShardShardedParameterTensor(InitTest):
 
 
 class TestFullyShardShardedParameterDTensor(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(1)
     def test_shard_dtensor_parameters(self):
         mesh = make_mesh(2, 2, names=("dp", "tp"))
-        strided = (_StridedShard(0, split_factor=2), Shard(0))
+        strided = (internals.strided_shard()(0, split_factor=2), Shard(0))
         expected = {
             "in_proj.weight": (strided, 0),
             "in_proj.bias": (strided, 0),
@@ -462,7 +419,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
             "out_proj.bias": ((Shard(0), Replicate()), None),
         }
         for dim in (8, 9):
-            model = seeded(MLP(dim, self.device, dim_multiplier=3))
+            model = filled(MLP(dim, self.device, dim_multiplier=3))
             originals = {name: param.detach().clone() for name, param in model.named_parameters()}
             tensor_parallel_mlp(model, mesh["tp"])
             fully_shard(model, mesh=mesh["dp"])
@@ -478,11 +435,11 @@ class TestFullyShardShardedParameterDTensor(InitTest):
                 of_tp = originals[name]
                 if tp_dim is not None:
                     of_tp = of_tp.chunk(2, dim=tp_dim)[mesh.get_local_rank("tp")]
-                self.assertEqual(param.to_local().detach(), rows_of(of_tp, mesh.get_local_rank("dp"), 2), msg=name)
+                self.assertEqual(param.to_local().detach(), chunk_of(of_tp, mesh.get_local_rank("dp"), 2), msg=name)
 
     def _layer(self, layout: str, rows: int) -> tuple[nn.Linear, DeviceMesh]:
         """A linear layer of some rows in the given layout, and its data parallel mesh."""
-        layer = seeded(nn.Linear(4, rows, device=self.device))
+        layer = filled(nn.Linear(4, rows, device=self.device))
         if layout in ("colwise", "rowwise"):
             mesh = make_mesh(2, 2, names=("dp", "tp"))
             style = ColwiseParallel(output_layouts=Replicate()) if layout == "colwise" else None
@@ -499,9 +456,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         """
         self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
 
-    @requires(
-        lambda: None if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else "this torch mixes up uneven strided shards"
-    )
+    @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards_with_tensor_parallelism(self):
         """Beyond upstream: the same where tensor parallelism has cut first, along the same dimension or the other."""
@@ -524,8 +479,8 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         """
         self._test_uneven_and_empty_shards("colwise", 1)
 
-    def _test_uneven_and_empty_shards(self, layout: str, rows: int):
-        ref_layer = seeded(nn.Linear(4, rows, device=self.device))
+    def _test_uneven_and_empty_shards(self, layout: str, rows: int) -> None:
+        ref_layer = filled(nn.Linear(4, rows, device=self.device))
         layer, dp_mesh = self._layer(layout, rows)
         if rows == 1:
             empty = torch.tensor([float(layer.weight.to_local().numel() == 0)], device=self.device)
@@ -558,76 +513,72 @@ class TestFullyShardShardedParameterDTensor(InitTest):
 
 
 class TestFullyShardLazyInit(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _two_mlps(self) -> nn.Sequential:
         """Both projections of the first MLP are wrapped, and the root with what is left."""
         model = nn.Sequential(MLP(8), MLP(8))
-        for module in (model[0].in_proj, model[0].out_proj, model):
-            fully_shard(module)
-        return model
+        return shard_each((model[0].in_proj, model[0].out_proj, model))
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_is_root(self):
         model = self._two_mlps()
-        states = [module._get_fsdp_state() for module in (model, model[0].in_proj, model[0].out_proj)]
-        states[0]._lazy_init()
-        self.assertEqual([state._is_root for state in states], [True, False, False])
-        all_states = states[0]._state_ctx.all_states
-        self.assertEqual(len(all_states), 3)
-        for found, expected in zip(all_states, states):
-            self.assertIs(found, expected)
-            self.assertIs(expected._state_ctx, states[0]._state_ctx)
-            self.assertIs(expected._fsdp_param_group.comm_ctx, states[0]._comm_ctx)
+        modules = (model, model[0].in_proj, model[0].out_proj)
+        internals.initialize_lazily(model)
+        states = [internals.state_of(module) for module in modules]
+        self.assertEqual([internals.is_root(state) for state in states], [True, False, False])
+        context = internals.iteration_context(model)
+        self.assertEqual(len(context.all_states), 3)
+        for module, state, found in zip(modules, states, context.all_states):
+            self.assertIs(found, state)
+            self.assertIs(internals.iteration_context(module), context)
+            self.assertIs(internals.group_of(module).comm_ctx, internals.comm_context(model))
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_module_and_param_fqns(self):
         model = self._two_mlps()
-        fully_shard.state(model)._lazy_init()
+        internals.initialize_lazily(model)
         expected = {
             "": [f"1.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")],
             "0.in_proj": ["0.in_proj.weight", "0.in_proj.bias"],
             "0.out_proj": ["0.out_proj.weight", "0.out_proj.bias"],
         }
-        groups = [state._fsdp_param_group for state in fully_shard.state(model)._state_ctx.all_states]
+        groups = internals.groups_of(model)
         found = {group._module_fqn: [param._param_fqn for param in group.fsdp_params] for group in groups}
         self.assertEqual(found, expected)
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_double_lazy_init(self):
         model = self._two_mlps()
-        model[0].in_proj._get_fsdp_state()._lazy_init()
+        internals.initialize_lazily(model[0].in_proj)
         message = (
             "FSDP state has already been lazily initialized for 0.in_proj\n"
             "FSDP requires running forward through the root module first"
         )
         with self.assertRaisesRegex(RuntimeError, message):
-            model._get_fsdp_state()._lazy_init()
+            internals.initialize_lazily(model)
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_multi_module_root(self):
         model = nn.Sequential(MLP(8), MLP(8))
         fully_shard([model[0], model[1]])
         with self.assertRaisesRegex(RuntimeError, "FSDP requires a single root module but got "):
-            fully_shard.state(model[0])._lazy_init()
+            internals.initialize_lazily(model[0])
 
     @skip_if_lt_x_gpu(1)
     def test_reset_sharded_param_in_lazy_init(self):
         # Three rows over two ranks: what is put in place of the parameter must be padded as that was.
-        ref_model = seeded(Magnitude().to(self.device))
+        ref_model = filled(Magnitude().to(self.device))
         ref_model.set_magnitude()
         with META:
             model = Magnitude()
-        for module in (model.left, model.right, model):
-            fully_shard(module)
+        shard_each((model.left, model.right, model))
         for name in ("left", "right"):
             getattr(model, name).to_empty(device=self.device)
         for name in ("left.weight", "right.weight"):
             whole = ref_model.get_parameter(name).detach()
             with torch.no_grad():
-                model.get_parameter(name).to_local().copy_(rows_of(whole, self.rank, self.world_size))
+                model.get_parameter(name).to_local().copy_(chunk_of(whole, self.rank, self.world_size))
         model.set_magnitude()
         self.assertIsInstance(model.magnitude, DTensor)
 
@@ -640,9 +591,7 @@ class TestFullyShardLazyInit(InitTest):
             ref_out.square().sum().backward()
             average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
-            for each in (optim, ref_optim):
-                each.step()
-                each.zero_grad()
+            take_step((optim, ref_optim))
 
 
 class Magnitude(nn.Module):
@@ -664,9 +613,7 @@ class Magnitude(nn.Module):
 
 
 class TestFullyShardMetaDeviceInit(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(1)
     def test_meta_device_1d_init(self):
@@ -676,13 +623,12 @@ class TestFullyShardMetaDeviceInit(InitTest):
             {"dim": [8], "mp_policy": policies[:1], "mesh_on_meta": [True]}, self._test_meta_device_1d_init
         )
 
-    def _test_meta_device_1d_init(self, dim: int, mp_policy: MixedPrecisionPolicy, mesh_on_meta: bool = False):
+    def _test_meta_device_1d_init(self, dim: int, mp_policy: MixedPrecisionPolicy, mesh_on_meta: bool = False) -> None:
         mesh = None if mesh_on_meta else make_mesh(self.world_size)
         with META:
             mesh = mesh or make_mesh(self.world_size)
             model = nn.Sequential(*self._two_mlps(dim))
-            for module in (*model, model):
-                fully_shard(module, mesh=mesh, mp_policy=mp_policy)
+            shard_each((*model, model), mesh=mesh, mp_policy=mp_policy)
         for param in model.parameters():
             self.assertEqual((param.device, param.to_local().device), (META, META))
         ref_model = nn.Sequential(*self._two_mlps(dim)).to(self.device)
@@ -692,15 +638,12 @@ class TestFullyShardMetaDeviceInit(InitTest):
         return [MLP(dim, bias=False, dim_multiplier=1, with_buffer=with_buffer) for with_buffer in (True, False)]
 
     @skip_if_lt_x_gpu(1)
-    def test_meta_device_2d_init(self):
-        self.run_subtests({"dim": [8, 3]}, self._test_meta_device_2d_init)
-
-    def _test_meta_device_2d_init(self, dim: int):
+    @subtests(dim=[8, 3])
+    def test_meta_device_2d_init(self, dim):
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         with META:
             model = nn.Sequential(tensor_parallel_mlp(MLP(dim, with_buffer=True), mesh["tp"]))
-            for module in (model[0].in_proj, model[0].out_proj, model):
-                fully_shard(module, mesh=mesh["dp"])
+            shard_each((model[0].in_proj, model[0].out_proj, model), mesh=mesh["dp"])
         for param in model.parameters():
             self.assertEqual((param.device, param.to_local().device), (META, META))
         ref_model = nn.Sequential(MLP(dim, with_buffer=True)).to(self.device)
@@ -713,7 +656,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         dim: int,
         dp_mesh: DeviceMesh,
         param_dtype: torch.dtype | None = None,
-    ):
+    ) -> None:
         """Storage comes, values come, and one iteration is that of the plain ``ref_model`` with these values."""
         model.to_empty(device=self.device)
         states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -733,7 +676,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
                     param.zero_()
 
         ref_model.load_state_dict({**full_tensors(model), **dict(model.named_buffers())})
-        optim, ref_optim = (ShardAdam(each.parameters(), lr=1e-2) for each in (model, ref_model))
+        optim, ref_optim = optimizers(model, ref_model)
         inp = self._input(4, dim, seed=dp_mesh.get_local_rank())
         out, ref_out = model(inp), inp
         for mlp in ref_model:
@@ -752,8 +695,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         mesh = make_mesh(self.world_size)
         with META:
             model = nn.Sequential(MLP(8))
-            for module in (model[0], model):
-                fully_shard(module, mesh=mesh)
+            shard_each((model[0], model), mesh=mesh)
         names = [f"0.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")]
         message = f"should be materialized from meta device before training.*{re.escape(str(names))}"
         with self.assertRaisesRegex(RuntimeError, message):
@@ -762,7 +704,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
     @skip_if_lt_x_gpu(1)
     def test_rank0_broadcast_meta_device_init(self):
         args = ModelArgs(dropout_p=0.0)
-        ref_model = seeded(Transformer(args), seed=self.rank)  # the others must not matter
+        ref_model = filled(Transformer(args), seed=self.rank)  # the others must not matter
         saved = ref_model.state_dict() if self.rank == 0 else {}
         with META:
             model = self._wrapped(Transformer(args))
@@ -799,15 +741,11 @@ class TestFullyShardMetaDeviceInit(InitTest):
         check_sharded_parity(self, plain_model, ref_model)
 
     def _wrapped(self, model: Transformer) -> Transformer:
-        for layer in model.layers:
-            fully_shard(layer)
-        return fully_shard(model)
+        return shard_each((*model.layers, model))
 
 
 class TestFullyShardProcessGroupInit(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _check_same_mesh(self, ref_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
         self.assertEqual(mesh.mesh, ref_mesh.mesh)
@@ -819,12 +757,11 @@ class TestFullyShardProcessGroupInit(InitTest):
 
     def _train_on_both(self, ref_mesh: DeviceMesh, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, nn.Module]:
         """Two steps of one MLP on each mesh and of a plain one, which all agree."""
-        plain = seeded(MLP(8, self.device))
+        plain = filled(MLP(8, self.device))
         models = [copy.deepcopy(plain) for _ in range(2)]
         for model, its_mesh in zip(models, (ref_mesh, mesh)):
-            for module in (model.in_proj, model.out_proj, model):
-                fully_shard(module, mesh=its_mesh)
-        optims = [ShardAdam(each.parameters(), lr=1e-2) for each in (plain, *models)]
+            shard_each((model.in_proj, model.out_proj, model), mesh=its_mesh)
+        optims = optimizers(plain, *models)
         group = None if mesh.ndim == 2 else ref_mesh.get_group()
         for step in range(2):
             losses = [each(self._input(4, 8, seed=10 * step + seed)).sum() for each in (plain, *models)]
@@ -870,18 +807,15 @@ class TestFullyShardProcessGroupInit(InitTest):
 
 
 class TestFullyShardHSDPBroadcast(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(1)
     def test_hsdp_broadcast_across_replicas(self):
         mesh = make_mesh(2, 2, names=("replicate", "shard"))
         group = mesh.get_group("replicate")
-        model = seeded(Transformer(ModelArgs(dropout_p=0.0)))
+        model = filled(Transformer(ModelArgs(dropout_p=0.0)))
         model.register_buffer("extra", torch.arange(4.0))
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+        shard_each((*model.layers, model), mesh=mesh)
         states = [*(param.to_local().detach() for param in model.parameters()), *model.buffers()]
         if mesh.get_local_rank("replicate") == 1:
             for state in states:
@@ -908,9 +842,7 @@ class TestFullyShardHSDPBroadcast(InitTest):
 
 
 class TestHSDPWithCustomHook(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
         """Both dimensions, that between the two groups, and that within a group."""
@@ -958,25 +890,22 @@ class TestHSDPWithCustomHook(InitTest):
 
 
 class TestFullyShardShardPlacementFn(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 8
+    world_size = 8
 
     def _init_models(self) -> tuple[Transformer, Transformer]:
         return three_layer_transformer().to(self.device), three_layer_transformer()
 
     def _shard_transformer(self, model: Transformer, fn: Callable, mesh: DeviceMesh | None = None) -> None:
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, shard_placement_fn=fn)
+        shard_each((*model.layers, model), mesh=mesh, shard_placement_fn=fn)
 
     @skip_if_lt_x_gpu(1)
     def test_init_1d_transformer_shard_largest_dim(self):
         ref_model, model = self._init_models()
-        self._shard_transformer(model, largest_dim)
+        self._shard_transformer(model, shard_largest_dim)
         dims = set()
         for name, param in model.named_parameters():
             (placement,) = param.placements
-            self.assertEqual(placement, largest_dim(ref_model.get_parameter(name)), name)
+            self.assertEqual(placement, shard_largest_dim(ref_model.get_parameter(name)), name)
             dims.add(placement.dim)
         self.assertEqual(dims, {0, 1})
         self._check_same_names_and_values(ref_model, model)
@@ -1014,9 +943,10 @@ class TestFullyShardShardPlacementFn(InitTest):
             return Shard(1 - taken[0]) if taken and param.ndim == 2 else Shard(0)
 
         self._shard_transformer(model, other_dim, mesh["dp"])
+        kinds: Any = (Shard, internals.strided_shard())
         matrices = []
         for name, param in model.named_parameters():
-            shards = [placement for placement in param.placements if isinstance(placement, (Shard, _StridedShard))]
+            shards = [placement for placement in param.placements if isinstance(placement, kinds)]
             self.assertGreaterEqual(len(shards), 1, name)
             if re.search(r"(wq|wk|wv|wo|w1|w2)\.weight$", name):
                 matrices.append(name)
@@ -1028,7 +958,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     def test_init_1d_uneven_shard_largest_dim(self):
         model = nn.Sequential(nn.Linear(16, 17), nn.Linear(17, 8))
         with self.assertRaisesRegex(NotImplementedError, "FSDP does not support uneven sharding on dim 1"):
-            fully_shard(model, shard_placement_fn=largest_dim)
+            fully_shard(model, shard_placement_fn=shard_largest_dim)
 
     @skip_if_lt_x_gpu(1)
     def test_invalid_shard_dim(self):
@@ -1051,29 +981,28 @@ class TestFullyShardShardPlacementFn(InitTest):
         mesh = make_mesh(self.world_size)
 
         def placed(param: nn.Parameter) -> Any:
-            return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+            info = internals.fsdp2_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+            return internals.fsdp2_common.ShardPlacementResult(Shard(0), info)
 
         with self.assertRaisesRegex(ValueError, "must use the same FSDPMeshInfo object"):
             fully_shard(nn.Linear(8, 8), mesh=mesh, shard_placement_fn=placed)
 
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
-    def test_two_meshes_in_one_module(self):
+    @subtests(reshard_after_forward=[True, False])
+    def test_two_meshes_in_one_module(self, reshard_after_forward):
         """Beyond upstream: each parameter is gathered and averaged over the mesh that the function names for it."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_two_meshes_in_one_module)
-
-    def _test_two_meshes_in_one_module(self, reshard_after_forward: bool):
         mesh = make_mesh(2, 4, names=("outer", "inner"))
-        info = _fsdp_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
-        ref_layer, layer = (seeded(nn.Linear(8, 8, device=self.device)) for _ in range(2))
+        info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
+        ref_layer, layer = (filled(nn.Linear(8, 8, device=self.device)) for _ in range(2))
         chosen = layer.bias
 
         def placed(param: nn.Parameter) -> Any:
-            return _fsdp_common.ShardPlacementResult(Shard(0), info) if param is chosen else None
+            return internals.fsdp2_common.ShardPlacementResult(Shard(0), info) if param is chosen else None
 
         whole_mesh = make_mesh(self.world_size)
         fully_shard(layer, mesh=whole_mesh, shard_placement_fn=placed, reshard_after_forward=reshard_after_forward)
-        groups = layer._get_fsdp_state()._fsdp_param_groups
+        groups = internals.groups_in(layer)
         self.assertEqual([group.mesh_info.mesh for group in groups], [whole_mesh, mesh["inner"]])
         self.assertEqual((layer.weight.device_mesh, layer.bias.device_mesh), (whole_mesh, mesh["inner"]))
         with self.assertRaisesRegex(ValueError, "set_all_reduce_hook is not supported with multiple param groups"):
@@ -1083,8 +1012,8 @@ class TestFullyShardShardPlacementFn(InitTest):
             for each in (ref_layer, layer):
                 each.zero_grad()
                 each(inp).square().sum().backward()
-            dist.all_reduce(ref_layer.weight.grad.div_(8))
-            dist.all_reduce(ref_layer.bias.grad.div_(4), group=mesh.get_group("inner"))
+            average([ref_layer.weight.grad])
+            average([ref_layer.bias.grad], mesh.get_group("inner"))
             check_sharded_parity(self, ref_layer, layer)
             with torch.no_grad():  # the bias has parted from its counterpart in the other four ranks
                 for param in (*ref_layer.parameters(), *layer.parameters()):
@@ -1092,9 +1021,7 @@ class TestFullyShardShardPlacementFn(InitTest):
 
 
 class TestFullyShardOldImport(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_old_import_training(self):
@@ -1102,7 +1029,7 @@ class TestFullyShardOldImport(InitTest):
         from torch.distributed._composable.fsdp.fully_shard import FSDPModule as OldFSDPModule
 
         policy = old.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        ref_model = seeded(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device))
+        ref_model = filled(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device))
         model = copy.deepcopy(ref_model)
         for module in (*model, model):
             old.fully_shard(module, mp_policy=policy)
@@ -1134,11 +1061,9 @@ class Dequantizing(nn.Module):
 
 
 class TestFullyShardMixedDtypeParam(InitTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
-    def _test_frozen_dtype(self, frozen_dtype: torch.dtype):
+    def _test_frozen_dtype(self, frozen_dtype: torch.dtype) -> None:
         model = Dequantizing(frozen_dtype, self.device)
         expected = model.frozen.detach().float()
         fully_shard(model, reshard_after_forward=True)
@@ -1148,14 +1073,14 @@ class TestFullyShardMixedDtypeParam(InitTest):
             self.assertEqual(out, expected, rtol=0, atol=0)
             (out.sum() * (self.rank + 1)).backward()
             self.assertIsNone(model.frozen.grad)
-            self.assertEqual(model.trained.grad.to_local(), 1.5 * rows_of(expected, self.rank, 2))
+            self.assertEqual(model.trained.grad.to_local(), 1.5 * chunk_of(expected, self.rank, 2))
             model.zero_grad()
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_dtypes_no_grad_param(self):
         self._test_frozen_dtype(torch.float8_e4m3fn)
 
-    @requires(lambda: None if torch_facts.SHARDS_INTEGER_PARAMETERS else "this torch shards floating point types only")
+    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
     def test_integer_no_grad_param(self):
         """Beyond upstream: the frozen parameter may be of a type that has no gradients at all."""

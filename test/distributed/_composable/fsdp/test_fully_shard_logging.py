@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from torch_fsdp_tests import torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.logging_utils import LoggingTestCase
@@ -93,9 +93,7 @@ class LoggingTests(LoggingTestCase):
 
 
 class TestProfilerLabels(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _labels_of_a_step(self) -> collections.Counter[str]:
         """FSDP's labels in the trace of a step, counted: two layers, a group of two, and a fifth left to the root."""
@@ -126,7 +124,7 @@ class TestProfilerLabels(FSDPTest):
         self.assertEqual(suffixes, {"", *groups, " 0", " 1", " 2, 3"})
 
     @unittest.expectedFailure
-    @requires(lambda: None if torch_facts.LABELS_REDUCE_SCATTER_WAIT else "this torch has no label for the wait")
+    @needs(torch_facts.LABELS_REDUCE_SCATTER_WAIT)
     @skip_if_lt_x_gpu(2)
     def test_label_of_wait(self):
         """Beyond upstream: the wait for the previous reduce-scatter is labelled as all else is.

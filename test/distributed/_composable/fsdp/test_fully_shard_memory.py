@@ -19,38 +19,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, patch_post_backward
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.internals import groups_of
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import bytes_of
+from torch_fsdp_tests.fsdp.shards import local_of
 
 BYTES = 4  # of a float32
 SMALL = ModelArgs(n_layers=3, vocab_size=32, dim=16, dropout_p=0.0, weight_tying=False)
 LARGE = ModelArgs(n_layers=3, vocab_size=32, dim=768, n_heads=12, dropout_p=0.0, weight_tying=False)
 
 
-def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """The bytes of the storages under these tensors, each storage once. A freed storage has none."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    return [group for state in states if (group := state._fsdp_param_group) is not None]
-
-
-def gathered(groups: Iterable[FSDPParamGroup]) -> list[torch.Tensor]:
+def gathered(groups: Iterable[internals.Group]) -> list[torch.Tensor]:
     return [output for group in groups for param in group.fsdp_params for output in param.all_gather_outputs]
 
 
@@ -59,9 +48,7 @@ def numel(modules: Iterable[nn.Module]) -> int:
 
 
 class TestFullyShardMemory(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _sharded(
         self, args: ModelArgs, reshard_after_forward: bool = True, use_cpu_offload: bool = False, **kwargs: Any
@@ -203,8 +190,8 @@ class TestFullyShardMemory(FSDPTest):
             "shards": bytes_of(param._sharded_param_data for param in params),
             "gathered": bytes_of(gathered(groups)),
             "unsharded gradients": bytes_of([*unsharded, *(param.unsharded_accumulated_grad for param in params)]),
-            "sharded gradients": bytes_of(local(param.sharded_param.grad) for param in params),
-            "moments": bytes_of(local(value) for value in moments if value.numel() > 1),
+            "sharded gradients": bytes_of(local_of(param.sharded_param.grad) for param in params),
+            "moments": bytes_of(local_of(value) for value in moments if value.numel() > 1),
         }
 
     def _test_training_storage(self, reshard: bool, offload: bool, in_backward: bool) -> None:
@@ -267,17 +254,14 @@ class TestFullyShardMemory(FSDPTest):
             pass
         self.assertEqual(alive(), [])
 
-    @requires(lambda: None if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS else "this torch keeps one reduce-scatter input")
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
     @skip_if_lt_x_gpu(2)
-    def test_reduce_scatter_max_input_buffers(self):
+    @subtests(most=[1, 2, 3, 10], by_one_block=[False, True], replicated=[False, True])
+    def test_reduce_scatter_max_input_buffers(self, most, by_one_block, replicated):
         """Beyond upstream: no more inputs of reduce-scatters are kept than asked for, and none after backward.
 
         If one block alone asks for more, all have it, since they keep them in one list.
         """
-        config = {"most": [1, 2, 3, 10], "by_one_block": [False, True], "replicated": [False, True]}
-        self.run_subtests(config, self._test_reduce_scatter_max_input_buffers)
-
-    def _test_reduce_scatter_max_input_buffers(self, most: int, by_one_block: bool, replicated: bool) -> None:
         model = self._sharded(SMALL, reshard_after_forward=not by_one_block, mesh=self._mesh(replicated))
         (model.layers[1] if by_one_block else model).set_reduce_scatter_max_input_buffers(most)
         for _ in range(2):
@@ -285,20 +269,19 @@ class TestFullyShardMemory(FSDPTest):
             with self._after_each_group(lambda group: len(group.comm_ctx.reduce_scatter_states)) as kept:
                 loss.backward()
             self.assertEqual(kept, [min(reduced, most) for reduced in (1, 2, 3, 4)])  # three blocks and the root
-            self.assertEqual(model._get_fsdp_state()._comm_ctx.reduce_scatter_states, [])
+            self.assertEqual(internals.comm_context(model).reduce_scatter_states, [])
 
     def _mesh(self, replicated: bool) -> DeviceMesh:
         """One shard for each rank, or a whole replica."""
-        shape, names = ((2, 1), ("replicate", "shard")) if replicated else ((2,), ("shard",))
-        return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
+        return make_mesh(2, 1, names=("replicate", "shard")) if replicated else make_mesh(2, names=("shard",))
 
     @contextlib.contextmanager
-    def _after_each_group(self, look: Callable[[FSDPParamGroup], int]) -> Iterator[list[int]]:
+    def _after_each_group(self, look: Callable[[internals.Group], int]) -> Iterator[list[int]]:
         """What there is to see when the backward of each group has just ended."""
         seen: list[int] = []
-        original = FSDPParamGroup.post_backward
+        original = internals.fsdp2_param_group.FSDPParamGroup.post_backward
 
-        def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+        def post_backward(group: internals.Group, *args: Any) -> None:
             original(group, *args)
             seen.append(look(group))
 
@@ -311,11 +294,9 @@ class TestFullyShardMemory(FSDPTest):
         return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
     @skip_if_lt_x_gpu(2)
-    def test_no_leak(self):
+    @subtests(reshard_after_forward=[True, False])
+    def test_no_leak(self, reshard_after_forward):
         """Beyond upstream: after the 13th iteration as much is alive as after the third."""
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_no_leak)
-
-    def _test_no_leak(self, reshard_after_forward: bool) -> None:
         model = self._sharded(SMALL, reshard_after_forward)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)
@@ -325,11 +306,11 @@ class TestFullyShardMemory(FSDPTest):
             model(tokens).sum().backward()
             optim.step()
             if iteration in (3, 13):
-                waiting = len(model._get_fsdp_state()._comm_ctx.post_forward_order)
+                waiting = len(internals.comm_context(model).post_forward_order)
                 found[iteration] = self._held(model, [optim]), waiting, self._alive()
         self.assertEqual(found[13], found[3])
 
-    @requires(lambda: None if torch_facts.RESETS_ITERATION else "this torch has no reset_iter_state")
+    @needs(torch_facts.RESETS_ITERATION)
     @skip_if_lt_x_gpu(2)
     def test_no_leak_after_error(self):
         """Beyond upstream: a forward that breaks off leaves nothing once the iteration is reset."""

@@ -13,33 +13,30 @@ import dataclasses
 import functools
 import math
 import re
-import unittest
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    FSDPTest,
-    FSDPTestMultiThread,
-    ShardAdam,
-    check_sharded_parity,
-    patch_reduce_scatter,
-    reduce_scatter_with_assert,
-)
+from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
+from torch_fsdp_tests.fsdp.references import average, average_gradients
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.shards import shard_largest_dim
+from torch_fsdp_tests.fsdp.training import shard_each
 
 DIM = 16
 ITERATIONS = 4  # the state of Adam counts from the second on
@@ -151,9 +148,7 @@ class FromContainer(nn.Module):
 
 
 class TestFullyShardMixedPrecisionTraining(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _init_models_and_optims(
         self,
@@ -167,34 +162,20 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         for mlp in model:
             nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
         computed_in = param_dtype or torch.float32
-        by_default = computed_in if torch_facts.REDUCES_IN_COMPUTE_DTYPE else torch.float32
+        by_default = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else computed_in
         replica = Replica(model.to(self.device), computed_in, reduce_dtype or by_default)
-
-        def largest_dim(param: nn.Parameter) -> Shard:
-            return Shard(param.shape.index(max(param.shape)))
 
         fsdp = functools.partial(
             fully_shard,
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-            shard_placement_fn=largest_dim if use_shard_placement_fn else None,
+            shard_placement_fn=shard_largest_dim if use_shard_placement_fn else None,
         )
         for mlp in model:
             fsdp(mlp)
         fsdp(model)
         self.assertEqual(model[0].out_proj.weight.placements, (Shard(1 if use_shard_placement_fn else 0),))
         return replica, model, ShardAdam(model.parameters(), lr=1e-2)
-
-    def _get_use_shard_placement_fn_vals_for_bf16_reduce(self) -> list[bool]:
-        return [False, True] if self.world_size == 2 else [False]
-
-    def _recorded(self, dtypes: list[torch.dtype]) -> AbstractContextManager[None]:
-        """Note the dtype of each reduce-scatter, for the main thread to judge: they are called on autograd's."""
-        original = getattr(dist, torch_facts.REDUCE_SCATTER_NAME)
-        record = functools.partial(
-            reduce_scatter_with_assert, self, original, lambda output: dtypes.append(output.dtype)
-        )
-        return patch_reduce_scatter(record)
 
     def _check_identical(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         self.assertEqual(found, expected, rtol=0, atol=0)
@@ -203,9 +184,8 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         self, replica: Replica, model: nn.Module, optim: torch.optim.Optimizer, inp_dtype: torch.dtype
     ) -> list[torch.dtype]:
         """Some steps with inputs of this rank's own. Returns the dtypes of all reduce-scatters."""
-        dtypes: list[torch.dtype] = []
         manual_seed(42 + self.rank + 1)
-        with self._recorded(dtypes):
+        with recorded() as calls:
             for _ in range(ITERATIONS):
                 inp = torch.randn((4, DIM), device=self.device, dtype=inp_dtype)
                 ref_loss = replica.backward(inp)
@@ -219,39 +199,26 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                 optim.zero_grad()
         check_sharded_parity(self, replica.model, model)
         self.assertTrue(replica.trained_all())
-        return dtypes
+        return [output.dtype for output in calls.values("RS", "output")]
 
     @skip_if_lt_x_gpu(2)
-    def test_compute_dtype(self):
-        config = {
-            "param_dtype": [torch.bfloat16, torch.float16],
-            "reshard_after_forward": [False, True, 2],
-            "use_shard_placement_fn": self._get_use_shard_placement_fn_vals_for_bf16_reduce(),
-        }
-        self.run_subtests(config, self._test_compute_dtype)
-
-    def _test_compute_dtype(
-        self, param_dtype: torch.dtype, reshard_after_forward: bool | int, use_shard_placement_fn: bool
-    ) -> None:
+    @subtests(
+        param_dtype=[torch.bfloat16, torch.float16],
+        reshard_after_forward=[False, True, 2],
+        use_shard_placement_fn=[False, True],
+    )
+    def test_compute_dtype(self, param_dtype, reshard_after_forward, use_shard_placement_fn):
         """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
         dtypes = self._train_and_compare(*made, inp_dtype=param_dtype)
-        reduced_in = param_dtype if torch_facts.REDUCES_IN_COMPUTE_DTYPE else torch.float32
+        reduced_in = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self.assertEqual(dtypes, [reduced_in] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
     def test_reduce_dtype(self):
-        self.run_subtests(
-            {"reshard_after_forward": [False, True, 2], "use_shard_placement_fn": [False, True]},
-            self._test_reduce_dtype_fp32_reduce,
-        )
-        self.run_subtests(
-            {
-                "reshard_after_forward": [False, True, 2],
-                "use_shard_placement_fn": self._get_use_shard_placement_fn_vals_for_bf16_reduce(),
-            },
-            self._test_reduce_dtype_bf16_reduce,
-        )
+        config = {"reshard_after_forward": [False, True, 2], "use_shard_placement_fn": [False, True]}
+        self.run_subtests(config, self._test_reduce_dtype_fp32_reduce)
+        self.run_subtests(config, self._test_reduce_dtype_bf16_reduce)
 
     def _test_reduce_dtype_fp32_reduce(self, reshard_after_forward: bool | int, use_shard_placement_fn: bool) -> None:
         made = self._init_models_and_optims(
@@ -268,10 +235,8 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         self.assertEqual(dtypes, [torch.bfloat16] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
-    def test_grad_acc_with_reduce_dtype(self):
-        self.run_subtests({"reshard_after_forward": [True, False]}, self._test_grad_acc_with_reduce_dtype)
-
-    def _test_grad_acc_with_reduce_dtype(self, reshard_after_forward: bool) -> None:
+    @subtests(reshard_after_forward=[True, False])
+    def test_grad_acc_with_reduce_dtype(self, reshard_after_forward):
         """Gradients of microbatches that are not reduced wait for the last one in the reduce dtype."""
         replica, model, optim = self._init_models_and_optims(
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn=False
@@ -280,8 +245,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         device = self.device
         microbatches = list(torch.randn((4, 8, DIM), device=device, dtype=torch.bfloat16))
         for _ in range(ITERATIONS):
-            dtypes: list[torch.dtype] = []
-            with self._recorded(dtypes):
+            with recorded() as calls:
                 for index, inp in enumerate(microbatches):
                     last = index == len(microbatches) - 1
                     model.set_requires_gradient_sync(last)
@@ -290,7 +254,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                     loss.backward()
                     self.assertEqual(loss.dtype, torch.bfloat16)
                     self._check_identical(loss.detach(), replica.backward(inp))
-            self.assertEqual(dtypes, [torch.float32] * 3)
+            self.assertEqual([output.dtype for output in calls.values("RS", "output")], [torch.float32] * 3)
             replica.reduce()
             check_sharded_parity(self, replica.model, model)
             replica.step()
@@ -299,19 +263,14 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         self.assertTrue(replica.trained_all())
 
     @skip_if_lt_x_gpu(2)
-    def test_structured_input_output(self):
-        config = {
-            "container": list(CONTAINERS),
-            "dtypes": [(None, None), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-        }
-        self.run_subtests(config, self._test_structured_input_output)
-
-    def _test_structured_input_output(
-        self, container: str, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    ) -> None:
+    @subtests(
+        container=list(CONTAINERS),
+        dtypes=[(None, None), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    )
+    def test_structured_input_output(self, container, dtypes):
         """Tensors in a container are cast, and found for the backward. Each rank compares its part of the batch."""
-        if "dataclass" in container and not torch_facts.FINDS_TENSORS_IN_DATACLASSES:
-            raise unittest.SkipTest("this torch does not look for tensors in dataclasses (2.13 does)")
+        if "dataclass" in container:
+            skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         param_dtype, reduce_dtype = dtypes
         manual_seed(42)
         model = nn.Sequential(
@@ -319,8 +278,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         ).to(self.device)
         replica = Replica(model, param_dtype or torch.float32, reduce_dtype or torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        for module in (*model, model):
-            fully_shard(module, mp_policy=policy)
+        shard_each((*model, model), mp_policy=policy)
         optim = ShardAdam(model.parameters(), lr=1e-2)
         manual_seed(1)
         for _ in range(ITERATIONS):
@@ -339,9 +297,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
 
 
 class TestFullyShardMixedPrecisionJVP(FSDPTest):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _materialized(self, in_features: int, out_features: int, generator: torch.Generator) -> nn.Linear:
         linear = nn.Linear(in_features, out_features, bias=False, device="meta")
@@ -353,7 +309,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         linear.whole = whole.to(local.device)
         return linear
 
-    @unittest.skipUnless(torch_facts.FSDP2_UNDER_FUNCTORCH, "FSDP2 of this torch knows no functorch transforms")
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_no_warmup_jvp_reshard_after_forward_false(self):
         """The first forward of a module may be inside ``jvp``, which must not see how parameters are gathered."""
@@ -369,7 +325,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         expected = F.linear(F.linear(inp, encoder.whole.bfloat16()), decoder.whole.bfloat16())
         self.assertEqual(output, expected)
 
-    @unittest.skipUnless(torch_facts.FSDP2_UNDER_FUNCTORCH, "FSDP2 of this torch knows no functorch transforms")
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_jvp_casts_and_differentiates(self):
         """Beyond upstream: the tangent of a float32 input is cast with it, and is that of the whole weight."""
@@ -421,46 +377,8 @@ class WithCount(nn.Module):
         return F.linear(x, self.weight)
 
 
-class RecordingAllGather(DefaultAllGather):
-    """FSDP's own all-gather, with the dtype and number of elements of each output and the size of its group."""
-
-    def __init__(self) -> None:
-        self.outputs: list[tuple[torch.dtype, int, int]] = []
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        self.outputs.append((output_tensor.dtype, output_tensor.numel(), group.size()))
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-class RecordingReduceScatter(DefaultReduceScatter):
-    """FSDP's own reduce-scatter, with what went in and came out of each."""
-
-    def __init__(self) -> None:
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, **kwargs: Any
-    ) -> Any:
-        self.inputs.append(input_tensor.clone())
-        work = super().__call__(output_tensor, input_tensor, group, op, **kwargs)
-        self.outputs.append(output_tensor.clone())
-        return work
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """The same numbers on all ranks, whose threads share one random generator."""
-    for param in module.parameters():
-        param.data.copy_(torch.linspace(-1, 1, param.numel()).view_as(param) + 0.01)
-    return module
-
-
 class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_float16_on_one_submodule(self):
@@ -485,10 +403,8 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
             self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
 
     @skip_if_lt_x_gpu(1)
-    def test_submodules_with_external_inputs(self):
-        self.run_subtests({"enable_submodule_cast": [False, True]}, self._test_submodules_with_external_inputs)
-
-    def _test_submodules_with_external_inputs(self, enable_submodule_cast: bool) -> None:
+    @subtests(enable_submodule_cast=[False, True])
+    def test_submodules_with_external_inputs(self, enable_submodule_cast):
         """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
 
         class Adder(nn.Module):
@@ -544,14 +460,14 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         model(torch.ones(1, 1, device=self.device, dtype=inp_dtype, requires_grad=True)).sum().backward()
         return model.lin.inputs, outputs
 
-    @unittest.skipUnless(torch_facts.FSDP2_CASTS_RECOMPUTED, "this torch casts nothing that is recomputed")
+    @needs(torch_facts.CASTS_RECOMPUTED_INPUTS)
     @skip_if_lt_x_gpu(1)
     def test_checkpoint_recompute_casts_forward_inputs(self):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         inputs, _ = self._test_checkpoint_recompute_casts(policy, torch.float32)
         self.assertEqual(inputs, [torch.bfloat16] * 2)
 
-    @unittest.skipUnless(torch_facts.FSDP2_CASTS_RECOMPUTED, "this torch casts nothing that is recomputed")
+    @needs(torch_facts.CASTS_RECOMPUTED_INPUTS)
     @skip_if_lt_x_gpu(1)
     def test_checkpoint_recompute_casts_outputs(self):
         policy = MixedPrecisionPolicy(
@@ -631,8 +547,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         model = nn.Sequential(*(nn.Linear(32, 32, device=self.device, dtype=torch.bfloat16) for _ in range(2)))
         recording = RecordingReduceScatter()
-        for module in (*model, model):
-            fully_shard(module, mp_policy=policy)
+        shard_each((*model, model), mp_policy=policy)
         for linear in model:
             linear.set_custom_reduce_scatter(recording)
         self.assertEqual(policy.reduce_dtype, torch.bfloat16)
@@ -711,9 +626,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         self._check_cast_members(model.kwargs["named"], members)
         self.assertIs(output, members[1])  # without an output dtype
 
-    @unittest.skipUnless(
-        torch_facts.GROUPS_CAST_EACH_INPUT, "this torch casts the inputs of a group's first module only"
-    )
+    @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
     @skip_if_lt_x_gpu(1)
     def test_grouped_modules_cast_inputs(self):
         """Beyond upstream: modules that share one FSDP group each cast what they receive and return."""
@@ -737,15 +650,13 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         output.sum().backward()
         expected.sum().backward()
         for param, ref_param in zip(root.parameters(), replica.parameters()):
-            dist.all_reduce(mean := ref_param.grad.float())
-            self.assertEqual(param.grad.full_tensor(), mean / self.world_size)
+            average([mean := ref_param.grad.float()])
+            self.assertEqual(param.grad.full_tensor(), mean)
 
     @skip_if_lt_x_gpu(1)
-    def test_all_gather_dtype(self):
+    @subtests(param_dtype=[None, torch.bfloat16, torch.float16])
+    def test_all_gather_dtype(self, param_dtype):
         """Beyond upstream: parameters travel in the param dtype, in forward and in backward."""
-        self.run_subtests({"param_dtype": [None, torch.bfloat16, torch.float16]}, self._test_all_gather_dtype)
-
-    def _test_all_gather_dtype(self, param_dtype: torch.dtype | None) -> None:
         model = filled(MLP(4, self.device))
         recording = RecordingAllGather()
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -755,9 +666,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         numel = 2 * 4 * 16 + 16 + 4
         self.assertEqual(recording.outputs, [(param_dtype or torch.float32, numel, 2)] * 4)
 
-    @unittest.skipUnless(
-        torch_facts.SHARDS_INTEGER_PARAMETERS, "FSDP2 of this torch cannot wrap parameters of integers"
-    )
+    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
     def test_integers_are_not_cast(self):
         """Beyond upstream: a parameter of integers is gathered as it is, as bytes beside the others' param dtype."""
@@ -782,27 +691,18 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
 
 
 class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 8
+    world_size = 8
 
     @skip_if_lt_x_gpu(1)
-    def test_float16_divides_before_and_after(self):
+    @subtests(
+        param_dtype=[torch.float16, torch.bfloat16], mesh_shape=[(4, 2), (2, 4), (1, 8)], replicates=[False, True]
+    )
+    def test_float16_divides_before_and_after(self, param_dtype, mesh_shape, replicates):
         """Beyond upstream: float16 is divided in part before it is summed, by powers of two, which costs no bit.
 
         What overflows when it is summed first comes out exact. Other dtypes are divided by the collective itself.
         """
-        config = {
-            "param_dtype": [torch.float16, torch.bfloat16],
-            "mesh_shape": [(4, 2), (2, 4), (1, 8)],
-            "replicates": [False, True],
-        }
-        self.run_subtests(config, self._test_float16_divides_before_and_after)
-
-    def _test_float16_divides_before_and_after(
-        self, param_dtype: torch.dtype, mesh_shape: tuple[int, int], replicates: bool
-    ) -> None:
-        mesh = init_device_mesh(accelerator.current().type, mesh_shape, mesh_dim_names=("replicate", "shard"))
+        mesh = make_mesh(*mesh_shape, names=("replicate", "shard"))
         mesh = mesh if replicates else mesh["shard"]
         ranks = mesh.size()
         layer = fully_shard(
@@ -828,9 +728,7 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
 
 
 class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @skip_if_lt_x_gpu(1)
     def test_gather_in_smaller_mesh(self):
@@ -853,8 +751,8 @@ class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
             loss.backward()
             self.assertEqual(loss.detach(), ref_loss.detach(), rtol=0, atol=0)
             for param, computed in zip(replica.parameters(), lowered.parameters()):
-                dist.all_reduce(grad := computed.grad.float())
-                param.grad = grad / self.world_size
+                param.grad = computed.grad.float()
+            average_gradients(replica)
             check_sharded_parity(self, replica, model)
             with torch.no_grad():
                 for param in (*replica.parameters(), *model.parameters()):

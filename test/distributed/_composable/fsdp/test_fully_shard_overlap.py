@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
-import unittest
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,14 +16,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
     check_sharded_parity,
@@ -35,6 +33,9 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import shard_each
 
 DIM = 4
 LAYERS = 3
@@ -97,9 +98,10 @@ def streams() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if is_virtual():
             VirtualStream.current = VirtualStream()
-            current = {"current_stream": lambda *_: VirtualStream.current}
-            replaced = {"Stream": VirtualStream, "Event": VirtualEvent, "stream": VirtualStream.made_current} | current
-            stack.enter_context(mock.patch.multiple(device_module(), **replaced))
+            current: dict[str, Any] = {"current_stream": lambda *_: VirtualStream.current}
+            kinds: dict[str, Any] = {"Stream": VirtualStream, "Event": VirtualEvent}
+            kinds["stream"] = VirtualStream.made_current
+            stack.enter_context(mock.patch.multiple(device_module(), **kinds, **current))
             # FSDP asks here when a gather was begun in vain.
             stack.enter_context(mock.patch.multiple(torch.accelerator, **current))
         yield
@@ -140,6 +142,14 @@ def delayed(original: Collective, milliseconds: float, stream_of: Callable[[Any]
         return result
 
     return late
+
+
+def delayed_collectives(milliseconds: float, stream_of: Callable[[Any], Any]) -> tuple[Collective, Collective]:
+    """FSDP's all-gather and its reduce-scatter, late."""
+    gather, reduce = (
+        delayed(each, milliseconds, stream_of) for each in (internals.all_gather(), internals.reduce_scatter())
+    )
+    return gather, reduce
 
 
 class Matmul(torch.autograd.Function):
@@ -210,10 +220,8 @@ class TestFullyShardOverlap(FSDPTest):
         for param in ref_model.parameters():
             param.data.abs_()  # with positive inputs no ReLU is closed
         model = copy.deepcopy(ref_model)
-        for layer in model:
-            self.assertEqual(len(list(layer.parameters())), 1)
-            fully_shard(layer, reshard_after_forward=True, **kwargs)
-        fully_shard(model, reshard_after_forward=True, **kwargs)
+        self.assertEqual([len(list(layer.parameters())) for layer in model], [1] * layers)
+        shard_each([*model, model], reshard_after_forward=True, **kwargs)
         self._step(model)
         model.zero_grad()
         return ref_model, model
@@ -231,9 +239,7 @@ class TestFullyShardOverlap(FSDPTest):
         self._step(model)
         ref_model.zero_grad()
         self._step(ref_model)
-        for param in ref_model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad.div_(self.world_size)
+        average_gradients(ref_model)
         synchronize()
         check_sharded_parity(self, ref_model, model)
 
@@ -247,10 +253,7 @@ class TestFullyShardOverlap(FSDPTest):
         with streams():
             ref_model, model = self._models(compute_ms)
             stream = device_module().Stream()
-            late_gather, late_reduce = (
-                delayed(getattr(dist, name), comm_ms, lambda group: stream)
-                for name in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME)
-            )
+            late_gather, late_reduce = delayed_collectives(comm_ms, lambda group: stream)
             shard, whole = torch.zeros(1, device=self.device), torch.zeros(self.world_size, device=self.device)
 
             def ref_forward() -> torch.Tensor:
@@ -291,13 +294,8 @@ class TestFullyShardOverlap(FSDPTest):
             shared, for_gathers, for_reductions = (device_module().Stream() for _ in range(3))
 
             def time_with(gather_stream: Any, reduce_stream: Any) -> float:
-                gather, reduce = (
-                    delayed(getattr(dist, name), comm_ms, stream and (lambda group, stream=stream: stream))
-                    for name, stream in (
-                        (torch_facts.ALL_GATHER_NAME, gather_stream),
-                        (torch_facts.REDUCE_SCATTER_NAME, reduce_stream),
-                    )
-                )
+                gather = delayed(internals.all_gather(), comm_ms, gather_stream and (lambda group: gather_stream))
+                reduce = delayed(internals.reduce_scatter(), comm_ms, reduce_stream and (lambda group: reduce_stream))
                 with patch_all_gather(gather), patch_reduce_scatter(reduce):
                     time = self._time_fn(lambda: self._step(model))
                     self._check_gradients(ref_model, model)
@@ -309,9 +307,7 @@ class TestFullyShardOverlap(FSDPTest):
                 # After four gathers and the backward of the last layer the reductions follow without a gap.
                 self._check_time(own_streams, 4 * comm_ms + 2 * compute_ms + 3 * comm_ms, in_turn)
 
-    @unittest.skipUnless(
-        hasattr(FSDPModule, "set_separate_reduce_scatter_group"), "this torch reduces in the group that gathers"
-    )
+    @needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
     @skip_if_lt_x_gpu(2)
     def test_separate_reduce_scatter_group_overlap(self):
         """Beyond upstream: with a group of their own the reductions stop waiting for gathers, until it is given up.
@@ -326,10 +322,7 @@ class TestFullyShardOverlap(FSDPTest):
             def stream_of(group: Any) -> Any:
                 return of_group.setdefault(group, device_module().Stream())
 
-            gather, reduce = (
-                delayed(getattr(dist, name), comm_ms, stream_of)
-                for name in (torch_facts.ALL_GATHER_NAME, torch_facts.REDUCE_SCATTER_NAME)
-            )
+            gather, reduce = delayed_collectives(comm_ms, stream_of)
             times = []
             for separate in (False, True, False):
                 model.set_separate_reduce_scatter_group(separate)
@@ -363,7 +356,7 @@ class TestFullyShardOverlap(FSDPTest):
                     optim.zero_grad()
 
             train(False)  # lazy initialization, and the optimizer's state
-            gather = delayed(getattr(dist, torch_facts.ALL_GATHER_NAME), comm_ms)
+            gather = delayed(internals.all_gather(), comm_ms)
             with patch_all_gather(gather):
                 without = self._time_fn(lambda: train(False))
                 with_event = self._time_fn(lambda: train(True))
@@ -383,7 +376,7 @@ class TestFullyShardOverlap(FSDPTest):
         copy_in_ms, comm_ms = 3, 10
         started: list[float] = []
 
-        class LateGather(collectives.DefaultAllGather):
+        class LateGather(internals.fsdp2_collectives.DefaultAllGather):
             def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
                 sleep(copy_in_ms)
                 return super().allocate(*args, **kwargs)
@@ -414,8 +407,8 @@ class TestFullyShardOverlap(FSDPTest):
         Each layer's backward takes 10 ms and its reduction 15. With one buffer the third layer, which could begin after
         20 ms, waits for the first reduction, which is done after 25; with two buffers it does not.
         """
-        caps = [None, 1, 2, 3] if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else [None]
-        reduce = delayed(getattr(dist, torch_facts.REDUCE_SCATTER_NAME), 15)
+        caps = [None, 1, 2, 3] if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS else [None]
+        reduce = delayed(internals.reduce_scatter(), 15)
         backward = Matmul.backward
         started: list[float] = []
 
@@ -430,7 +423,7 @@ class TestFullyShardOverlap(FSDPTest):
                     layer.sleep_ms = 5
                 if cap is not None:
                     model.set_reduce_scatter_max_input_buffers(cap)
-                    model._get_fsdp_state()._init_shared_state()  # which else happens once, in the first forward
+                    internals.state_of(model)._init_shared_state()  # which else happens once, in the first forward
                 with patch_reduce_scatter(reduce), mock.patch.object(Matmul, "backward", staticmethod(recorded)):
                     for _ in range(2):
                         synchronize()
@@ -447,13 +440,13 @@ class TestFullyShardOverlap(FSDPTest):
         """Beyond upstream: the streams that gather wait for the event, once, and else for the current stream."""
         with streams():
             _, model = self._models(0)
-            state = model._get_fsdp_state()
+            context = internals.iteration_context(model)
             names = ("all_gather_copy_in_stream", "all_gather_stream")
             for event in (None, VirtualEvent(), None, VirtualEvent(), VirtualEvent()):
                 if event is not None:
                     model.set_post_optim_event(event)
                 mocks = {name: mock.MagicMock(**{"record_event.return_value": VirtualEvent()}) for name in names}
-                with mock.patch.multiple(state._comm_ctx, **mocks), torch.no_grad():
+                with mock.patch.multiple(internals.comm_context(model), **mocks), torch.no_grad():
                     model(self._inputs())
                 for_current = mock.call.wait_stream(device_module().current_stream())
                 first = for_current if event is None else mock.call.wait_event(event)
@@ -461,7 +454,7 @@ class TestFullyShardOverlap(FSDPTest):
                     self.assertEqual(stream.mock_calls[0], first)
                     self.assertEqual(stream.mock_calls.count(first), 1)
                     self.assertEqual(stream.mock_calls.count(for_current), 1 if event is None else 0)
-                self.assertIsNone(state._state_ctx.post_optim_event)
+                self.assertIsNone(context.post_optim_event)
 
     @skip_if_lt_x_gpu(2)
     def test_host_order(self):
@@ -472,11 +465,11 @@ class TestFullyShardOverlap(FSDPTest):
 
             def gather(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
                 events.append(f"gather {fsdp_params[0]._param_fqn[0]}")
-                return collectives.foreach_all_gather(fsdp_params, *args, **kwargs)
+                return internals.fsdp2_collectives.foreach_all_gather(fsdp_params, *args, **kwargs)
 
             def reduce(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
                 events.append(f"reduce {fsdp_params[0]._param_fqn[0]}")
-                return collectives.foreach_reduce(fsdp_params, *args, **kwargs)
+                return internals.fsdp2_collectives.foreach_reduce(fsdp_params, *args, **kwargs)
 
             for index, layer in enumerate(model):
                 layer.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
@@ -526,9 +519,12 @@ class TestFullyShardOverlap(FSDPTest):
             for _ in range(2):
                 self._step(twin)
                 with patch_all_reduce(late):
-                    time = self._time_fn(lambda: self._step(model)) if is_virtual() else self._step(model)
-                # All-reduces hide behind each other's compute and gathers, not behind one another.
-                self._check_time(time, 3 + 2 + 3 * 15) if is_virtual() else synchronize()
+                    if is_virtual():
+                        # All-reduces hide behind each other's compute and gathers, not behind one another.
+                        self._check_time(self._time_fn(lambda: self._step(model)), 3 + 2 + 3 * 15)
+                    else:
+                        self._step(model)
+                        synchronize()
                 self.assertEqual([buffer() for buffer in buffers], [None] * LAYERS)
                 buffers.clear()
                 for param, twin_param in zip(model.parameters(), twin.parameters()):

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests import torch_facts
-from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.training import shard_each
 
 
 class RunnableList(nn.ModuleList):
@@ -74,18 +75,14 @@ class CountedSequential(nn.Sequential):
 
 
 class TestFullyShardState(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 1
+    world_size = 1
 
     def _input(self, dim: int) -> torch.Tensor:
         return torch.arange(1.0, 2 * dim + 1, device=self.device).view(2, dim) / dim
 
     def _two_wrapped_in_one(self) -> nn.Sequential:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for module in (*model, model):
-            fully_shard(module)
-        return model
+        return shard_each((*model, model))
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_state(self):
@@ -97,7 +94,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertNotIn(None, states)
         self.assertEqual(len(set(states)), 4)
         for module, state in zip((model, *model), states):
-            self.assertIs(module._get_fsdp_state(), state)
+            self.assertIs(internals.state_of(module), state)
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_reapply(self):
@@ -115,7 +112,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertIsInstance(model, MLP)
         self.assertIsInstance(model, FSDPModule)
         self.assertEqual(type(model).__name__, "FSDPMLP")
-        self.assertEqual([module for module in model.modules() if isinstance(module, FSDPModule)], [model])
+        self.assertEqual(internals.fsdp_modules(model), [model])
 
         model = fully_shard(nn.Sequential(*(MLP(8) for _ in range(3))))
         self.assertEqual(type(model).__name__, "FSDPSequential")
@@ -141,7 +138,7 @@ class TestFullyShardState(FSDPTestMultiThread):
             with self.assertRaisesRegex(AssertionError, "FSDP does not support deepcopy"):
                 copy.deepcopy(whole)
 
-    @requires(lambda: None if torch_facts.TAKES_CONTAINERS_WITH_FORWARD else "this torch refuses every container")
+    @needs(torch_facts.WRAPS_CONTAINERS_WITH_FORWARD)
     @skip_if_lt_x_gpu(1)
     def test_container_with_forward(self):
         """Beyond upstream: a container that says how it runs is taken, and trains."""
@@ -167,10 +164,10 @@ class TestFullyShardState(FSDPTestMultiThread):
             for wrong in ([nn.Linear(4, 4)], [second, nn.Linear(4, 4)], [None]):
                 with self.assertRaisesRegex(ValueError, "Expects FSDPModule but got"):
                     setter(wrong)
-            states = getattr(first._get_fsdp_state(), f"_states_to_{direction}_prefetch")
-            self.assertEqual(states, [second._get_fsdp_state()])
+            attribute = f"_states_to_{direction}_prefetch"
+            self.assertEqual(getattr(internals.state_of(first), attribute), [internals.state_of(second)])
             setter([])
-            self.assertEqual(getattr(first._get_fsdp_state(), f"_states_to_{direction}_prefetch"), [])
+            self.assertEqual(getattr(internals.state_of(first), attribute), [])
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_setter(self):
@@ -178,8 +175,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         model = self._two_wrapped_in_one()
 
         def reshards() -> list[bool]:
-            groups = [module._get_fsdp_state()._fsdp_param_group for module in model]
-            return [group.post_forward_mesh_info is not None for group in groups]
+            return [internals.group_of(module).post_forward_mesh_info is not None for module in model]
 
         for wrong in (0, 1, 2, None, "True"):
             with self.assertRaisesRegex(ValueError, "reshard_after_forward should be a bool"):
@@ -192,24 +188,23 @@ class TestFullyShardState(FSDPTestMultiThread):
         model.set_reshard_after_forward(True, recurse=False)
         self.assertEqual(reshards(), [False, True])
 
-    @requires(lambda: None if torch_facts.SHARES_COMM_CONTEXT else "this torch has no share_comm_ctx")
+    @needs(torch_facts.SHARES_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
         """Beyond upstream: FSDP modules share the first one's context, anything else is refused, none is no mistake."""
-        share = _fully_shard.share_comm_ctx
+        share = internals.fsdp2.share_comm_ctx
         first, second, third = (fully_shard(nn.Linear(4, 4)) for _ in range(3))
-        contexts = [module._get_fsdp_state()._comm_ctx for module in (first, second, third)]
+        contexts = [internals.comm_context(module) for module in (first, second, third)]
         self.assertEqual(len({id(context) for context in contexts}), 3)
         share([])
         with self.assertRaisesRegex(ValueError, "Expects list of FSDPModules but got"):
             share([first, second, nn.Linear(4, 4)])
-        self.assertIs(second._get_fsdp_state()._comm_ctx, contexts[1])
+        self.assertIs(internals.comm_context(second), contexts[1])
         share([first, second])
         for module, context in zip((first, second, third), (contexts[0], contexts[0], contexts[2])):
-            state = module._get_fsdp_state()
-            self.assertIs(state._comm_ctx, context)
+            self.assertIs(internals.comm_context(module), context)
             if module is second:
-                self.assertIs(state._fsdp_param_group.comm_ctx, context)
+                self.assertIs(internals.group_of(module).comm_ctx, context)
 
     @skip_if_lt_x_gpu(1)
     def test_user_class_keeps_working(self):
@@ -237,7 +232,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertEqual(type(stranger).__name__, type(first).__name__)
         self.assertIsNot(type(stranger), type(first))
         self.assertNotIsInstance(stranger, MLP)
-        self.assertIs(_fully_shard.cls_to_fsdp_cls[MLP], type(first))
+        self.assertIs(internals.fsdp2.cls_to_fsdp_cls[MLP], type(first))
 
     @skip_if_lt_x_gpu(1)
     def test_slice_is_initialised_once(self):
@@ -263,7 +258,7 @@ class TestFullyShardState(FSDPTestMultiThread):
             self.assertIsInstance(loaded[name], DTensor)
             self.assertEqual(other.get_parameter(name).to_local(), param.to_local(), rtol=0, atol=0)
 
-    @requires(lambda: None if torch_facts.RESETS_ITERATION else "this torch has no reset_iter_state")
+    @needs(torch_facts.RESETS_ITERATION)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state(self):
         """Beyond upstream: the root alone resets; afterwards an iteration that broke off has left no trace."""
@@ -274,9 +269,9 @@ class TestFullyShardState(FSDPTestMultiThread):
                 module.reset_iter_state()
         with self.assertRaisesRegex(RuntimeError, "shapes cannot be multiplied"):
             model(self._input(5))
-        self.assertIs(model._get_fsdp_state()._state_ctx.iter_forward_root, model._get_fsdp_state())
+        self.assertIs(internals.iteration_context(model).iter_forward_root, internals.state_of(model))
         model.reset_iter_state()
-        self.assertIsNone(model._get_fsdp_state()._state_ctx.iter_forward_root)
+        self.assertIsNone(internals.iteration_context(model).iter_forward_root)
         for module in model:
             self.assertIsInstance(module.weight, DTensor)
         out = model(self._input(4))

@@ -24,24 +24,26 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import mean_backward
+from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.shards import shard_largest_dim
+from torch_fsdp_tests.fsdp.training import shard_each
 
 HOST = torch.device("cpu")  # the CPU is the subject
 StateDict = dict[str, Any]
-
-
-def shard_largest_dim(param: nn.Parameter) -> Shard:
-    return Shard(param.shape.index(max(param.shape)))
 
 
 def is_evenly_sharded(param: DTensor) -> bool:
@@ -49,7 +51,7 @@ def is_evenly_sharded(param: DTensor) -> bool:
     for dim in range(param.ndim):
         shards = 1
         for placement, size in zip(param.placements, param.device_mesh.shape, strict=True):
-            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+            if not placement.is_replicate() and placement.dim == dim:
                 shards *= size
         if param.size(dim) % shards:
             return False
@@ -80,9 +82,6 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     def world_size(self) -> int:
         return get_required_world_size(self, 4)
 
-    def _mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names)
-
     def _mlps(self, dim: int) -> nn.Sequential:
         manual_seed(42)
         return nn.Sequential(*(MLP(dim, self.device) for _ in range(3)))
@@ -93,9 +92,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         return parallelize_module(model, tp_mesh, plan)
 
     def _sharded(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for child in model.children():
-            fully_shard(child, **kwargs)
-        return fully_shard(model, **kwargs)
+        return shard_each((*model.children(), model), **kwargs)
 
     def _two_linears(self, dim: int, seed: int = 42) -> nn.Sequential:
         """Two layers of ``dim`` rows; with fewer rows than ranks some ranks have nothing of them."""
@@ -110,17 +107,14 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     def _shards_of(self, model: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, DTensor]:
         """The state dict of a plain model, sharded by rows without FSDP."""
-        mesh = mesh or self._mesh(self.world_size)
+        mesh = mesh or make_mesh(self.world_size)
         return {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in model.state_dict().items()}
 
     def _rows_of(self, rank: int, step: int = 0, features: int = 5) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.rand((2, features), generator=generator).to(self.device)
+        return uniform(2, features, seed=1000 * step + rank)
 
     def _ref_backward(self, ref_model: nn.Module, step: int = 0, features: int = 5) -> None:
-        """The mean over all ranks' rows, without communication."""
-        for rank in range(self.world_size):
-            (ref_model(self._rows_of(rank, step, features)).square().sum() / self.world_size).backward()
+        mean_backward(ref_model, [self._rows_of(rank, step, features) for rank in range(self.world_size)])
 
     def _train_step(self, model: nn.Module, optim: torch.optim.Optimizer, step: int, features: int = 5) -> None:
         model(self._rows_of(self.rank, step, features)).square().sum().backward()
@@ -129,8 +123,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dp_state_dict_save_load(self):
-        flat = self._mesh(self.world_size)
-        hsdp = self._mesh(self.world_size // 2, 2, names=("dp_replicate", "dp_shard"))
+        flat = make_mesh(self.world_size)
+        hsdp = make_mesh(self.world_size // 2, 2, names=("dp_replicate", "dp_shard"))
         self.run_subtests({"mesh": [flat, hsdp], "mlp_dim": [2, 3, 4, 5]}, self._test_dp_state_dict_save_load)
         config = {"mesh": [flat, hsdp], "mlp_dim": [16], "shard_placement_fn": [shard_largest_dim]}
         self.run_subtests(config, self._test_dp_state_dict_save_load)
@@ -157,7 +151,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self.assertEqual(list(after), list(before))
         self.assertEqual(local_copies(after), values)
         for name, value in after.items():
-            if torch_facts.FSDP2_KEEPS_PADDED_STORAGE or is_evenly_sharded(value):
+            if torch_facts.KEEPS_PADDED_STORAGE or is_evenly_sharded(value):
                 self.assertEqual(pointer_of(value), pointers[name], name)
 
     def _test_state_dict_save_load(self, model: nn.Module, whole: StateDict) -> None:
@@ -196,15 +190,12 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
                 self.assertEqual(pointer_of(param), pointers[name], name)
 
     @skip_if_lt_x_gpu(4)
-    def test_cached_state_dict(self):
-        config = {"mlp_dim": [2, 3, 4, 5], "mutate_after_state_dict": [True, False]}
-        self.run_subtests(config, self._test_cached_state_dict)
-
-    def _test_cached_state_dict(self, mlp_dim: int, mutate_after_state_dict: bool) -> None:
+    @subtests(mlp_dim=[2, 3, 4, 5], mutate_after_state_dict=[True, False])
+    def test_cached_state_dict(self, mlp_dim, mutate_after_state_dict):
         """A state dict taken before the first step stays the live one, unless the parameters get other storage."""
         padded = mlp_dim % self.world_size != 0
-        if padded and not mutate_after_state_dict and not torch_facts.FSDP2_KEEPS_PADDED_STORAGE:
-            raise unittest.SkipTest("this torch pads again at the first forward, into other storage (2.11 does not)")
+        if padded and not mutate_after_state_dict:
+            skip_unless([torch_facts.KEEPS_PADDED_STORAGE.lacks])
         manual_seed(42)
         model = nn.Linear(mlp_dim, mlp_dim, bias=False, device=self.device)
         ref_model = copy.deepcopy(model)
@@ -239,12 +230,11 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             model.double().float()
 
     @skip_if_lt_x_gpu(4)
-    def test_dp_state_dict_cpu_offload(self):
-        policies = [CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)]
-        config = {"offload_policy": policies, "cpu_state_dict": [True, False]}
-        self.run_subtests(config, self._test_dp_state_dict_cpu_offload)
-
-    def _test_dp_state_dict_cpu_offload(self, offload_policy: CPUOffloadPolicy, cpu_state_dict: bool) -> None:
+    @subtests(
+        offload_policy=[CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)],
+        cpu_state_dict=[True, False],
+    )
+    def test_dp_state_dict_cpu_offload(self, offload_policy, cpu_state_dict):
         """Offloaded parameters are made by loading, one at a time; values on the device are refused by name."""
         if not cpu_state_dict and (lacking := accelerator.current().lacks("device_memory")):
             raise unittest.SkipTest(lacking)
@@ -275,7 +265,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_2d_state_dict_correctness(self):
-        mesh = self._mesh(2, self.world_size // 2, names=("dp", "tp"))
+        mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
         model = self._sharded(self._with_tp(self._mlps(4), mesh["tp"]), mesh=mesh["dp"])
         whole, state_dict = self._mlps(4).state_dict(), model.state_dict()
         self.assertEqual(list(state_dict), list(whole))
@@ -286,7 +276,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dp_tp_state_dict_save_load(self):
-        mesh = self._mesh(2, self.world_size // 2, names=("dp", "tp"))
+        mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
         self.run_subtests({"mlp_dim": [4, 6, 8, 10], "mesh": [mesh]}, self._test_dp_tp_state_dict_save_load)
 
     def _test_dp_tp_state_dict_save_load(self, mlp_dim: int, mesh: DeviceMesh) -> None:
@@ -296,7 +286,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @requires_world_size(8)
     def test_hsdp_tp_state_dict_save_load(self):
         names = ("dp_replicate", "dp_shard", "tp")
-        mesh = self._mesh(2, 2, self.world_size // 4, names=names)
+        mesh = make_mesh(2, 2, self.world_size // 4, names=names)
         self.run_subtests({"mlp_dim": [4, 6, 8, 10], "mesh": [mesh]}, self._test_hsdp_tp_state_dict_save_load)
 
     def _test_hsdp_tp_state_dict_save_load(self, mlp_dim: int, mesh: DeviceMesh) -> None:
@@ -305,15 +295,12 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self._test_state_dict_save_load(model, self._mlps(mlp_dim).state_dict())
 
     @skip_if_lt_x_gpu(4)
-    def test_state_dict_between_steps(self):
+    @subtests(dim=[3, 5], assign=[True, False], reshard_after_forward=[True, False])
+    def test_state_dict_between_steps(self, dim, assign, reshard_after_forward):
         """Beyond upstream: loading, also by assignment, into a model that trains; the next step uses what was loaded.
 
         Assigned values are neither padded nor known to FSDP before it looks at them.
         """
-        config = {"dim": [3, 5], "assign": [True, False], "reshard_after_forward": [True, False]}
-        self.run_subtests(config, self._test_state_dict_between_steps)
-
-    def _test_state_dict_between_steps(self, dim: int, assign: bool, reshard_after_forward: bool) -> None:
         model = self._shard_two_linears(self._two_linears(dim), reshard_after_forward=reshard_after_forward)
         for seed in (1, 2):
             model(self._rows_of(self.rank)).sum().backward()
@@ -330,16 +317,16 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             model.zero_grad()
 
     @skip_if_lt_x_gpu(4)
-    def test_get_and_set_model_state_dict(self):
-        """Beyond upstream: the state dicts of torch.distributed.checkpoint hold the whole model and give it back."""
-        options = [
+    @subtests(
+        dim=[3, 5],
+        options=[
             StateDictOptions(full_state_dict=full, cpu_offload=offload, broadcast_from_rank0=broadcast)
             for full, offload, broadcast in itertools.product([False, True], [False, True], [False, True])
             if full or not broadcast
-        ]
-        self.run_subtests({"dim": [3, 5], "options": options}, self._test_get_and_set_model_state_dict)
-
-    def _test_get_and_set_model_state_dict(self, dim: int, options: StateDictOptions) -> None:
+        ],
+    )
+    def test_get_and_set_model_state_dict(self, dim, options):
+        """Beyond upstream: the state dicts of torch.distributed.checkpoint hold the whole model and give it back."""
         full, offload, broadcast = options.full_state_dict, options.cpu_offload, options.broadcast_from_rank0
         ref_model = self._two_linears(dim)
         whole = ref_model.state_dict()
@@ -367,11 +354,9 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self.assertEqual(other(inp), ref_model(inp))
 
     @skip_if_lt_x_gpu(4)
-    def test_optimizer_state_round_trip(self):
+    @subtests(dim=[3, 5], how=["plain", "sharded", "full"])
+    def test_optimizer_state_round_trip(self, dim, how):
         """Beyond upstream: from a saved model and optimizer training goes on bit for bit as if uninterrupted."""
-        self.run_subtests({"dim": [3, 5], "how": ["plain", "sharded", "full"]}, self._test_optimizer_state_round_trip)
-
-    def _test_optimizer_state_round_trip(self, dim: int, how: str) -> None:
         model = self._shard_two_linears(self._two_linears(dim))
         adam = functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True)
         optim = adam(model.parameters())
@@ -412,16 +397,14 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         set_optimizer_state_dict(model, optim, saved[1], options=options)
 
     @skip_if_lt_x_gpu(4)
-    def test_load_at_other_world_size(self):
+    @subtests(dim=[1, 3, 5], sizes=[(4, 2), (2, 4)])
+    def test_load_at_other_world_size(self, dim, sizes):
         """Beyond upstream: saved by four ranks and loaded by two, or the reverse; model and optimizer go on as before.
 
         With fewer rows than ranks some of them save or load nothing.
         """
-        self.run_subtests({"dim": [1, 3, 5], "sizes": [(4, 2), (2, 4)]}, self._test_load_at_other_world_size)
-
-    def _test_load_at_other_world_size(self, dim: int, sizes: tuple[int, int]) -> None:
-        pairs = self._mesh(2, 2, names=("pair", "shard"))["shard"]  # two worlds of two, which do the same
-        meshes = [self._mesh(4) if size == 4 else pairs for size in sizes]
+        pairs = make_mesh(2, 2, names=("pair", "shard"))["shard"]  # two worlds of two, which do the same
+        meshes = [make_mesh(4) if size == 4 else pairs for size in sizes]
         ref_model = self._two_linears(dim)
         ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2)
         models = [self._shard_two_linears(self._two_linears(dim, seed), mesh=mesh) for seed, mesh in enumerate(meshes)]
@@ -440,14 +423,12 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
                 check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    def test_strict_errors(self):
+    @subtests(wrong=["missing", "unexpected", "shape", "plain tensor"])
+    def test_strict_errors(self, wrong):
         """Beyond upstream: what does not fit is named on every rank, and for the rest it is as with a plain module.
 
         That is: torch loads what fits and then raises, so the parameters that the error names are the untouched ones.
         """
-        self.run_subtests({"wrong": ["missing", "unexpected", "shape", "plain tensor"]}, self._test_strict_errors)
-
-    def _test_strict_errors(self, wrong: str) -> None:
         model = self._shard_two_linears(self._two_linears(5))
         inp = self._rows_of(self.rank)
         model(inp)
@@ -511,9 +492,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
 
 class TestFullyShardStateDictMultiThread(FSDPTestMultiThread):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_rank0_offload_full_state_dict(self):
@@ -522,9 +501,7 @@ class TestFullyShardStateDictMultiThread(FSDPTestMultiThread):
         for param in ref_model.parameters():
             dist.broadcast(param.detach(), src=0)  # threads draw from one generator
         model = copy.deepcopy(ref_model)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        shard_each((*model.layers, model))
 
         whole = {}
         for name, value in model.state_dict().items():

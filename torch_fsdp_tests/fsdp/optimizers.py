@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor, any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from torch_fsdp_tests.fsdp.shards import local_of
 
 
 class OnShards(torch.optim.Optimizer):

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests.common_utils.seed import manual_seed
-
-from .states import full_parameters
+from torch_fsdp_tests.common_utils import manual_seed
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase as _Base

@@ -1,0 +1,270 @@
+"""Every state that a test can end in, through the real command: what the reports say of it, rank by rank."""
+
+import json
+import signal
+import sys
+import unittest
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import PASS, Balanced, TreeCase, body, fits, schema
+
+from torch_fsdp_tests.dispatch.devices import torch_version
+from torch_fsdp_tests.verdict import RankResult, State, rank_rows
+
+RANKS = """#bare
+from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+TIMEOUT_OVERRIDE["test_times_out"] = 3
+
+class TestRanks(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_passes(self):
+        pass
+
+    def test_fails(self):
+        print("printed by", self.rank)
+        self.assertEqual(self.rank, 0)
+
+    def test_errs(self):
+        raise ValueError(f"told by {self.rank}")
+
+    def test_errs_in_a_clean_up(self):
+        if self.rank == 1:
+            self.addCleanup(open, "no such file")
+
+    def test_skips_alone(self):
+        if self.rank == 1:
+            self.skipTest("not here")
+
+    def test_is_killed(self):
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def test_leaves(self):
+        if self.rank == 1:
+            os._exit(3)
+
+    def test_times_out(self):
+        if self.rank == 1:
+            time.sleep(60)
+
+    def test_leaves_a_variable(self):
+        os.environ["LEFT_BEHIND"] = "1"
+
+    @unittest.expectedFailure
+    def test_leaves_a_variable_unexpectedly(self):
+        self.test_leaves_a_variable()
+
+    def test_server_dies(self):
+        if self.rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+class TestParent(TestCase):
+    test_leaves_a_variable = TestRanks.test_leaves_a_variable
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+Rank = tuple[str, str, dict[str, Any]]
+
+# By test: its state, its phase, and by rank the state, what it did and what of it stands in the rank's data.
+PASSED = ("passed", "passed", {"said": "passed", "exit_code": 0})
+STATES: dict[str, tuple[Any, ...]] = {
+    "fails": ("failed", "body", PASSED,
+              ("failed", "raised AssertionError: .*", {"exception": "AssertionError", "output": "printed by 1"})),
+    "errs": ("error", "body",
+             ("error", "raised ValueError: told by 0", {"exception": "ValueError", "message": "told by 0"}),
+             ("error", "raised ValueError: told by 1", {"said": "error", "exit_code": 0, "phase": "body"})),
+    "errs_in_a_clean_up": ("error", "fixture", PASSED,
+                           ("error", "raised FileNotFoundError: .*", {"said": "error", "phase": "fixture"})),
+    "skips_alone": ("error", None, PASSED, ("skipped", "skipped: not here", {"message": "not here"})),
+    "is_killed": ("crashed", "body",
+                  ("still running", "was still running after .* s, and was killed", {"killed": True, "limit": None}),
+                  ("crashed", "was killed by SIGKILL before reporting anything", {"signal": "SIGKILL", "said": ""})),
+    "leaves": ("crashed", "body", PASSED,
+               ("crashed", "left with exit code 3 before reporting anything", {"exit_code": 3, "signal": None})),
+    "times_out": ("timed out", "body", PASSED,
+                  ("timed out", r"was still running after .* s .the limit is 3 s., and was killed",
+                   {"limit": 3, "killed": True})),
+    "leaves_a_variable": ("left something behind", None),
+    "leaves_a_variable_unexpectedly": ("left something behind", None),
+    "server_dies": ("harness error", "harness"),
+}  # fmt: skip
+
+
+class StatesCase(TreeCase):
+    def run_and_report(self, files: Mapping[str, str], *arguments: object, **more: Any) -> dict[str, dict[str, Any]]:
+        """Run a tree; the tests of each file by name, as ``report.json`` and as JUnit have them."""
+        reports = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
+        self.write(files)
+        self.run_command(*reports, "--keep-going", *arguments, **more)
+        report = json.loads((self.root / "r/report.json").read_text())
+        fits(self, report, schema("report"))
+        self.page = (self.root / "r/report.html").read_text()
+        Balanced(self).feed(self.page)
+        self.cases = {
+            (case.get("classname"), case.get("name")): list(case)
+            for path in self.root.glob("xml/*/*.xml")
+            for case in ET.parse(path).iter("testcase")
+        }
+        return {test["test"]: test for file in report["files"] for test in file["tests"]}
+
+
+@unittest.skipIf(torch_version() is None, "torch is not installed")
+class TestStatesOfRanks(StatesCase):
+    def test_rank_by_rank(self):
+        tests = self.run_and_report({"test_x": RANKS}, limit=300, env={"TORCH_FSDP_TESTS_STRICT_LEAKS": "1"})
+        self.assertEqual(len(tests), len(STATES) + 2, self.out + self.err)
+        self.assertEqual(tests["TestParent.test_leaves_a_variable"]["outcome"], "left something behind")
+        self.assertEqual(tests["TestRanks.test_passes"]["ranks"], [])
+        for name, (state, phase, *ranks) in STATES.items():
+            with self.subTest(name):
+                told = tests[f"TestRanks.test_{name}"]
+                self.assertEqual((told["outcome"], told["phase"]), (state, phase), told)
+                self.check_ranks(told, ranks)
+                (element,) = self.cases["TestRanks", f"test_{name}"]
+                self.assertEqual((element.get("type"), element.get("message")), (state, told["reason"]))
+                if ranks:
+                    self.check_table(str(element.text), ranks)
+                self.assertIn(f"{state}: TestRanks.test_{name}: {told['reason']}", self.out)
+        self.assertIn("\nfailed (left something behind: 3, error: 3, crashed: 2, ", self.out)
+        self.assertRegex(self.page, r'<td class="n">1</td><td class="">crashed</td><td class="n">\d\.\d s</td>')
+
+    def check_ranks(self, told: Mapping[str, Any], wanted: Sequence[Rank]) -> None:
+        self.assertEqual([rank["state"] for rank in told["ranks"]], [state for state, _, _ in wanted])
+        for rank, (_, _, facts) in zip(told["ranks"], wanted):
+            self.assertEqual({name: rank[name] for name in facts}, facts)
+            self.assertGreaterEqual(rank["at"], rank["seconds"])
+            self.assertNotIn("common_distributed", rank["text"])  # tracebacks and stacks end at the test
+
+    def check_table(self, text: str, wanted: Sequence[Rank]) -> None:
+        """A line for each rank under the titles, and then what the ranks have to say."""
+        table, _, rest = text.partition("\n\n")
+        _, *lines = table.splitlines()
+        for number, (line, (state, words, _)) in enumerate(zip(lines, wanted, strict=True)):
+            self.assertRegex(line, rf"^{number} +{state} +\d\.\d s +{words}$")
+        self.assertRegex(rest, r"^ranks? .* of 2 ")
+
+
+class TestStatesOfProcesses(StatesCase):
+    """Plain unittest files, which no harness watches from inside."""
+
+    def states(self, *arguments: object, **files: str) -> dict[str, tuple[str, str, str | None, str]]:
+        tests = self.run_and_report(files, *arguments)
+        return {name: (test["outcome"], test["scope"], test["phase"], test["reason"]) for name, test in tests.items()}
+
+    def test_what_unittest_reports(self):
+        text = body("self.fail('one\\ntwo')", "raise ValueError", "self.addCleanup(open, '/no/where')")
+        text += "class TestY(TestX):\n    def setUp(self): raise KeyError(1)\n    test_2 = test_3 = None\n"
+        text += "class TestZ(unittest.TestCase):\n    @unittest.expectedFailure\n    def test_1(self): pass\n"
+        missing = "FileNotFoundError: [Errno 2] No such file or directory: '/no/where'"
+        self.assertEqual(
+            self.states(test_x=text),
+            {
+                "TestX.test_1": ("failed", "test", "body", "AssertionError: one"),
+                "TestX.test_2": ("error", "test", "body", "ValueError"),
+                "TestX.test_3": ("error", "test", "fixture", missing),
+                "TestY.test_1": ("error", "test", "fixture", "KeyError: 1"),
+                "TestZ.test_1": ("unexpected success", "test", None, ""),
+            },
+        )
+
+    def test_deaths(self):
+        for line, reason in (("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")):
+            with self.subTest(reason):
+                self.assertEqual(
+                    self.states(test_x=body("pass", line, "pass")),
+                    {
+                        "TestX.test_1": ("passed", "test", None, ""),
+                        "TestX.test_2": ("crashed", "test", None, f"not run to its end: {reason}"),
+                        "TestX.test_3": ("not run", "test", None, f"not run: {reason} came first"),
+                    },
+                )
+                self.assertEqual([each.get("type") for each in self.cases["TestX", "test_2"]], ["crashed"])
+                self.assertEqual([each.get("type") for each in self.cases["TestX", "test_3"]], ["not run"])
+
+    def test_time_out(self):
+        states = self.states("--timeout", "3", test_x=body("time.sleep(60)"))
+        wanted = ("timed out", "test", None, "not run to its end: the file limit of 3 s")
+        self.assertEqual(states, {"TestX.test_1": wanted})
+        self.assertEqual(
+            [(each.tag, each.get("type")) for each in self.cases["TestX", "test_1"]], [("error", "timed out")]
+        )
+
+    def test_a_process_that_cannot_be_started(self):
+        """It is to stand in the folder of the tests, which an earlier file has taken away."""
+        states = self.states(
+            "-j1", test_a=body(f"os.rename({str(self.tree)!r}, {str(self.root / 'gone')!r})"), test_b=PASS
+        )
+        state, scope, phase, reason = states["(the file itself)"]
+        self.assertEqual((state, scope, phase), ("harness error", "file", "harness"))
+        self.assertIn("No such file or directory", reason)
+
+    def test_hosts_are_told_where_there_are_several(self):
+        ranks = [RankResult(rank, State.PASSED, host=f"host{rank}") for rank in range(2)]
+        self.assertEqual([row[-1] for row in rank_rows(ranks)], ["host", "host0", "host1"])
+        self.assertNotIn("host", rank_rows(ranks[:1])[0])
+
+    def test_fixtures_and_files(self):
+        up = "class TestX(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): raise OSError('up')\n"
+        states = self.states(
+            test_a=up + "    def test_1(self): pass\n",
+            test_b="def tearDownModule(): raise OSError('down')\n" + PASS,
+            test_c="import no_such_module\n",
+        )
+        missing = "ModuleNotFoundError: No module named 'no_such_module'"
+        self.assertEqual(
+            states,
+            {
+                "TestX.setUpClass": ("error", "class", "fixture", "OSError: up"),
+                "TestX.test_1": ("not run", "test", None, "not run: the set-up of TestX failed"),
+                "TestP.test_p": ("passed", "test", None, ""),
+                "tearDownModule": ("error", "file", "fixture", "OSError: down"),
+                "(the file itself)": ("error", "file", None, missing),
+            },
+        )
+        self.assertRegex(self.out, "(?m)-i test_a::TestX --seed")
+        failed = json.loads((self.root / "test-reports/failed.json").read_text())
+        self.assertEqual(failed, {"test_a": [], "test_b": [], "test_c": []})
+
+    def test_a_fixture_that_a_rerun_survives_is_flaky(self):
+        marker = str(self.root / "marker")
+        line = f"os.path.exists({marker!r}) or (open({marker!r}, 'w'), 1 / 0)"
+        fixture = f"    @classmethod\n    def setUpClass(cls): {line}\n"
+        text = f"class TestX(unittest.TestCase):\n{fixture}    def test_1(self): pass\n"
+        self.check({"test_x": text}, ["--reruns", "1"], passed=1, says=["flaky +test_x"])
+
+    def test_what_a_list_leaves_out_is_no_requirement(self):
+        disabled = self.write_json("disabled.json", {"test_1 (__main__.TestX)": ["1", "", []]})
+        text = body("pass", "self.skipTest('disabled: by itself')")
+        tests = self.run_and_report({"test_x": text}, "--disabled-tests", disabled)
+        self.assertEqual(
+            [tests[f"TestX.test_{number}"]["requirements_not_met"] for number in (1, 2)], [[], ["disabled: by itself"]]
+        )
+
+    def test_a_stop_is_no_failure(self):
+        self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w').close(); time.sleep(60)")})
+        process = self.start("--report", self.root / "r")
+        while not (self.root / "ran").exists():
+            self.assertIsNone(process.poll())
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        (file,) = json.loads((self.root / "r/report.json").read_text())["files"]
+        self.assertEqual([test["outcome"] for test in file["tests"]], ["not run"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,214 @@
+"""Repairs of torch in memory, one for each defect that a small patch repairs. They are for the installed torch 2.13.
+
+Each shows that a reproduction is absent where the cause is gone: it changes the place that the registry names, and
+nothing that the reproduction itself does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_fsdp_tests import torch_names
+
+_fully_shard = torch_names.module("torch.distributed.fsdp._fully_shard._fully_shard")
+_collectives = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
+_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+
+
+def edit(owner: Any, name: str, *replacements: tuple[str, str]) -> None:
+    """Replace texts in the source of ``owner.name``, and the function by what that compiles to.
+
+    Raises ``AssertionError`` for a text that does not occur once: the torch under test is another one.
+    """
+    function = inspect.unwrap(getattr(owner, name))
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{name} has {old!r} {source.count(old)} times"
+        source = source.replace(old, new)
+    names = function.__globals__ | {"__class__": owner}
+    made: dict[str, Any] = {}
+    exec(compile(source, f"<{name}, repaired>", "exec"), names, made)
+    setattr(owner, name, made[name])
+
+
+def divide_once() -> None:
+    edit(
+        _collectives,
+        "foreach_reduce",
+        (
+            "if gradient_divide_factor is not None:",
+            "if gradient_divide_factor is not None and postdivide_factor is None:",
+        ),
+    )
+    _param_group.foreach_reduce = _collectives.foreach_reduce
+
+
+def drop_gradients_at_reset() -> None:
+    reset = _fully_shard.FSDPModule.reset_iter_state
+
+    @functools.wraps(reset)
+    def reset_and_drop(self: Any) -> None:
+        reset(self)
+        for module in self.modules():
+            if isinstance(module, _fully_shard.FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for param in group.fsdp_params:
+                        param.unsharded_accumulated_grad = None
+                        if hasattr(param, "_unsharded_param"):
+                            param._unsharded_param.grad = None
+
+    _fully_shard.FSDPModule.reset_iter_state = reset_and_drop
+
+
+def norm_of_nothing_is_zero() -> None:
+    foreach_norm, vector_norm = torch._foreach_norm, torch.linalg.vector_norm
+
+    def foreach(tensors: Any, order: float = 2, **kwargs: Any) -> Any:
+        return (
+            [vector(each, order) for each in tensors]
+            if order == float("inf")
+            else foreach_norm(tensors, order, **kwargs)
+        )
+
+    def vector(tensor: Any, order: float = 2, *args: Any, **kwargs: Any) -> Any:
+        if order != float("inf") or not isinstance(tensor, dist.tensor.DTensor):
+            return vector_norm(tensor, order, *args, **kwargs)
+        local = tensor.to_local()
+        largest = vector_norm(local, order) if local.numel() else local.new_zeros(())
+        partial = dist.tensor.DTensor.from_local(
+            largest, tensor.device_mesh, [dist.tensor.Partial("max")] * tensor.device_mesh.ndim, run_check=False
+        )
+        return partial.redistribute(placements=[dist.tensor.Replicate()] * tensor.device_mesh.ndim)
+
+    torch._foreach_norm, torch.linalg.vector_norm = foreach, vector
+
+
+def largest_is_nan_where_one_is() -> None:
+    """A reduction with MAX that keeps a NaN: all ranks compare what all of them have."""
+    collectives = torch_names.module("torch.distributed._functional_collectives")
+    all_reduce = collectives.all_reduce
+
+    def keeping_nan(self: torch.Tensor, reduceOp: str, group: Any, tag: str = "") -> torch.Tensor:
+        if reduceOp != "max":
+            return all_reduce(self, reduceOp, group, tag)
+        tensor, (mesh, dim) = self, group
+        everywhere = [torch.empty_like(tensor) for _ in range(mesh.size(dim))]
+        dist.all_gather(everywhere, tensor.contiguous(), group=mesh.get_group(dim))
+        return torch.stack(everywhere).amax(dim=0)  # which keeps a NaN
+
+    collectives.all_reduce = keeping_nan
+
+
+def gather_every_payload() -> None:
+    edit(
+        _param_group.FSDPParamGroup,
+        "wait_for_unshard",
+        ("all_gather_input = fsdp_param.all_gather_inputs[0]", "inputs = fsdp_param.all_gather_inputs"),
+        ("[all_gather_input.numel()]", "[each.numel() for each in inputs]"),
+        ("[all_gather_input.dtype]", "[each.dtype for each in inputs]"),
+        ("tensor = fsdp_param.all_gather_outputs[0]", "outputs = fsdp_param.all_gather_outputs"),
+        ("alloc_storage(tensor)", "fsdp_param.alloc_all_gather_outputs()"),
+        ("_unsafe_preserve_version_counter(tensor)", "_unsafe_preserve_version_counter(tuple(outputs))"),
+        ("tensor.copy_(all_gather_input)", "torch._foreach_copy_(outputs, inputs)"),
+    )
+
+
+def settle_dtypes_when_there_are_gradients() -> None:
+    post_backward = _param_group.FSDPParamGroup.post_backward
+
+    @functools.wraps(post_backward)
+    def settled(self: Any, *unused: Any) -> Any:
+        if self._orig_dtype is None:
+            first = self.fsdp_params[0]
+            self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
+        return post_backward(self, *unused)
+
+    _param_group.FSDPParamGroup.post_backward = settled
+
+
+def allocate_outside_of_inference_mode() -> None:
+    allocate, unshard = _param.FSDPParam.init_all_gather_outputs, _param.FSDPParam.init_unsharded_param
+
+    def allocated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False):
+            return allocate(self, *args, **kwargs)
+
+    def unsharded(self: Any) -> Any:
+        with torch.inference_mode(False):
+            return unshard(self)
+
+    _param.FSDPParam.init_all_gather_outputs, _param.FSDPParam.init_unsharded_param = allocated, unsharded
+
+
+def ask_all_ranks_for_infinities() -> None:
+    check = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def on_all(tensors: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        check(tensors, found_inf, inverse_scale)
+        if dist.is_initialized():
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+
+    torch._amp_foreach_non_finite_check_and_unscale_ = on_all
+
+
+def leave_out_gradients_without_elements() -> None:
+    copy_in = _collectives.foreach_reduce_scatter_copy_in
+
+    def copied(gradients: list[torch.Tensor], output: torch.Tensor, world_size: int) -> None:
+        if some := [gradient for gradient in gradients if gradient.numel()]:
+            copy_in(some, output, world_size)
+
+    _collectives.foreach_reduce_scatter_copy_in = copied
+
+
+def accept_equal_meshes() -> None:
+    edit(
+        _param.FSDPParam,
+        "_init_sharding_spec_spmd",
+        ("spmd_mesh is not self.mesh_info.spmd_mesh", "spmd_mesh != self.mesh_info.spmd_mesh"),
+    )
+
+
+def note_forwards_with_gradients() -> None:
+    record = _param_group.FSDPParamGroup._record_post_forward
+
+    def recorded(self: Any) -> None:
+        if torch.is_grad_enabled():
+            record(self)
+
+    _param_group.FSDPParamGroup._record_post_forward = recorded
+
+
+def label_as_all_else() -> None:
+    edit(
+        _param_group.FSDPParamGroup,
+        "post_backward",
+        ('f"FSDP::post_backward_rs_wait ({self._module_fqn})"', 'self._with_fqn("FSDP::post_backward_rs_wait")'),
+    )
+
+
+REPAIRS: dict[str, Callable[[], None]] = {
+    "fsdp2_divides_twice": divide_once,
+    "fsdp2_extension_gets_one_payload": gather_every_payload,
+    "fsdp2_extra_all_gather_after_evaluation": note_forwards_with_gradients,
+    "fsdp2_frozen_first_forward_breaks_training": settle_dtypes_when_there_are_gradients,
+    "fsdp2_frozen_first_forward_ignores_reduce_dtype": settle_dtypes_when_there_are_gradients,
+    "fsdp2_inf_norm_loses_nan": largest_is_nan_where_one_is,
+    "fsdp2_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,
+    "fsdp2_inference_mode_breaks_training": allocate_outside_of_inference_mode,
+    "fsdp2_inference_mode_with_one_rank_raises": allocate_outside_of_inference_mode,
+    "fsdp2_label_of_wait_has_no_name": label_as_all_else,
+    "fsdp2_rank_without_rows_after_tp": leave_out_gradients_without_elements,
+    "fsdp2_reset_keeps_gradients_of_broken_backward": drop_gradients_at_reset,
+    "fsdp2_reset_keeps_unreduced_gradients": drop_gradients_at_reset,
+    "fsdp2_scaler_disagrees_over_two_meshes": ask_all_ranks_for_infinities,
+    "fsdp2_second_of_equal_meshes_refused": accept_equal_meshes,
+}

@@ -1,0 +1,52 @@
+"""A torch in which defects are repaired, in memory: ``REPAIRED_DEFECTS`` names them.
+
+With this folder on the path, a repair is made when a process has imported FSDP. With ``each``, the process that tries a
+defect makes the repair of that defect alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
+    import importlib.abc
+    import importlib.machinery
+    import sys
+    from types import ModuleType
+
+    def repair(*ids: str) -> None:
+        from repairs import REPAIRS
+
+        for id in ids:
+            REPAIRS[id]()
+
+    class After(importlib.machinery.SourceFileLoader):
+        """Loads a module and then does something to it."""
+
+        def exec_module(self, module: ModuleType) -> None:
+            super().exec_module(module)
+            if module.__name__ == "torch.distributed.fsdp":
+                repair(*NAMES)
+            else:  # the part of the command by which a rank looks its defect up
+                entry = module.entry  # type: ignore[attr-defined]
+
+                def repaired_entry(id: str) -> object:
+                    from multiprocessing import parent_process
+
+                    if parent_process() is not None:
+                        repair(id)
+                    return entry(id)
+
+                module.entry = repaired_entry  # type: ignore[attr-defined]
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
+            wanted = "torch_fsdp_tests.defects.registry" if NAMES == ["each"] else "torch.distributed.fsdp"
+            if fullname != wanted:
+                return None
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+            if spec is not None and spec.origin is not None:
+                spec.loader = After(fullname, spec.origin)
+            return spec
+
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,28 @@
+"""The device for the tests. It computes on tensors of the processor, since its own would need a library in C++.
+
+All else is its own: its name, how many there are, what they can do, and how a rank finds its own.
+"""
+
+import os
+
+from torch_fsdp_tests.accelerator import Accelerator
+
+from . import FRAMES, VISIBLE
+
+
+def frames():
+    """The frames that this process may use."""
+    return [int(name) for name in os.environ.get(VISIBLE, ",".join(map(str, range(FRAMES)))).split(",")]
+
+
+class Soroban(Accelerator):
+    def bind(self, rank):
+        device = self.device(rank)
+        print(f"rank {rank} of the soroban counts on frame {frames()[rank % self.count]}")
+        return device
+
+
+def describe(backend, ranks):
+    tensors, count = "cpu", len(frames())  # the CPU is the subject
+    capabilities = frozenset({"fork", "shared_device", "bf16_collectives", "fp16_collectives"})
+    return Soroban(tensors, backend or "gloo", count, ranks or count, capabilities, vendor_name="soroban")

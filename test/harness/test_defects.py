@@ -1,0 +1,314 @@
+"""The registry of torch's defects: the command, each script by itself, each defect gone under a repair, and the tests
+of the suite that name a defect."""
+
+import ast
+import collections
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
+from torch_fsdp_tests.defects import __main__ as command
+from torch_fsdp_tests.defects import registry, texts
+from torch_fsdp_tests.defects.registry import Answer, Consequence
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import INPUTS, ROOT, run_beside
+
+REPAIRED = INPUTS / "repaired"
+LIMIT = 300  # seconds for one run of the command
+
+
+def run(*arguments, beside=INPUTS, **variables):
+    """The command, as a user runs it."""
+    return run_beside(beside, "-m", "torch_fsdp_tests.defects", *arguments, **variables)
+
+
+def said(*arguments):
+    """Exit status, stdout and stderr of the command, run in this process: for what tries no defect."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = command.main(arguments)
+        except SystemExit as leaving:
+            status = leaving.code
+    return status, out.getvalue(), err.getvalue()
+
+
+def named_in_tests():
+    """The tests that are decorated with each defect's id: by id, as ``FILE::CLASS::TEST``."""
+    found = collections.defaultdict(set)
+    for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
+        file = str(path.relative_to(ROOT / "test").with_suffix(""))
+        for cls in ast.parse(path.read_text(encoding="utf-8")).body:
+            for method in cls.body if isinstance(cls, ast.ClassDef) else ():
+                for decorator in getattr(method, "decorator_list", ()):
+                    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "torch_defect":
+                        for id in decorator.args:
+                            found[ast.literal_eval(id)].add(f"{file}::{cls.name}::{method.name}")
+    return found
+
+
+class TestRegistry(TestCase):
+    def test_tests_and_registry_agree(self):
+        """Each test that shows a defect is named in the registry at that defect, and the other way round."""
+        in_registry = {id: set(registry.entry(id).defect.tests) for id in registry.ids()}
+        self.assertEqual(named_in_tests(), {id: tests for id, tests in in_registry.items() if tests})
+
+    def test_no_expected_failure_is_without_a_defect(self):
+        found = []
+        for path in sorted((ROOT / "test" / "distributed").rglob("*.py")):
+            if re.search(r"expectedFailure|xfailIf", path.read_text(encoding="utf-8")):
+                found.append(path.name)
+        self.assertEqual(found, [])
+
+    def test_every_defect_says_what_it_is(self):
+        for id in registry.ids():
+            with self.subTest(id):
+                entry = registry.entry(id)
+                self.assertTrue(id.startswith(entry.defect.family.lower()))
+                self.assertGreater(len(entry.explanation), 80)
+                self.assertNotIn("\n", entry.defect.title)
+                self.assertIn("torch", entry.defect.where)
+                self.assertIn(entry.defect.world_size, range(1, 5))
+
+    def test_what_was_seen_is_what_is_expected(self):
+        """The versions of each defect agree with what the command found on them."""
+        self.assertGreaterEqual(len(registry.seen()), 5)
+        for version, answers in registry.seen().items():
+            self.assertEqual(sorted(answers), registry.ids(), version)
+            for id, answer in answers.items():
+                with self.subTest(f"{id} on {version}"):
+                    expected = registry.entry(id).defect.expected(version).value
+                    self.assertIn(answer, (expected, Answer.CANNOT_BE_TRIED.value))
+
+    def test_table_in_the_documentation_is_up_to_date(self):
+        """``python -m torch_fsdp_tests.defects --markdown`` makes it."""
+        page = (ROOT / "torch_fsdp_tests" / "defects" / "README.md").read_text(encoding="utf-8")
+        self.assertIn(texts.table(), page)
+
+
+class TestCommand(TestCase):
+    def test_all_defects(self):
+        """On the torch under test every answer is the expected one, in time."""
+        done = run("--json")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        answers = json.loads(done.stdout)["defects"]
+        self.assertEqual(sorted(answer["id"] for answer in answers), registry.ids())
+        self.assertEqual({answer["answer"] for answer in answers} & {Answer.UNDECIDED.value}, set())
+        for answer in answers:
+            if answer["answer"] == Answer.PRESENT.value:
+                self.assertNotEqual(answer["found"], answer["right"], answer["id"])
+
+    def test_lines_and_counts(self):
+        done = run("fsdp2_divides_twice", "fsdp2_second*")
+        self.assertRegex(done.stdout, r"(?m)^\[1/2\] fsdp2_\w+  present  \d+\.\ds$")
+        self.assertRegex(done.stdout, r"(?m)^    found  0\.75\n    right  1\.5$")
+        last = "2 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
+        self.assertEqual(done.stdout.splitlines()[-1], last)
+
+    def test_fail_on_present(self):
+        self.assertEqual(run("fsdp2_divides_twice", "--fail-on", "present").returncode, 1)
+
+    def test_a_repaired_torch_is_news(self):
+        """The command exits with 1 and names it."""
+        done = run("fsdp2_divides_twice", beside=REPAIRED, REPAIRED_DEFECTS="fsdp2_divides_twice")
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn("not as expected: fsdp2_divides_twice is absent, present before", done.stdout)
+
+    def test_selection(self):
+        status, out, _ = said("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
+        self.assertEqual(
+            (status, [line.split()[0] for line in out.splitlines()]), (0, ["fsdp2_inf_norm_of_empty_shard_hangs"])
+        )
+
+    def test_bad_arguments(self):
+        cases = {
+            ("fsdp2_divide_twice",): "there is no defect 'fsdp2_divide_twice': did you mean fsdp2_divides_twice",
+            ("zzz*",): "there is no defect 'zzz*': --list shows all",
+            ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
+            ("--family", "FSDP3"): "invalid choice: 'FSDP3'",
+            ("fsdp2_divides_twice", "--consequence", "hang"): "no defect has this family and this consequence",
+            ("fsdp2_divides_twice", "--save-seen"): "--save-seen needs a run of all defects",
+        }
+        for arguments, words in cases.items():
+            with self.subTest(arguments=arguments):
+                status, _, err = said(*arguments)
+                self.assertEqual(status, 2)
+                self.assertIn(words, err)
+
+    def test_issue(self):
+        """The text for torch's tracker has what a maintainer asks for."""
+        done = run("--issue", "fsdp2_divides_twice")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for words in (
+            "# FSDP2 divides",
+            "## What happens",
+            "```python",
+            "Found: `0.75`",
+            "## Where",
+            "PyTorch version:",
+        ):
+            self.assertIn(words, done.stdout)
+
+
+class TestScripts(TestCase):
+    """What ``--show`` prints needs torch alone. Two of the scripts here; all of them where slow tests are asked for."""
+
+    def _ids(self):
+        return registry.ids() if TEST_WITH_SLOW else ["fsdp1_lost_shard_becomes_zeros", "fsdp2_divides_twice"]
+
+    def _run(self, id, *command):
+        entry = registry.entry(id)
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, f"{id}.py")
+            script.write_text(texts.script(entry))
+            self.assertNotIn("torch_fsdp_tests", script.read_text())
+            clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            done = subprocess.run(
+                [sys.executable, *command, script], env=clean, cwd=folder, text=True, capture_output=True, timeout=LIMIT
+            )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        answers = re.findall(r"^rank \d+: (PRESENT|absent)$", done.stdout, re.MULTILINE)
+        self.assertEqual(len(answers), entry.defect.world_size, done.stdout)
+        return "PRESENT" in answers
+
+    def test_with_python_and_torchrun(self):
+        for id in self._ids():
+            with self.subTest(id):
+                defect = registry.entry(id).defect
+                expected = defect.expected(torch.__version__)
+                if expected is Answer.CANNOT_BE_TRIED or defect.place is registry.Place.APART_FROM_HOST:
+                    continue
+                self.assertEqual(self._run(id), expected is Answer.PRESENT)
+                torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(defect.world_size))
+                self.assertEqual(self._run(id, *torchrun), expected is Answer.PRESENT)
+
+
+class TestRepairs(TestCase):
+    def test_a_repair_makes_a_defect_absent(self):
+        """Each reproduction says absent where its cause is gone, in a torch that is patched in memory."""
+        if not torch.__version__.startswith("2.13."):
+            self.skipTest("needs torch 2.13, whose source the repairs change")
+        sys.path.insert(0, str(REPAIRED))
+        from repairs import REPAIRS
+
+        self.assertLessEqual(set(REPAIRS), set(registry.ids()))
+        done = run("--json", *REPAIRS, beside=REPAIRED, REPAIRED_DEFECTS="each")
+        answers = {answer["id"]: answer["answer"] for answer in json.loads(done.stdout)["defects"]}
+        present = {id for id in REPAIRS if registry.entry(id).defect.expected(torch.__version__) is Answer.PRESENT}
+        self.assertEqual({answers[id] for id in present}, {Answer.ABSENT.value}, answers)
+
+
+TEST_FILE = """
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import torch_defect
+
+
+class Bodies:
+    @torch_defect("fsdp2_divides_twice")
+    def test_shown(self):
+        self.assertEqual(0.75, 1.5)
+
+    @torch_defect("fsdp2_divides_twice")
+    def test_repaired(self):
+        pass
+
+    @torch_defect("fsdp2_divides_twice")
+    def test_fails_in_another_way(self):
+        raise ValueError("on purpose")
+
+    @torch_defect("fsdp2_reset_keeps_unreduced_gradients", "fsdp2_divides_twice")
+    def test_shows_one_of_two(self):
+        self.assertEqual(0.75, 1.5)
+
+
+class TestRanks(Bodies, FSDPTest):
+    world_size = 2
+
+    @torch_defect("fsdp2_divides_twice")
+    def test_crashes(self):
+        import os
+
+        os._exit(7)
+
+
+class TestPlain(Bodies, TestCase):
+    pass
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+class TestInTheSuite(TestCase):
+    """What a run says of tests that show defects. The file is for a torch that divides twice (2.10 and newer)."""
+
+    def _run(self, *arguments, patterns=()):
+        with tempfile.TemporaryDirectory() as folder:
+            tests = Path(folder, "tests")
+            tests.mkdir()
+            (tests / "test_it.py").write_text(TEST_FILE)
+            chosen = [word for pattern in patterns for word in ("-k", pattern)]
+            places = ["--test-directory", tests, "--report", Path(folder, "report"), "--save-xml", Path(folder, "xml")]
+            done = run_beside(INPUTS, ROOT / "run_test.py", *places, *chosen, *arguments)
+            report = json.loads(Path(folder, "report", "report.json").read_text())
+            self.page = Path(folder, "report", "report.html").read_text()
+        states = {test["test"]: test["outcome"] for file in report["files"] for test in file["tests"]}
+        return done, report, states
+
+    def test_what_is_shown_and_what_is_repaired_leaves_the_run_green(self):
+        done, report, states = self._run(patterns=["shown", "repaired", "one_of_two"])
+        self.assertEqual(done.returncode, 0, done.stdout)
+        shown = {"test_shown": "known defect", "test_repaired": "passed", "test_shows_one_of_two": "known defect"}
+        wanted = {f"{cls}.{test}": state for cls in ("TestRanks", "TestPlain") for test, state in shown.items()}
+        self.assertEqual(states, wanted)
+        self.assertRegex(
+            done.stdout, r"\d known defects? of torch shown \(python -m torch_fsdp_tests.defects\)\n2 passed, 0 failed"
+        )
+        self.assertIn("repaired in this torch: fsdp2_divides_twice (FSDP2 divides gradients twice", done.stdout)
+        defect = next(each for each in report["known_defects"] if each["id"] == "fsdp2_divides_twice")
+        self.assertEqual(defect["consequence"], "wrong in silence")
+        self.assertIn("test_it::TestRanks.test_shown", defect["tests"])
+        (repaired,) = report["repaired_defects"]
+        self.assertEqual(repaired["tests"], ["test_it::TestPlain.test_repaired", "test_it::TestRanks.test_repaired"])
+        self.assertIn("Known defects of this torch", self.page)
+
+    def test_another_failure_is_a_failure(self):
+        done, _, states = self._run("--keep-going", patterns=["another_way", "crashes"])
+        self.assertEqual(done.returncode, 1)
+        wanted = {
+            "TestRanks.test_fails_in_another_way": "error",
+            "TestPlain.test_fails_in_another_way": "error",
+            "TestRanks.test_crashes": "crashed",
+        }
+        self.assertEqual(states, wanted)
+
+    def test_strict(self):
+        """With ``--strict-defects`` a test that passes in spite of a defect fails the run."""
+        done, _, states = self._run("--strict-defects", patterns=["repaired"])
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(set(states.values()), {"unexpected success"})
+
+    def test_a_repaired_torch_leaves_the_suite_green(self):
+        """A whole class of the suite, on a torch in which a defect is repaired in memory."""
+        name = "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1"
+        arguments = [ROOT / "run_test.py", "-i", name]
+        done = run_beside(REPAIRED, *arguments, REPAIRED_DEFECTS="fsdp2_divides_twice")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("repaired in this torch: fsdp2_divides_twice", done.stdout)
+
+
+if __name__ == "__main__":
+    run_tests()

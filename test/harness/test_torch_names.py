@@ -1,0 +1,163 @@
+"""torch's private names: looked up late, so that a rename inside torch costs the tests that use the name, and no file.
+
+``inputs/renamed`` is a torch in which some names are others. What it cannot show: names of C++.
+"""
+
+import ast
+import collections
+import re
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed.fsdp import FSDPModule
+
+from torch_fsdp_tests import torch_facts, torch_names
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import INPUTS, ROOT, run_beside
+
+FSDP1 = "distributed/fsdp/test_fsdp_checkpoint"
+FSDP2 = "distributed/_composable/fsdp/test_fully_shard_state"
+
+
+class TestRenamed(TestCase):
+    """Whole files of each folder, on a torch whose FSDP calls some things otherwise."""
+
+    @parametrize(
+        "file,names",
+        [
+            subtest((FSDP1, "_get_fsdp_handles _full_param_padded FlatParamHandle"), name="fsdp1"),
+            subtest((FSDP2, "_comm_ctx _state_ctx _lazy_init foreach_reduce"), name="fsdp2"),
+        ],
+    )
+    def test_a_file_skips_what_it_cannot_ask(self, file, names):
+        """Nothing fails and no test is lost; what needs a name says which one, and where to mend it."""
+        whole = self._run(file, "")
+        renamed = self._run(file, names)
+        self.assertEqual(whole["failed"], 0)
+        self.assertEqual(renamed["failed"], 0, renamed["text"])
+        self.assertGreater(renamed["passed"], 0, renamed["text"])
+        self.assertGreater(renamed["skipped"], whole["skipped"], renamed["text"])
+        count = sum(whole[each] for each in ("passed", "skipped"))
+        self.assertEqual(sum(renamed[each] for each in ("passed", "skipped")), count, renamed["text"])
+        self.assertIn("the installed torch has no ", renamed["text"])
+        self.assertIn("torch_fsdp_tests/fsdp/internals.py asks for: mend it there", renamed["text"])
+
+    def _run(self, file, names):
+        done = run_beside(INPUTS / "renamed", ROOT / "run_test.py", "-i", file, "-v", RENAMED_IN_FSDP=names)
+        counts = re.search(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", done.stdout, re.MULTILINE)
+        self.assertIsNotNone(counts, done.stdout + done.stderr)
+        numbers = zip(("passed", "failed", "skipped"), map(int, counts.groups()))
+        return {**dict(numbers), "text": done.stdout + done.stderr}
+
+
+class TestNames(TestCase):
+    def test_a_module_is_imported_when_it_is_used(self):
+        late = torch_names.module("torch.distributed.no_such_module")
+        words = "has no torch.distributed.no_such_module, which test/harness/"
+        with self.assertRaisesRegex(torch_names.NameIsGone, words):
+            _ = late.anything
+
+    def test_a_missing_name_is_a_skip(self):
+        late = torch_names.module("torch.distributed.fsdp._common_utils")
+        self.assertIs(late.clean_tensor_name, sys.modules["torch.distributed.fsdp._common_utils"].clean_tensor_name)
+        with self.assertRaises(unittest.SkipTest) as skip:
+            _ = late.gone
+        self.assertIn("torch.distributed.fsdp._common_utils.gone", str(skip.exception))
+        self.assertIn("test/harness/test_torch_names.py asks for: mend it there", str(skip.exception))
+
+    def test_a_patch_reaches_the_module(self):
+        late = torch_names.module("torch.distributed.fsdp._common_utils")
+        real = sys.modules["torch.distributed.fsdp._common_utils"]
+        original = real.clean_tensor_name
+        with mock.patch.object(late, "clean_tensor_name", str.upper):
+            self.assertEqual(real.clean_tensor_name("a"), "A")
+        self.assertIs(real.clean_tensor_name, original)
+
+    def test_an_attribute_that_torch_knows_may_be_missing(self):
+        """That an object lacks it is a finding, and no skip: torch has the name."""
+        with self.assertRaises(AttributeError):
+            torch_names.attribute(object(), "_full_param_padded")
+        with self.assertRaises(torch_names.NameIsGone):
+            torch_names.attribute(object(), "_no_such_attribute_of_fsdp")
+
+    def test_a_patch_of_a_missing_method_is_a_skip(self):
+        with self.assertRaisesRegex(torch_names.NameIsGone, "FSDPModule.gone, which test/harness/"):
+            torch_names.patched(FSDPModule, "gone")
+        with torch_names.patched(FSDPModule, "unshard", "patched"):
+            self.assertEqual(FSDPModule.unshard, "patched")
+
+
+class TestWherePrivateNamesStand(TestCase):
+    def test_names_of_three_files_are_in_one_room(self):
+        """A private attribute or module of torch that three test files use belongs into ``fsdp/internals.py``."""
+        files = collections.defaultdict(set)
+        for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
+            for name in _private_names(ast.parse(path.read_text(encoding="utf-8"))):
+                files[name].add(path.name)
+        in_torch = torch_names._names_in_fsdp()
+        spread = {name: sorted(where) for name, where in files.items() if len(where) > 2 and name in in_torch}
+        self.assertEqual(spread, {})
+
+    def test_no_other_module_compares_versions(self):
+        """Nor reads the version of torch but to show it."""
+        found = []
+        for path in [*(ROOT / "test").rglob("*.py"), *(ROOT / "torch_fsdp_tests").rglob("*.py")]:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Compare) and re.search("__version__|torch_facts.VERSION", ast.unparse(node)):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        facts = "torch_fsdp_tests/torch_facts.py", "test/harness/test_torch_names.py"
+        self.assertEqual([place for place in found if not place.startswith(facts)], [])
+
+
+def _private_names(tree):
+    """The private attributes that a file reads off objects other than ``self`` and ``cls``, and what it imports."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr not in own and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+
+
+class TestFacts(TestCase):
+    def test_probes_agree_with_versions(self):
+        """What a fact reads off the installed torch is what the fact says of its version."""
+        probed = {name: fact for name, fact in torch_facts.facts().items() if fact.probe is not None}
+        self.assertGreater(len(probed), 10)
+        for name, fact in probed.items():
+            with self.subTest(name):
+                self.assertEqual(bool(fact), torch_facts.VERSION >= fact.since)
+
+    def test_a_fact_is_asked_late_and_once(self):
+        probe = mock.Mock(return_value=True)
+        fact = torch_facts.Fact((2, 13), "does it", probe)
+        self.assertEqual(probe.mock_calls, [])
+        self.assertTrue(fact)
+        self.assertIsNone(fact.lacks())
+        self.assertEqual(probe.mock_calls, [mock.call()])
+
+    def test_a_fact_that_does_not_hold_says_what_is_needed(self):
+        fact = torch_facts.Fact((9, 0), "does it")
+        self.assertEqual(fact.lacks(), "needs a torch that does it (9.0 or newer)")
+
+    def test_a_probe_that_raises_is_a_skip(self):
+        fact = torch_facts.Fact((2, 13), "does it", mock.Mock(side_effect=TypeError("changed")))
+        with self.assertRaisesRegex(unittest.SkipTest, r"whether torch [\w.+]+ does it cannot be told: changed"):
+            bool(fact)
+
+    def test_preloading_says_what_cannot_be_imported(self):
+        with mock.patch.object(torch_facts, "PRELOADED", ("torch", "torch.no_such_module")):
+            (remark,) = torch_facts.preload()
+        self.assertIn("cannot import torch.no_such_module", remark)
+
+
+instantiate_parametrized_tests(TestRenamed)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,187 @@
+"""What a device can do, found out by doing it, in a process of its own.
+
+The asking process may fork later, and then must not have started the device's runtime. So :func:`ask` starts this
+module as a program. It answers with one line of JSON, and starts itself again for two ranks that share a device::
+
+    python -m torch_fsdp_tests.accelerator_probe DEVICE BACKEND
+    python -m torch_fsdp_tests.accelerator_probe DEVICE BACKEND MEETING_FILE RANK
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from torch_fsdp_tests.vendors import ConfigurationError
+
+PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
+FORK_LIMIT = 60  # seconds for a forked process to compute something on the device
+SHARE_LIMIT = 60  # seconds for two processes to exchange tensors of one device
+ROOM_ENOUGH = 4  # devices from which on it does not matter whether ranks can share one: most tests want no more
+assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LIMIT
+
+# What two ranks that share a GPU need from NCCL, which knows it since 2.27 or so; an older one pays it no attention.
+_SHARE_VARIABLES = {"nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
+
+
+def ask(device_type: str, backend: str) -> dict:
+    """What :func:`describe` finds out, in a fresh interpreter that ends afterwards.
+
+    Raises :class:`ConfigurationError` with the reason when the device cannot be used.
+    """
+    command = [sys.executable, "-m", __spec__.name, device_type, backend]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(f"the device {device_type!r} did not answer within {PROBE_LIMIT} s") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ConfigurationError(f"the device {device_type!r} cannot be used: {reason}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _works(attempt: Callable[[], object]) -> bool:
+    """Whether an attempt on the device succeeds; any failure means that the capability is absent."""
+    try:
+        return attempt() is not False
+    except Exception:
+        return False
+
+
+def describe(device_type: str, backend: str) -> dict:
+    """What a device can do, found by doing it. Runs in the probing process only."""
+    forks = _works(lambda: _computes_after_fork(device_type))  # first, while nothing here has touched the device
+    try:
+        module = torch.get_device_module(device_type)
+    except RuntimeError as error:
+        raise SystemExit(f"this torch ({torch.__version__}) has no device type {device_type!r}") from error
+    count = module.device_count()
+    if count == 0:
+        return {"count": 0, "capabilities": []}
+    device = torch.device(device_type) if device_type == "cpu" else torch.device(device_type, 0)
+    needed = _SHARE_VARIABLES.get(backend, {})
+    few = device_type != "cpu" and count < ROOM_ENOUGH
+    shares = few and _works(lambda: _shares_a_device(device_type, backend, needed))
+    attempts: dict[str, Callable[[], object]] = {
+        "device_memory": lambda: torch.ones(1).to(device).data_ptr() != 0,
+        "device_index": lambda: module.set_device(0),
+        "streams": lambda: module.Stream().synchronize(),
+        "pinned_memory": lambda: torch.ones(1).pin_memory().is_pinned(),
+        "memory_stats": lambda: module.memory_allocated() >= 0 and module.reset_peak_memory_stats() is None,
+        "sleep_kernel": lambda: module._sleep(1),
+        "peer_access": lambda: count > 1 and module.can_device_access_peer(0, 1),
+        "graphs": lambda: callable(module.graph),
+        "fork": lambda: forks,
+        "shared_device": lambda: shares,
+        "bf16_collectives": lambda: _collective_works(device, backend, torch.bfloat16),
+        "fp16_collectives": lambda: _collective_works(device, backend, torch.float16),
+        "premul_sum": lambda: _collective_works(device, backend, torch.float32, premul=True),
+        "symmetric_memory": lambda: count > 1 and _has_symmetric_memory(device, backend),
+    }
+    found = [name for name, attempt in attempts.items() if _works(attempt)]
+    return {"count": count, "capabilities": found, "variables": needed if shares else {}}
+
+
+def _computes_after_fork(device_type: str) -> bool:
+    """Whether a forked process can use the device, where its parent has asked for no more than its type.
+
+    That is what a test process has done when it forks the server of its ranks.
+    """
+    torch.accelerator.current_accelerator()
+    child = os.fork()
+    if child == 0:
+        right = _works(lambda: torch.ones(2, device=device_type).sum().item() == 2.0)
+        os._exit(0 if right else 1)
+    return _exit_status(child, FORK_LIMIT) == 0
+
+
+def _exit_status(child: int, limit: float) -> int | None:
+    """That of a child process of ours, which is killed at the limit; None then."""
+    give_up = time.monotonic() + limit
+    while time.monotonic() < give_up:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)  # the wait for a child has no limit of its own before pidfds
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _shares_a_device(device_type: str, backend: str, variables: Mapping[str, str]) -> bool:
+    """Whether two processes can exchange tensors of the first device by all that FSDP calls."""
+    with tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-") as folder:
+        command = [sys.executable, "-m", __spec__.name, device_type, backend, f"{folder}/meeting"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=os.environ | variables, stdout=subprocess.DEVNULL)
+            for rank in range(2)
+        ]
+        try:
+            give_up = time.monotonic() + SHARE_LIMIT
+            return all(rank.wait(max(give_up - time.monotonic(), 0)) == 0 for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def _exchange(device_type: str, backend: str, meeting: str, rank: int) -> None:
+    """One of the two processes of :func:`_shares_a_device`. Raises when a result is wrong or cannot be had."""
+    device = torch.device(device_type, 0)
+    torch.get_device_module(device_type).set_device(device)
+    timeout = datetime.timedelta(seconds=SHARE_LIMIT / 2)
+    dist.init_process_group(
+        backend, store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=timeout, device_id=device
+    )
+    mine = torch.arange(2.0, device=device) + 10 * rank
+    gathered, scattered = torch.empty(4, device=device), torch.empty(1, device=device)
+    dist.all_gather_into_tensor(gathered, mine)
+    dist.reduce_scatter_tensor(scattered, mine)
+    dist.all_reduce(mine)
+    dist.broadcast(mine, 0)
+    found = (gathered.tolist(), scattered.tolist(), mine.tolist())
+    if found != ([0.0, 1.0, 10.0, 11.0], [10.0 + 2 * rank], [10.0, 12.0]):
+        raise RuntimeError(f"two ranks on one device exchanged {found}")
+    dist.destroy_process_group()
+
+
+def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
+    """Whether a buffer of symmetric memory can be had and found by its group, here of one rank."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    _connect(backend)
+    tensor = symmetric_memory.empty(4, device=device)
+    return symmetric_memory.rendezvous(tensor, dist.distributed_c10d._get_default_group()) is not None
+
+
+def _connect(backend: str) -> None:
+    """Make a process group of this process alone, once."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _collective_works(device: torch.device, backend: str, dtype: torch.dtype, premul: bool = False) -> bool:
+    _connect(backend)
+    tensor = torch.ones(2, dtype=dtype, device=device)
+    op = dist._make_nccl_premul_sum(0.5) if premul else dist.ReduceOp.SUM
+    dist.all_reduce(tensor, op=op)
+    return bool((tensor == (0.5 if premul else 1.0)).all().item())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        _exchange(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        print(json.dumps(describe(*sys.argv[1:3])), flush=True)
+    os._exit(0)  # how a runtime and a backend leave is not the question, and gloo of torch 2.9 may abort

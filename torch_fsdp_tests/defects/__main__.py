@@ -1,0 +1,166 @@
+"""``python -m torch_fsdp_tests.defects``: which known FSDP defects does the installed torch have?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch_fsdp_tests import host
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.registry import Answer, Consequence
+
+EPILOG = """\
+exit status: 0 when every answer is what the registry expects of this version of torch, 1 when one is not (a defect was
+repaired, or came back, or could not be decided) or --fail-on says so, 2 for bad arguments.
+The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
+"""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_fsdp_tests.defects",
+        description="Try the known defects of torch's FSDP on the installed torch.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="defects, by id or glob; by default all")
+    parser.add_argument("--family", choices=["FSDP1", "FSDP2"], help="only defects of this family")
+    names = [consequence.value for consequence in Consequence]
+    parser.add_argument("--consequence", choices=names, metavar="WHAT", help=f"only these: {', '.join(names)}")
+    parser.add_argument("--list", action="store_true", help="list the defects and try none")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
+    parser.add_argument("--issue", metavar="ID", help="try the defect, and print a text for torch's tracker")
+    parser.add_argument("--markdown", action="store_true", help="print the table of defects by version, and try none")
+    parser.add_argument("--fail-on", choices=["present"], help="exit with 1 when a defect is present")
+    parser.add_argument("--save-seen", action="store_true", help="note the findings for this version in the registry")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    host.refuse_unsupported()
+    options = parse(argv)
+    try:
+        if options.show or options.issue:
+            return _one(options)
+        ids = registry.matching(options.ids or ["*"])
+    except LookupError as error:
+        return _complain(str(error))
+    if options.markdown:
+        from torch_fsdp_tests.defects import texts
+
+        print(texts.table())
+        return 0
+    defects = [registry.entry(id).defect for id in ids]
+    chosen = [
+        defect
+        for defect in defects
+        if options.family in (None, defect.family) and options.consequence in (None, defect.consequence.value)
+    ]
+    if not chosen:
+        return _complain("no defect has this family and this consequence: --list shows all")
+    if options.list:
+        from torch_fsdp_tests.defects import texts
+
+        print(texts.listing(chosen))
+        return 0
+    if options.save_seen and len(chosen) != len(registry.ids()):
+        return _complain("--save-seen needs a run of all defects: leave out ids, --family and --consequence")
+    return _try(options, [defect.id for defect in chosen])
+
+
+def _one(options: argparse.Namespace) -> int:
+    from torch_fsdp_tests.defects import texts, trial
+
+    entry = registry.entry(options.show or options.issue)
+    if options.show:
+        print(texts.script(entry), end="")
+    else:
+        (finding,) = trial.try_all([entry.defect.id], 1)
+        print(texts.issue(entry, finding), end="")
+    return 0
+
+
+def _try(options: argparse.Namespace, ids: list[str]) -> int:
+    import torch
+
+    from torch_fsdp_tests import accelerator
+    from torch_fsdp_tests.defects import texts, trial
+
+    try:
+        device = accelerator.current()
+    except accelerator.ConfigurationError as error:
+        return _complain(str(error))
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device.name,
+        "backend": device.backend,
+    }
+    heading = ", ".join(f"{name} {value}" for name, value in facts.items())
+    findings = []
+    if not options.json:
+        print(f"{heading}; {len(ids)} defects", flush=True)
+    for finding in trial.try_all(ids, at_a_time=max(1, len(os.sched_getaffinity(0)))):
+        findings.append(finding)
+        if not options.json:
+            print(f"[{len(findings)}/{len(ids)}] {texts.line(finding)}", flush=True)
+    findings.sort(key=lambda finding: (finding.defect.consequence.severity, finding.defect.id))
+    if options.save_seen:
+        _save(findings, facts["torch"])
+    unexpected = [finding for finding in findings if not finding.is_as_expected]
+    if options.json:
+        print(json.dumps(facts | {"version": 1, "defects": [_as_json(finding) for finding in findings]}, indent=1))
+    else:
+        for finding in findings:
+            if finding.answer is Answer.PRESENT:
+                print(f"\n{texts.details(finding)}")
+        for finding in unexpected:
+            print(f"\nnot as expected: {finding.defect.id} is {finding.answer.value}, {finding.expected.value} before")
+        print(f"\n{heading}\n{texts.counts(findings)}")
+    is_present = any(finding.answer is Answer.PRESENT for finding in findings)
+    return 1 if unexpected or (options.fail_on == "present" and is_present) else 0
+
+
+def _as_json(finding: Any) -> dict[str, Any]:
+    defect = finding.defect
+    return {
+        "id": defect.id,
+        "title": defect.title,
+        "family": defect.family,
+        "consequence": defect.consequence.value,
+        "answer": finding.answer.value,
+        "expected": finding.expected.value,
+        "why": finding.why,
+        "rank": finding.rank,
+        "found": finding.found,
+        "right": finding.right,
+        "upstream": list(defect.upstream),
+        "arguable": defect.arguable,
+        "seconds": round(finding.seconds, 3),
+    }
+
+
+def _save(findings: Sequence[Any], version: str) -> None:
+    """Note the answers for this version of torch, without what its build is called."""
+    seen = dict(registry.seen())
+    seen[version.partition("+")[0]] = {each.defect.id: each.answer.value for each in findings}
+    registry.SEEN.parent.mkdir(exist_ok=True)
+    registry.SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _complain(sentence: str) -> int:
+    print(f"torch_fsdp_tests.defects: {sentence}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

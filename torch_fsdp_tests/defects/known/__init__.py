@@ -1,0 +1,1 @@
+"""The defects, one module each. Importing this package imports none of them."""

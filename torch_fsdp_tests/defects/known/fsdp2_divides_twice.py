@@ -1,0 +1,39 @@
+"""FSDP2 divides gradients twice where a shard group has one rank.
+
+With one rank to a shard group there is nothing to reduce-scatter, so FSDP2 copies the gradient and divides the copy by
+the whole divide factor. A forced sum, or a reduction in float16, has divided by the factor already. The gradient is too
+small by the factor, and nothing says so.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    broken=">=2.10",
+    world_size=1,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_force_sum",
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_fp16",
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_force_sum",
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_fp16",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 1, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    model.set_gradient_divide_factor(2.0)
+    model.set_force_sum_reduction_for_comms(True)
+    model(torch.ones(3, 2, device=device)).sum().backward()
+
+    found = model.weight.grad.full_tensor()[0, 0].item()
+    right = 3 / 2  # three rows of ones, summed, over the factor
+    return found, right

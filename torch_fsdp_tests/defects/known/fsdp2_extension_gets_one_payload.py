@@ -1,0 +1,51 @@
+"""An all-gather extension that sends two tensors gets one back where a shard group has one rank.
+
+``fsdp_post_all_gather`` is promised as many outputs as ``fsdp_pre_all_gather`` gave inputs. With one rank to a shard
+group the outputs are made from the first input alone. An extension that adds up what it gets, as a quantised all-gather
+does, computes with half of its weight, without an error.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    broken=">=2.9",
+    world_size=1,
+    upstream=("https://github.com/pytorch/pytorch/pull/197999",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_extensions::TestFullyShardAllGatherExtensionsMultiThread"
+        "::test_mesh_of_one_rank_with_two_payloads",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    local = model.weight._local_tensor
+    received = []
+
+    def pre_all_gather(mesh):
+        return (local / 2, local / 2), None
+
+    def post_all_gather(outputs, metadata, param_dtype, *, out=None):
+        received.append(len(outputs))
+        whole = sum(outputs)
+        if out is None:
+            return whole, (whole,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
+    output = model(torch.ones(1, 2, device=device)).item()
+    found = {"tensors received": received[0], "output": output}
+    right = {"tensors received": 2, "output": 2.0}  # two weights of one, two inputs of one
+    return found, right

@@ -1,0 +1,43 @@
+"""After a forward without gradients, the next backward gathers once more than it needs.
+
+FSDP2 notes the order of forwards, by which backward gathers ahead, and clears it at the end of backward. A forward
+under ``no_grad`` adds to that order and no backward clears it, so the next one gathers for a forward that is long over.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._record_post_forward",
+    broken=">=2.9",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication"
+        "::test_communication_count_after_evaluation",
+    ),
+)
+
+
+def gathers_in_backward(evaluate_first, device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    x = torch.ones(1, 4, device=device)
+    if evaluate_first:
+        with torch.no_grad():
+            model(x)
+    loss = model(x).sum()
+    with CommDebugMode() as collectives:
+        loss.backward()
+    return sum(count for name, count in collectives.get_comm_counts().items() if "gather" in str(name))
+
+
+def reproduce(rank, world_size, device):
+    return gathers_in_backward(True, device), gathers_in_backward(False, device)

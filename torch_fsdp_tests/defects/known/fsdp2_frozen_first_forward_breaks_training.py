@@ -1,0 +1,43 @@
+"""A first forward with everything frozen makes a later backward raise.
+
+A parameter group settles in which dtypes its gradients are reduced when it first runs, from the parameters that require
+a gradient at that moment. A forward with none, such as an evaluation of a model that is unfrozen later, settles them
+as unknown for good. With ``param_dtype`` the first backward that has gradients then raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
+    broken=">=2.9,<2.14",
+    upstream=("https://github.com/pytorch/pytorch/issues/186998",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_frozen::TestFullyShardFrozen"
+        "::test_reduce_dtype_after_frozen_forward",
+    ),
+    fails_with=("RuntimeError", "AssertionError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    x = torch.ones(1, 2, device=device)
+    model.requires_grad_(False)
+    model(x)
+    model.requires_grad_(True)
+    try:
+        model(x).sum().backward()
+        found = model.weight.grad.full_tensor()[0, 0].item()
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    right = 1.0  # the input
+    return found, right

@@ -1,0 +1,43 @@
+"""After a first forward with everything frozen, gradients are not reduced in reduce_dtype.
+
+The same cause as that of the error with ``param_dtype``: the dtypes of gradients are settled when a parameter group
+first runs, and with nothing to train they are settled as unknown for good. With a ``reduce_dtype`` alone nothing
+raises, and the gradients are reduced in the dtype of the parameters instead.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
+    broken=">=2.9,<2.14",
+    upstream=("https://github.com/pytorch/pytorch/issues/186998",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_frozen::TestFullyShardFrozen"
+        "::test_reduce_dtype_after_frozen_forward",
+    ),
+)
+
+
+def gradient(frozen_at_first, rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    model.requires_grad_(not frozen_at_first)
+    model(torch.ones(1, 2, device=device))
+    model.requires_grad_(True)
+    x = 1.0 if rank == 0 else 2.0**-8
+    model(torch.full((1, 2), x, device=device)).sum().backward()
+    return model.weight.grad.full_tensor()[0, 0].item()
+
+
+def reproduce(rank, world_size, device):
+    found = gradient(True, rank, world_size, device)
+    right = 0.5  # (1 + 2**-8) / 2 is no bfloat16; the nearest one is 0.5
+    return found, right

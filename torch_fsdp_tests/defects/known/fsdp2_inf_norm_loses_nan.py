@@ -1,0 +1,44 @@
+"""clip_grad_norm_ with an infinite order does not see a NaN that another rank has.
+
+The largest magnitudes of all ranks are reduced with MAX, and the reduction drops a NaN where it meets a number: gloo's
+does (which rank's NaN survives depends on its place in the tensor), and so does NCCL's, whose MAX is ``fmaxf``. With
+``error_if_nonfinite=True`` no rank raises, and the step is made with a NaN in the gradient.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.nn.utils.clip_grad_norm_ over DTensors, reduced with ReduceOp.MAX of the backend",
+    broken=">=2.9",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_::TestClipGradNormWorldSize4"
+        "::test_nan_in_largest_magnitude",
+    ),
+)
+
+
+def norm_of(params):
+    try:
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.0, norm_type=float("inf"), error_if_nonfinite=True)
+        return getattr(norm, "full_tensor", lambda: norm)().item()
+    except RuntimeError:
+        return "raises"
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, world_size, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    if rank == 1:
+        model.weight.grad.to_local()[0, 0] = torch.nan
+
+    plain = nn.Linear(2, world_size, bias=False, device=device)
+    plain.weight.grad = model.weight.grad.full_tensor().clone()
+    return norm_of(model.parameters()), norm_of(plain.parameters())

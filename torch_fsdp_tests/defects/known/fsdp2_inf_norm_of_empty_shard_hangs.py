@@ -1,0 +1,43 @@
+"""The infinity norm raises on the rank whose shard is empty, and the other ranks hang.
+
+``clip_grad_norm_`` with an infinite order takes the largest magnitude of each rank's shard. Where a parameter has fewer
+rows than there are ranks, the last ranks have none, and the maximum of nothing raises there. The other ranks wait for
+them in the all-reduce until the process group gives up.
+"""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.HANG,
+    where="torch.distributed.tensor._ops._math_ops, which lets each rank take the norm of its own shard",
+    broken=">=2.9",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_::TestClipGradNormEmptyShard"
+        "::test_largest_magnitude_of_empty_shard",
+    ),
+    fails_with=("RuntimeError", "IndexError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    model = nn.Linear(2, 1, bias=False, device=device)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, device.type))
+    model(torch.tensor([[1.0, 2.0]], device=device)).sum().backward()
+    try:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0, norm_type=float("inf"))
+        found = norm.full_tensor().item()
+    except (RuntimeError, IndexError) as error:  # at once on rank 1; after 3 seconds on rank 0
+        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    dist.barrier()  # or the end of rank 1 would end the waiting of rank 0
+    right = 2.0  # the gradient is the input
+    return found, right

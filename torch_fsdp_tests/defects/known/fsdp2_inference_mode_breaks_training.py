@@ -1,0 +1,44 @@
+"""An evaluation in inference mode before the first step makes training raise.
+
+The first forward of FSDP2 allocates the unsharded parameters. In inference mode they become inference tensors, and they
+are kept: the next forward outside of it copies into them, which torch forbids. A plain module and DDP can be trained
+after such an evaluation, and so can FSDP2 when one training step came first.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_all_gather_outputs",
+    broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/113203",
+        "https://github.com/pytorch/pytorch/pull/197327",
+    ),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
+        "::test_inference_before_first_step",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=True)
+    x = torch.ones(1, 2, device=device)
+    with torch.inference_mode():
+        model(x)
+    try:
+        model(x).sum().backward()
+        found = model.weight.grad.full_tensor()[0, 0].item()
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    right = 1.0  # the input, as a plain module's gradient
+    return found, right

@@ -1,0 +1,37 @@
+"""The first evaluation in inference mode raises where a shard group has one rank.
+
+FSDP2 keeps the version counter of an unsharded parameter while it copies into it. A parameter that was allocated in
+inference mode has none, so the very first forward in inference mode raises. With more ranks to a shard group it works.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
+    broken=">=2.9,<2.15",
+    world_size=1,
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/113203",
+        "https://github.com/pytorch/pytorch/pull/197327",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (1,)), reshard_after_forward=True)
+    try:
+        with torch.inference_mode():
+            found = model(torch.ones(1, 2, device=device)).item()
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    right = 2.0  # two weights of one, two inputs of one
+    return found, right

@@ -1,0 +1,33 @@
+"""The profiler's label of the root's wait for a reduce-scatter ends in empty parentheses.
+
+The labels of FSDP2 in a profiler's trace end in the name of the module, or in nothing for the root, which has no name.
+The label of the wait for the previous reduce-scatter is put together in another way, with parentheses around a name
+that is empty.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COSMETIC,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    since="2.12",
+    broken=">=2.12",
+    tests=("distributed/_composable/fsdp/test_fully_shard_logging::TestProfilerLabels::test_label_of_wait",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (model[1], model[2], model):
+        fully_shard(module, mesh=mesh)
+    with torch.profiler.profile() as profile:
+        model(torch.ones(1, 4, device=device)).sum().backward()
+    labels = {event.key for event in profile.key_averages() if event.key.startswith("FSDP::")}
+    return sorted(label for label in labels if label.endswith("()")), []

@@ -1,0 +1,44 @@
+"""Loading a state dict between forward and backward gives wrong gradients without an error.
+
+Backward gathers the parameters again, and so computes with the new weights what the forward computed with the old ones.
+The gradients belong to no model. A plain module and DDP raise, since autograd notices that a weight was changed in
+place; the weights that FSDP2 gathers are new tensors, of which autograd knows nothing.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.pre_backward",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/117421",),
+    arguable="changing weights between forward and backward is a misuse, which FSDP2 does not promise to detect; an "
+    "optimizer step or a write in place there has the same effect",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_state_dict::TestFullyShardStateDictMultiProcess"
+        "::test_backward_after_load",
+    ),
+)
+
+
+def backward_after_load(model, device):
+    loss = model(torch.ones(1, 2, device=device)).square().sum()
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    try:
+        loss.backward()
+    except RuntimeError:
+        return "raises"
+    return "no error"
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    return backward_after_load(model, device), backward_after_load(plain, device)

@@ -1,0 +1,43 @@
+"""A parameter of which tensor parallelism leaves a rank no rows makes backward raise.
+
+Column-wise parallelism over two ranks leaves the second one nothing of a layer with one output. Its FSDP group then
+reduces gradients without elements, and ``torch._chunk_cat`` refuses those. A plain module, DDP and tensor parallelism
+alone can train such a layer.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
+    broken=">=2.9",
+    world_size=4,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardShardedParameterDTensor"
+        "::test_rank_without_rows",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 1, bias=False, device=device)
+    parallelize_module(model, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    fully_shard(model, mesh=mesh["dp"])
+    try:
+        model(torch.ones(1, 4, device=device)).sum().backward()
+        found = str(tuple(model.weight.grad.full_tensor().shape))
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    if mesh.get_local_rank("tp") == 0:  # these ranks have the row, and train
+        return "(1, 4)", "(1, 4)"
+    return found, "(1, 4)"

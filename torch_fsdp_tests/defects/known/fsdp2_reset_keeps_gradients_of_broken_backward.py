@@ -1,0 +1,51 @@
+"""reset_iter_state keeps the gradients of a backward that broke off.
+
+A backward that raises leaves gradients on the unsharded parameters of the modules that it came to. ``reset_iter_state``
+is meant for such a case and does not drop them, ``zero_grad`` sees only the sharded parameters, and the next backward
+adds to them: those layers get a gradient too large, and nothing says so.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
+    since="2.13",
+    broken=">=2.13,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
+        "::test_reset_iter_state_drops_gradients_of_broken_backward",
+    ),
+)
+
+
+def break_off(gradient):
+    raise KeyError("on purpose")
+
+
+def reproduce(rank, world_size, device):
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    plain = nn.Sequential(*layers)
+    x = torch.ones(1, 2)
+    plain(x).sum().backward()
+    right = [layer.weight.grad[0, 0].item() for layer in plain]  # every rank has the same rows
+
+    plain.zero_grad()
+    model = fully_shard(plain.to(device), mesh=init_device_mesh(device.type, (world_size,)))
+    handle = model[0].register_forward_hook(lambda module, args, out: (out.register_hook(break_off), None)[1])
+    try:
+        model(x.to(device)).sum().backward()
+    except KeyError:
+        handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    model(x.to(device)).sum().backward()
+    found = [layer.weight.grad.full_tensor()[0, 0].item() for layer in model]
+    return found, right

@@ -1,0 +1,40 @@
+"""reset_iter_state keeps gradients that were not reduced yet.
+
+The docstring of ``reset_iter_state`` says that gradients which were accumulated without a reduction are lost. They stay
+on the parameter group, ``zero_grad`` does not see them, and the next backward adds them to its own: the step is made
+with the gradient of a microbatch that the reset was to discard.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
+    since="2.13",
+    broken=">=2.13,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
+        "::test_reset_iter_state_drops_accumulated_gradients",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    model.set_requires_gradient_sync(False)
+    model(torch.full((1, 2), 10.0, device=device)).sum().backward()  # a microbatch of a step that is given up
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+
+    found = model.weight.grad.full_tensor()[0, 0].item()
+    right = 1.0  # the input of the second step; the first one's was 10
+    return found, right

@@ -1,0 +1,50 @@
+"""With tensor parallelism the ranks disagree on whether GradScaler skips a step.
+
+``GradScaler.step`` asks the optimizer's gradients whether any is infinite, and reduces the answer over the mesh of the
+gradient that comes first. Where that gradient is replicated over a dimension of the mesh, or lives on one dimension
+only, ranks along the other dimension are not asked. An overflow in a shard of theirs makes them skip the step that the
+others take, and their scales differ from then on.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.tensor._dispatch.found_inf_reduce_handler",
+    broken=">=2.9",
+    world_size=4,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_grad_scaler::TestFullyShardGradientScaler"
+        "::test_replicated_parameter_first",
+        "distributed/_composable/fsdp/test_fully_shard_grad_scaler::TestFullyShardGradientScaler"
+        "::test_parameter_of_one_dimension_first",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    torch.manual_seed(0)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).to(device)
+    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(model, mesh=mesh["dp"])  # the norm, first in the optimizer, lies on dp alone
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+
+    output = model(torch.arange(16.0, device=device).view(4, 4).sin())
+    columns = torch.tensor([1.0, 0.0, 0.0, 0.0], device=device)
+    scaler.scale((output * columns).sum()).backward()
+    for param in model[1].parameters():
+        if mesh.get_local_rank("tp") == 0:
+            param.grad.to_local().fill_(float("inf"))  # an overflow in the columns of the first rank of tp
+    scaler.step(optim)
+    scaler.update()
+    return scaler.get_scale(), 512.0  # one step with an infinite gradient, so the scale is halved everywhere

@@ -1,0 +1,40 @@
+"""fully_shard refuses the mesh of the parameters where an equal mesh was used before.
+
+``nn.Parameter(dtensor)`` makes a DTensor whose mesh comes from a cache of specifications, in which the first of several
+equal meshes stays. With ``dp_mesh_dims``, ``fully_shard`` compares meshes by identity: the mesh on which the parameters
+were placed a moment ago is refused as another one.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
+    since="2.13",
+    broken=">=2.13",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_dtensor::TestFullyShardDTensor::test_second_of_equal_meshes",
+    ),
+    fails_with=("ValueError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
+
+    found = []
+    for _ in range(2):
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+        model = distribute_module(nn.Linear(2, 2, device=device), mesh)
+        try:
+            fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+            found.append("accepted")
+        except ValueError as error:
+            found.append(f"ValueError: {str(error).splitlines()[0]}")
+    return found, ["accepted", "accepted"]

@@ -1,0 +1,37 @@
+"""After a forward with an int reshard_after_forward, parameters of uneven size show wrong rows.
+
+With ``reshard_after_forward=n`` the parameters are kept in shards over ``n`` ranks between forward and backward. Those
+shards are cut from the padded parameter, and the DTensor that is registered for them describes an unpadded one. Where
+the ranks do not divide the rows, ``full_tensor()`` and norms of the parameters give wrong values, padding included.
+The state dict and the gradients are right.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
+    broken=">=2.9",
+    world_size=4,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication"
+        "::test_uneven_shards_after_forward",
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardRegisteredParams"
+        "::test_param_registration_after_partial_reshard",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 5, bias=False, device=device)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(1.0, 6.0).view(5, 1))
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), reshard_after_forward=2)
+    model(torch.ones(1, 1, device=device))
+    return model.weight.full_tensor().flatten().tolist(), [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -1,0 +1,149 @@
+"""What is recorded of a defect, and how to find all of them. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import enum
+import fnmatch
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch.expectations import version_fits
+
+KNOWN = Path(__file__).parent / "known"
+SEEN = Path(__file__).parent / "data" / "seen.json"
+
+
+class Consequence(enum.Enum):
+    """What a defect does to whoever meets it. The worst comes first."""
+
+    WRONG_IN_SILENCE = "wrong in silence"
+    LOST_DATA = "lost data"
+    HANG = "hang"
+    ERROR = "error"
+    STATE_LEFT_CHANGED = "state left changed"
+    COST = "cost"
+    COSMETIC = "cosmetic"
+
+    @property
+    def severity(self) -> int:
+        """0 for the worst."""
+        return list(Consequence).index(self)
+
+
+class Place(enum.Enum):
+    """The devices on which a defect can show."""
+
+    ANYWHERE = "any device"
+    HOST = "the host"
+    APART_FROM_HOST = "a device apart from the host"
+
+
+class Answer(enum.Enum):
+    """Whether a torch has a defect."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    CANNOT_BE_TRIED = "cannot be tried here"
+    UNDECIDED = "could not be decided"
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    """The facts of one defect.
+
+    ``broken`` are the versions that have it, as in ``>=2.13,<2.15``; ``since`` is the first version that has what is
+    broken. ``where`` names the place in torch. ``upstream`` are issues and pull requests of torch. ``arguable`` is the
+    argument of somebody who calls it no defect. ``tests`` are the tests of this suite that show it, as
+    ``FILE::CLASS::TEST``, and ``fails_with`` is how they fail: the names of exceptions, ``AssertionError`` for a
+    comparison.
+    """
+
+    family: str  # FSDP1 or FSDP2
+    consequence: Consequence
+    where: str
+    broken: str
+    world_size: int = 2
+    since: str = "2.9"
+    place: Place = Place.ANYWHERE
+    needs: str = ""  # a capability of the device, as in ``accelerator.CAPABILITIES``
+    upstream: tuple[str, ...] = ()
+    arguable: str = ""
+    tests: tuple[str, ...] = ()
+    fails_with: tuple[str, ...] = ("AssertionError",)
+    id: str = ""  # the name of its module
+    title: str = ""  # the first line of its module
+
+    def expected(self, torch_version: str) -> Answer:
+        """What this version of torch is expected to answer, where the defect can be tried at all."""
+        if not version_fits(torch_version, f">={self.since}"):
+            return Answer.CANNOT_BE_TRIED
+        return Answer.PRESENT if version_fits(torch_version, self.broken) else Answer.ABSENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A defect, and the module that reproduces it."""
+
+    defect: Defect
+    explanation: str  # what is wrong and why
+    source: str
+    reproduce: Callable[..., tuple[Any, Any]]
+
+
+def ids() -> list[str]:
+    """The ids of all defects, in alphabetical order."""
+    return sorted(path.stem for path in KNOWN.glob("*.py") if path.stem != "__init__")
+
+
+@functools.cache
+def entry(id: str) -> Entry:
+    """One defect. Raises ``LookupError`` for an id that nobody knows, with near ones. Imports torch."""
+    if id not in ids():
+        raise LookupError(unknown(id))
+    module = importlib.import_module(f"{__package__}.known.{id}")
+    title, _, explanation = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
+    defect = dataclasses.replace(module.DEFECT, id=id, title=title.rstrip("."))
+    return Entry(defect, explanation.strip(), inspect.getsource(module), module.reproduce)
+
+
+def matching(patterns: Sequence[str]) -> list[str]:
+    """The ids that these names and globs stand for. Raises ``LookupError`` for one that stands for nothing."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        hits = fnmatch.filter(ids(), pattern)
+        if not hits:
+            raise LookupError(unknown(pattern))
+        found.update(dict.fromkeys(hits))
+    return list(found)
+
+
+def unknown(id: str) -> str:
+    """That nobody knows this id, with near ones."""
+    near = difflib.get_close_matches(id, ids(), n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "--list shows all"
+    return f"there is no defect {id!r}: {hint}"
+
+
+def seen() -> Mapping[str, Mapping[str, str]]:
+    """What was found when the command was last run on each version of torch: by version, then by id."""
+    return json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
+
+
+def without_registry(source: str) -> str:
+    """The source of a defect's module less what only this project needs of it: its facts and the import of them."""
+    tree = ast.parse(source)
+    lines = source.splitlines(keepends=True)
+    for node in reversed(tree.body):
+        ours = isinstance(node, ast.ImportFrom) and (node.module or "").startswith(__package__.partition(".")[0])
+        facts = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEFECT"
+        if ours or facts:
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "".join(lines)

@@ -1,0 +1,30 @@
+"""With what status the dispatcher leaves. Scripts depend on these numbers, so they do not change."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitStatus(enum.IntEnum):
+    """A number for the shell, with the sentence that ``--help`` shows."""
+
+    sentence: str
+
+    def __new__(cls, number: int, sentence: str = "") -> ExitStatus:
+        status = int.__new__(cls, number)
+        status._value_ = number
+        status.sentence = sentence
+        return status
+
+    OK = 0, "every test that ran passed, or nothing was left for this shard"
+    FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when run again)"
+    REFUSED = 2, "bad arguments, an unknown test, a malformed input, or a place that cannot be written to"
+    BROKEN = 3, "the dispatcher itself could not go on: a report or the output could not be written"
+    NOTHING_RAN = 5, "nothing ran: the selection is empty, or no test of it was executed"
+    INTERRUPTED = 130, "interrupted (SIGINT)"
+    TERMINATED = 143, "terminated (SIGTERM)"
+
+    @classmethod
+    def of_signal(cls, number: int) -> ExitStatus:
+        """The status after a signal that ended the run, as shells count it."""
+        return cls(128 + number)

@@ -1,0 +1,79 @@
+"""Fewer parameter sets than all, in which every pair of values still occurs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch_fsdp_tests.common_distributed import run_subtests
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW
+
+Test = TypeVar("Test", bound=Callable[..., None])
+Values = Sequence[Any] | Callable[[], Sequence[Any]]
+
+
+def pairwise(
+    config: Mapping[str, Sequence[Any]], valid: Callable[..., bool] = lambda **case: True
+) -> list[dict[str, Any]]:
+    """So many of the valid combinations that each pair of values occurs; all of them where slow tests are asked for.
+
+    ``config`` has the values of each parameter, as for ``run_subtests``; ``valid`` takes a combination by keyword. The
+    defects of this code have depended on two values at once, and all combinations take minutes. The choice is greedy
+    and the same on all ranks.
+    """
+
+    def case_of(indices: tuple[int, ...]) -> dict[str, Any]:
+        return {name: values[index] for (name, values), index in zip(config.items(), indices)}
+
+    def pairs(indices: tuple[int, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(indices), 2))
+
+    every = [
+        indices for indices in itertools.product(*map(range, map(len, config.values()))) if valid(**case_of(indices))
+    ]
+    if TEST_WITH_SLOW or len(config) < 2:
+        return [case_of(indices) for indices in every]
+    chosen: list[tuple[int, ...]] = []
+    missing: set[Any] = set().union(*map(pairs, every))
+    while missing:
+        chosen.append(max(every, key=lambda indices: len(pairs(indices) & missing)))
+        missing -= pairs(chosen[-1])
+    return [case_of(indices) for indices in chosen]
+
+
+def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:
+    """Each case as a configuration of its own for ``run_subtests``."""
+    for case in cases:
+        yield {name: [value] for name, value in case.items()}
+
+
+def subtests(**config: Values) -> Callable[[Test], Test]:
+    """Decorate a test method to run for every combination of these values of its parameters, each as a subtest.
+
+    All of them run in one set of ranks, as by ``run_subtests``. In the place of the values may stand a function without
+    arguments that returns them, for what only a rank can know. It is the innermost decorator.
+    """
+    return _in_one_set_of_ranks(lambda: [_known(config)])
+
+
+def pairwise_subtests(valid: Callable[..., bool] = lambda **case: True, **config: Values) -> Callable[[Test], Test]:
+    """As :func:`subtests`, for as many of the combinations as :func:`pairwise` chooses."""
+    return _in_one_set_of_ranks(lambda: one_by_one(pairwise(_known(config), valid)))
+
+
+def _known(config: Mapping[str, Values]) -> dict[str, Sequence[Any]]:
+    return {name: values() if callable(values) else values for name, values in config.items()}
+
+
+def _in_one_set_of_ranks(configs: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[Test], Test]:
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(self: Any) -> None:
+            for config in configs():
+                run_subtests(self, config, functools.partial(test, self))
+
+        return run  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,250 @@
+"""FSDP's inside, in the words of a test. The one room that knows torch's private names.
+
+Each function looks its private name up when it is called. Where the installed torch does not have the name, the test
+that asked skips, and the reason names it; then this file is the one to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_fsdp_tests import torch_facts, torch_names
+from torch_fsdp_tests.torch_names import attribute, set_attribute
+
+# What is typed as ``Any`` here is a class of torch's with a private name, which the comment gives.
+Handle = Any  # FlatParamHandle
+FlatParam = Any  # FlatParameter
+Group = Any  # FSDPParamGroup
+State = Any  # FSDPState (FSDP2) or _FSDPState (FSDP1)
+
+flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
+fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
+fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
+fsdp1_traversal = torch_names.module("torch.distributed.fsdp._traversal_utils")
+fsdp2 = torch_names.module("torch.distributed.fsdp._fully_shard._fully_shard")
+fsdp2_collectives = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+fsdp2_common = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_common")
+fsdp2_init = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_init")
+fsdp2_param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
+fsdp2_param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_state")
+checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+composable = torch_names.module("torch.distributed._composable")
+placement_types = torch_names.module("torch.distributed.tensor.placement_types")
+
+
+# --- The collectives that FSDP calls ----------------------------------------------------------------------------------
+
+
+def all_gather() -> Any:
+    """The all-gather that FSDP calls in ``torch.distributed``, as it is now: a patch shows."""
+    return getattr(dist, torch_facts.all_gather_name())
+
+
+def reduce_scatter() -> Any:
+    """The reduce-scatter that FSDP calls in ``torch.distributed``, as it is now: a patch shows."""
+    return getattr(dist, torch_facts.reduce_scatter_name())
+
+
+# --- FSDP1 ------------------------------------------------------------------------------------------------------------
+
+
+def handles(model: nn.Module) -> list[Handle]:
+    """The handles of all flat parameters of an FSDP1 model, the root's first."""
+    return fsdp1_traversal._get_fsdp_handles(model)
+
+
+def handle(module: nn.Module) -> Handle | None:
+    """The handle of this FSDP1 instance; None for one that manages no parameters."""
+    return attribute(module, "_handle")
+
+
+def flat_params(model: nn.Module) -> list[FlatParam]:
+    """All flat parameters of an FSDP1 model, the root's first."""
+    return [each.flat_param for each in handles(model)]
+
+
+def fsdp_states(model: nn.Module) -> list[State]:
+    """The states of all FSDP1 instances of a model, the root's first."""
+    return fsdp1_traversal._get_fsdp_states(model)
+
+
+def gathered(flat_param: FlatParam) -> torch.Tensor:
+    """The buffer for the whole flat parameter, padded; its storage is empty while the parameter is sharded."""
+    return attribute(flat_param, "_full_param_padded")
+
+
+def gathered_in_full_precision(flat_param: FlatParam) -> torch.Tensor:
+    """As :func:`gathered`, the buffer that ``summon_full_params`` fills under mixed precision."""
+    return attribute(flat_param, "_full_prec_full_param_padded")
+
+
+def is_gathered(flat_param: FlatParam) -> bool:
+    """Whether the buffer of :func:`gathered` has memory at this moment."""
+    return gathered(flat_param).untyped_storage().size() > 0
+
+
+def local_shard(flat_param: FlatParam) -> torch.Tensor:
+    """This rank's shard of a flat parameter, in the precision of the optimizer."""
+    return attribute(flat_param, "_local_shard")
+
+
+def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
+    """This rank's shard in the dtype of mixed precision. Raises ``AttributeError`` where there is none."""
+    return attribute(flat_param, "_mp_shard")
+
+
+def has_low_precision_shard(flat_param: FlatParam) -> bool:
+    """Whether the flat parameter has a shard in the dtype of mixed precision, which it has for a low dtype alone."""
+    try:
+        attribute(flat_param, "_mp_shard")
+    except AttributeError:
+        return False
+    return True
+
+
+def names_in(flat_param: FlatParam) -> tuple[str, ...]:
+    """The names of the parameters inside a flat parameter, relative to its module."""
+    return attribute(flat_param, "_fqns")
+
+
+def shapes_in(flat_param: FlatParam) -> tuple[torch.Size, ...]:
+    """The shapes of the parameters inside a flat parameter."""
+    return attribute(flat_param, "_shapes")
+
+
+def numel_of(flat_param: FlatParam) -> int:
+    """The number of elements of all parameters inside a flat parameter, without padding."""
+    return sum(shape.numel() for shape in shapes_in(flat_param))
+
+
+def shard_infos(flat_param: FlatParam) -> tuple[Any, ...]:
+    """For each parameter inside a flat parameter, which of its elements lie in this rank's shard."""
+    return attribute(flat_param, "_shard_param_infos")
+
+
+def set_shard_infos(flat_param: FlatParam, infos: Iterable[Any]) -> None:
+    """Replace what :func:`shard_infos` returns."""
+    set_attribute(flat_param, "_shard_param_infos", infos)
+
+
+def sharded_size(flat_param: FlatParam) -> torch.Size:
+    """The shape of each rank's shard, padding included."""
+    return attribute(flat_param, "_sharded_size")
+
+
+def unsharded_size(flat_param: FlatParam) -> torch.Size:
+    """The shape of the whole flat parameter, without padding."""
+    return attribute(flat_param, "_unpadded_unsharded_size")
+
+
+def padding_of(flat_param: FlatParam) -> int:
+    """How many elements at the end of this rank's shard are padding."""
+    return attribute(flat_param, "_shard_numel_padded")
+
+
+def execution_order(model: nn.Module) -> Any:
+    """What an FSDP1 root notes of the order in which its units run."""
+    return attribute(model, "_exec_order_data")
+
+
+def is_root(state: State) -> bool | None:
+    """Whether an FSDP state is a root; None before its lazy initialization."""
+    return attribute(state, "_is_root")
+
+
+def training_state(owner: Handle | Group) -> Any:
+    """Where a handle of FSDP1, or a parameter group of FSDP2, stands between forward and backward."""
+    return attribute(owner, "_training_state")
+
+
+def clean_name(name: str) -> str:
+    """The name that a parameter has in the plain model."""
+    return fsdp1_common.clean_tensor_name(name)
+
+
+def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
+    """A mock in the place of the method by which a handle gathers its flat parameter; ``kwargs`` are the mock's."""
+    return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def state_of(module: nn.Module) -> State:
+    """The FSDP2 state of a module to which ``fully_shard`` was applied."""
+    return attribute(module, "_get_fsdp_state")()
+
+
+def group_of(module: nn.Module) -> Group:
+    """The parameter group of a module to which ``fully_shard`` was applied. Raises ``AssertionError`` without one."""
+    group = attribute(state_of(module), "_fsdp_param_group")
+    assert group is not None, f"{type(module).__name__} has no parameters of its own to shard"
+    return group
+
+
+def has_group(module: nn.Module) -> bool:
+    """Whether the module's FSDP2 state manages parameters of its own."""
+    return attribute(state_of(module), "_fsdp_param_group") is not None
+
+
+def groups_in(module: nn.Module) -> list[Group]:
+    """The parameter groups of one module, of which there are several where parameters lie on several meshes."""
+    return attribute(state_of(module), "_fsdp_param_groups")
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """The parameter groups of all modules below ``model``, each once, in the order of ``modules()``."""
+    states = dict.fromkeys(state_of(module) for module in fsdp_modules(model))
+    groups = [attribute(state, "_fsdp_param_group") for state in states]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules below ``model`` to which ``fully_shard`` was applied."""
+    return [module for module in model.modules() if isinstance(module, dist.fsdp.FSDPModule)]
+
+
+def comm_context(module: nn.Module) -> Any:
+    """The streams and pending collectives that a root shares with the modules below it."""
+    return attribute(state_of(module), "_comm_ctx")
+
+
+def iteration_context(module: nn.Module) -> Any:
+    """What a root notes of the iteration that runs, shared with the modules below it."""
+    return attribute(state_of(module), "_state_ctx")
+
+
+def initialize_lazily(module: nn.Module) -> None:
+    """Do what the first forward of an FSDP2 root does first."""
+    attribute(state_of(module), "_lazy_init")()
+
+
+def forward_positions(group: Group) -> list[int]:
+    """The positions of a group in the order of forwards whose backward is still to come."""
+    return attribute(group, "_post_forward_indices")
+
+
+def pending_gather(group: Group) -> Any:
+    """The all-gather of a group that nobody has waited for yet, or None."""
+    return attribute(group, "_all_gather_result")
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def strided_shard() -> type:
+    """The placement of a dimension that FSDP2 cuts after tensor parallelism did."""
+    return placement_types._StridedShard
+
+
+def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """A number that tells storages apart while they live, by which tensors that share memory are told."""
+    storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
+    return storage._cdata

@@ -1,0 +1,26 @@
+"""Random numbers that follow from a seed alone. Ranks that are threads share torch's own generator, these do not."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from torch_fsdp_tests.common_fsdp import get_devtype
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def uniform(*shape: int, seed: int) -> torch.Tensor:
+    """Numbers between 0 and 1 on the device of the calling rank."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(get_devtype())
+
+
+def filled(module: AnyModule, low: float = -0.3, high: float = 0.7, seed: int = 42) -> AnyModule:
+    """The module, whose parameters are filled with numbers between ``low`` and ``high``, by default mostly positive."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(low + (high - low) * torch.rand(param.shape, generator=generator))
+    return module

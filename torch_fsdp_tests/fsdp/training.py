@@ -1,0 +1,223 @@
+"""An FSDP2 model and the plain model that it was, trained side by side and compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, manual_seed
+from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp.optimizers import ShardAdam
+from torch_fsdp_tests.fsdp.references import average_gradients, full, named
+from torch_fsdp_tests.fsdp.shards import shard_of
+
+if TYPE_CHECKING:
+    from torch_fsdp_tests.common_distributed import RankTestCase as _Base
+else:
+    _Base = object
+
+# One without gradients before it, and one after each way to zero them, with moments from the ones before.
+ITERATIONS = 3
+# The same where a test has many parameter sets: the second step has gradients and moments from the first.
+FEW = 2
+
+
+def tiny_transformer(**changes: Any) -> Transformer:
+    """A transformer of three layers without dropout; ``changes`` are arguments of ``ModelArgs``."""
+    return Transformer(ModelArgs(**{"n_layers": 3, "dropout_p": 0.0, **changes}))
+
+
+def shard_each(modules: Iterable[Any], **kwargs: Any) -> Any:
+    """Call ``fully_shard`` with each module, or list of modules, in turn. Returns the last, which is the root."""
+    for module in modules:
+        fully_shard(module, **kwargs)
+    return module
+
+
+def broadcast_parameters(model: nn.Module) -> Any:
+    """Give all ranks the parameters of the first, since threads draw from one generator. Returns the model."""
+    for param in model.parameters():
+        dist.broadcast(param.detach(), src=0)
+    return model
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """Pulls outputs towards one; under a plain sum ReLUs would die, and biases have the same gradient on all ranks.
+
+    It is a mean, since gradients in the hundreds would be rounded by more than the default tolerances allow.
+    """
+    return (output - 1).square().mean(dtype=torch.float32)
+
+
+def backward(loss: torch.Tensor) -> torch.Tensor:
+    """Run the backward of a loss. Returns the loss, detached."""
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Make gradients from one batch. Returns the loss, detached."""
+    return backward(loss_of(model(batch)))
+
+
+def accumulating(model: nn.Module, mark: Callable[[bool], object]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """A :func:`train` for batches of microbatches. Before each of ``model``'s ``mark`` hears whether it is the last."""
+
+    def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
+        losses = []
+        for index, microbatch in enumerate(microbatches, 1):
+            if each is model:
+                mark(index == len(microbatches))
+            losses.append(train(each, microbatch))
+        return torch.stack(losses)
+
+    return step
+
+
+def optimizers(*models: nn.Module, cls: type = ShardAdam, **kwargs: Any) -> list[torch.optim.Optimizer]:
+    """One optimizer for each model. ``kwargs`` are the optimizers' own, beside the learning rate."""
+    # With the default eps Adam would enlarge the rounding of a gradient that is nearly zero to a whole step.
+    kwargs |= {"lr": 1e-2} if cls is torch.optim.SGD else {"lr": 1e-2, "eps": 1e-3}
+    return [cls(model.parameters(), **kwargs) for model in models]
+
+
+def take_step(optims: Iterable[torch.optim.Optimizer], set_to_none: bool = True) -> None:
+    """Have the optimizers step, and clear the gradients."""
+    for optim in optims:
+        optim.step()
+        optim.zero_grad(set_to_none=set_to_none)
+
+
+def check_parity(
+    test: Any,
+    ref_model: nn.Module,
+    model: nn.Module,
+    what: tuple[str, ...] = ("parameter", "gradient"),
+    **tolerance: Any,
+) -> None:
+    """Compare what this rank has of an FSDP2 model with its shards of another model, all in one go.
+
+    The other model is a plain one or FSDP2's as well. Compares parameters and gradients, unless ``what`` names one of
+    them alone; a gradient may be missing from both. As ``check_sharded_parity``, but a hundred times as fast, and for
+    any layout of FSDP's: also where it cuts what tensor parallelism has cut, which ``distribute_tensor`` does not do.
+    """
+    refs, params = named(ref_model), named(model)
+    test.assertEqual(list(params), list(refs))
+    found: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for name, param in params.items():
+        for kind in what:
+            whole, tensor = ((each if kind == "parameter" else each.grad) for each in (refs[name], param))
+            if whole is None or tensor is None:
+                test.assertIs(tensor, whole, f"{kind} {name}")
+                continue
+            test.assertIsInstance(tensor, DTensor, f"{kind} {name}")
+            layout = tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
+            if layout != (whole.shape, whole.dtype, param.placements, param.device_mesh):
+                test.fail(f"{kind} {name} is laid out as {layout}")
+            shard = whole.to_local() if isinstance(whole, DTensor) else shard_of(whole, param)
+            found[f"{kind} {name}"], expected[f"{kind} {name}"] = tensor.to_local().detach(), shard.detach()
+    _check_at_once(test, found, expected, **tolerance)
+
+
+def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
+    """As :func:`check_parity`, for the gradients alone."""
+    check_parity(test, ref_model, model, what=("gradient",))
+
+
+def _check_at_once(
+    test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any
+) -> None:
+    """Compare tensors of one dtype, all at once: that takes as long as to compare two of them."""
+    test.assertGreater(len(found), 0)
+    layouts = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (found, expected)]
+    test.assertEqual(*layouts)
+    test.assertEqual(len({dtype for _, dtype in layouts[0].values()}), 1)
+    flat = [torch.cat([tensor.flatten().to(test.device) for tensor in each.values()]) for each in (found, expected)]
+    try:
+        test.assertEqual(*flat, **tolerance)
+    except AssertionError:
+        for name, tensor in found.items():
+            test.assertEqual(tensor, expected[name], msg=name, **tolerance)
+        raise
+
+
+def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
+    """The whole of each parameter, as DTensor puts it together, must be that of the plain model. A collective."""
+    refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
+    test.assertEqual(list(refs), list(params))
+    for name, param in params.items():
+        test.assertEqual(full(param.detach()), refs[name].detach(), msg=f"parameter {name}")
+
+
+class TrainingMixin(_Base):
+    """For a test case with ranks, be they threads or processes: models, data and the comparison of two trainings."""
+
+    def _mesh(self, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
+        """One dimension shards; of two, the first replicates. For others state their ``names``."""
+        return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names[-len(shape) :])
+
+    def _replica(self, model: nn.Module) -> Any:
+        """A copy of the plain model, on the device."""
+        return copy.deepcopy(model).to(self.device)
+
+    def _seed(self, data_rank: int | None = None) -> None:
+        """From here on the ranks draw different numbers; those with the same ``data_rank`` the same."""
+        manual_seed(42 + (self.rank if data_rank is None else data_rank) + 1)
+
+    def _inputs(self, *shape: int, **kwargs: Any) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, **kwargs)
+
+    def _tokens(self, *shape: int, vocab_size: int = 8) -> torch.Tensor:
+        return torch.randint(0, vocab_size, shape, device=self.device)
+
+    def _sleep(self, milliseconds: float) -> None:
+        """Be late, the odd ranks twice as late. Where nothing of a rank runs beside it, a millisecond does."""
+        kind = accelerator.current().type
+        milliseconds = milliseconds if accelerator.current().has("streams") else 1
+        device_sleep(kind, int(milliseconds * (1 + self.rank % 2) * get_cycles_per_ms(kind)))
+
+    def _train_and_compare(
+        self,
+        ref_model: nn.Module,
+        model: nn.Module,
+        next_batch: Callable[[], Any],
+        *,
+        step: Callable[[nn.Module, Any], torch.Tensor] = train,
+        average: Callable[[nn.Module], None] = average_gradients,
+        compare: Callable[[Any, nn.Module, nn.Module], None] = check_parity,
+        data_rank: int | None = None,
+        iterations: int = ITERATIONS,
+        optim_cls: type = ShardAdam,
+        **optim_kwargs: Any,
+    ) -> None:
+        """Train both, on data of each rank's own, and compare losses, gradients and parameters.
+
+        Ranks of the same ``data_rank`` share their data. ``step`` makes the gradients of either model and returns its
+        losses; ``average`` makes those of the plain model what FSDP's are; ``compare`` is called with the test and both
+        models, and once more after the last step.
+        """
+        start = [param.detach().clone() for param in ref_model.parameters()]
+        optims = optimizers(ref_model, model, cls=optim_cls, **optim_kwargs)
+        self._seed(data_rank)
+        for iteration in range(iterations):
+            batch = next_batch()
+            for optim in optims:
+                optim.zero_grad(set_to_none=iteration % 2 == 0)
+            ref_loss = step(ref_model, batch)
+            average(ref_model)
+            self.assertEqual(step(model, batch), ref_loss)
+            compare(self, ref_model, model)
+            for optim in optims:
+                optim.step()
+        compare(self, ref_model, model)
+        self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")

@@ -1,0 +1,124 @@
+"""Names of torch that torch does not promise to keep, looked up when a test asks for them.
+
+A test file that imports a private name breaks as a whole when torch renames it. A name that is looked up here costs
+only the tests that use it: they skip, and the reason says which name is gone and which file of ours to mend.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import unittest
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+from unittest import mock
+
+__unittest = True
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+class NameIsGone(unittest.SkipTest):
+    """The installed torch does not have a name that a test needs."""
+
+
+def module(name: str) -> Any:
+    """The module of that name, as an object that imports it, and finds each attribute, when it is used.
+
+    Reading an attribute that the installed torch lacks raises :class:`NameIsGone`. Setting one sets it in the module,
+    so ``mock.patch.object`` works.
+    """
+    return _LateModule(name, sys._getframe(1).f_code.co_filename)
+
+
+class _LateModule:
+    __slots__ = ("_asked_in", "_name")
+
+    def __init__(self, name: str, asked_in: str) -> None:
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_asked_in", asked_in)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(self._module)
+
+    @property
+    def _module(self) -> ModuleType:
+        try:
+            return importlib.import_module(self._name)
+        except ImportError as error:
+            raise _gone(self._name, self._asked_in) from error
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._module, name)
+        except AttributeError as error:
+            raise _gone(f"{self._name}.{name}", self._asked_in) from error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._module, name, value)
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, looked up when it is used>"
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """``owner.name``, where ``owner`` is an object or a class of torch.
+
+    Raises :class:`NameIsGone` where FSDP does not know the name any more. Where it does and this object lacks the
+    attribute, the ``AttributeError`` is a finding of the test.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        if name in _names_in_fsdp():
+            raise
+        raise _gone(name, sys._getframe(1).f_code.co_filename) from error
+
+
+def set_attribute(owner: Any, name: str, value: object) -> None:
+    """Set ``owner.name``. Raises :class:`NameIsGone` where FSDP does not know the name any more."""
+    if name not in _names_in_fsdp():
+        raise _gone(name, sys._getframe(1).f_code.co_filename)
+    setattr(owner, name, value)
+
+
+def patched(owner: Any, name: str, *replacement: Any, **kwargs: Any) -> Any:
+    """``mock.patch.object`` for an attribute that torch may have renamed: :class:`NameIsGone` where it has."""
+    found = owner if isinstance(owner, _LateModule) else None
+    if found is not None:
+        getattr(found, name)
+    elif not hasattr(owner, name):
+        raise _gone(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}", _caller())
+    return mock.patch.object(owner, name, *replacement, **kwargs)
+
+
+def _caller() -> str:
+    return sys._getframe(2).f_code.co_filename
+
+
+def _gone(name: str, asked_in: str) -> NameIsGone:
+    path = Path(asked_in)
+    shown = path.relative_to(_CHECKOUT) if path.is_relative_to(_CHECKOUT) else path
+    return NameIsGone(f"the installed torch has no {name}, which {shown} asks for: mend it there")
+
+
+@functools.cache
+def _names_in_fsdp() -> frozenset[str]:
+    """Every name that the code of torch's FSDP mentions."""
+    found: set[str] = set()
+    for name, loaded in list(sys.modules.items()):
+        if f"{name}.".startswith("torch.distributed.fsdp.") and loaded is not None:
+            _collect(loaded.__spec__.loader.get_code(name), found)  # type: ignore[union-attr]
+    return frozenset(found)
+
+
+def _collect(code: CodeType, found: set[str]) -> None:
+    found.update(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _collect(constant, found)
+        elif isinstance(constant, str):  # the names of annotated attributes, and setattr(flat_param, "_mp_shard", ...)
+            found.add(constant)

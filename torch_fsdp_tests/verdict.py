@@ -1,0 +1,212 @@
+"""What became of a test and of each of its ranks, as plain values, and the words for it. Standard library only.
+
+A verdict goes from the ranks to unittest on the exception that it becomes, from there over the event stream to the
+dispatcher, and into every report. No step on that way reads a text to learn what happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+DEATH_NEWS = 1.0  # seconds that the news of a rank's death may come after what it caused
+VERDICT = "verdict"  # the attribute of an exception that holds what it means, where that is more than its type
+LINE_LIMIT = 300  # characters of what is to be one line
+
+
+class State(str, enum.Enum):
+    """What became of a test, or of one rank of it. Where a test has several, the last in this order counts."""
+
+    PASSED = "passed"
+    EXPECTED_FAILURE = "expected failure"
+    KNOWN_DEFECT = "known defect"  # it showed a known defect of torch, in the way that the registry says
+    KNOWN_FAILURE = "known failure"  # it failed, and is listed as failing
+    SKIPPED = "skipped"
+    NOT_RUN = "not run"
+    STILL_RUNNING = "still running"  # a rank that was ended because another one had gone wrong
+    UNEXPECTED_SUCCESS = "unexpected success"
+    LEFT_BEHIND = "left something behind"  # a leak, where leaks are failures
+    FAILED = "failed"  # an assertion of the test did not hold
+    ERROR = "error"  # anything else was raised
+    TIMED_OUT = "timed out"
+    CRASHED = "crashed"  # a process died of a signal, or left with a status that nobody asked for
+    HARNESS_ERROR = "harness error"  # the harness or the dispatcher could not do its work; the test is not to blame
+
+    @property
+    def is_bad(self) -> bool:
+        return self.is_worse_than(State.STILL_RUNNING)
+
+    @property
+    def is_executed(self) -> bool:
+        return self not in (State.SKIPPED, State.NOT_RUN)
+
+    def is_worse_than(self, other: State) -> bool:
+        order = list(State)
+        return order.index(self) > order.index(other)
+
+
+class Phase(str, enum.Enum):
+    """Where a test went wrong."""
+
+    BODY = "body"
+    FIXTURE = "fixture"  # what stands around the body: set-up, tear-down, a clean-up
+    HARNESS = "harness"
+
+
+class Scope(str, enum.Enum):
+    """Whom a result concerns: one test, a class by one of its fixtures, or the whole file."""
+
+    TEST = "test"
+    CLASS = "class"
+    FILE = "file"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankResult:
+    """What became of one rank of a test."""
+
+    rank: int
+    state: State
+    phase: Phase | None = None  # of what it raised
+    said: str = ""  # how it came out by its own account; empty when it never said
+    exception: str = ""  # type of what it raised
+    message: str = ""  # first line of what that says, or the reason of a skip
+    text: str = ""  # the traceback, or the stacks of a rank that died or was killed
+    output: str = ""
+    seconds: float = 0.0  # that its test took by its own account
+    at: float = 0.0  # second of the test at which its outcome or its end became known
+    exit_code: int | None = None
+    signal: str | None = None  # name of the one that ended it
+    stopped: bool = False  # it was found stopped, by SIGSTOP or the like
+    killed: bool = False  # by the harness, since its test was over
+    limit: float | None = None  # seconds that it was given, when it took them all
+    expected_code: int | None = None  # with which it was to leave and did not
+    host: str = ""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RankResult:
+        phase = fields["phase"] and Phase(fields["phase"])
+        return cls(**{**fields, "state": State(fields["state"]), "phase": phase})
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def raised(self) -> bool:
+        return self.said in (State.FAILED.value, State.ERROR.value)
+
+    def headline(self, plural: bool = False) -> str:
+        """What it did, to follow ``rank 1``, or ``ranks 0 and 1`` where those did the same."""
+        expected = "" if self.expected_code is None else f"; exit code {self.expected_code} was expected"
+        return self._deed("were" if plural else "was", "they" if plural else "it") + expected
+
+    def _deed(self, was: str, it: str) -> str:
+        if self.state in (State.PASSED, State.SKIPPED):
+            return f"{self.state.value}: {self.message}" if self.message else self.state.value
+        if self.raised:
+            return "raised"
+        told = f"reported that {it} {self.said} and then " if self.said else ""
+        if self.killed:
+            found = f"{was} stopped (SIGSTOP or the like)" if self.stopped else f"{was} still running"
+            limit = "" if self.limit is None else f" (the limit is {self.limit:g} s)"
+            return f"{told}{found} after {self.at:.1f} s{limit}, and {was} killed"
+        end = f"{was} killed by {self.signal}" if self.signal else f"left with exit code {self.exit_code}"
+        return told + end + ("" if self.said else " before reporting anything")
+
+    def in_one_line(self) -> str:
+        """What it did, with the first line of what it raised."""
+        return f"{self.headline()} {self.exception}: {self.message}".rstrip(": ") if self.raised else self.headline()
+
+    def cause_key(self) -> tuple[bool, bool, float]:
+        """For the order of causes: a rank that only waited explains nothing, and one that skipped explains little.
+
+        A death reaches the test process by way of the server; the others may tell sooner that their peer is gone.
+        """
+        died = not self.said and not self.killed
+        waited = self.killed and not self.said
+        return waited, self.state is State.SKIPPED, self.at - DEATH_NEWS if died else self.at
+
+
+def by_cause(ranks: Iterable[RankResult]) -> list[RankResult]:
+    """The ranks that did not pass, the first cause first."""
+    return sorted((rank for rank in ranks if rank.state is not State.PASSED), key=RankResult.cause_key)
+
+
+def rank_rows(ranks: Sequence[RankResult]) -> list[tuple[str, ...]]:
+    """A small table of what each rank did, and when; the titles come first."""
+    rows: list[tuple[str, ...]] = [("rank", "state", "at", "what it did", "host")] if ranks else []
+    for rank in ranks:
+        rows.append((str(rank.rank), rank.state.value, f"{rank.at:.1f} s", rank.in_one_line(), rank.host))
+    several_hosts = len({rank.host for rank in ranks}) > 1
+    return rows if several_hosts else [row[:-1] for row in rows]
+
+
+def tell(ranks: Sequence[RankResult], text: str = "") -> str:
+    """Everything that the ranks of one test have to say, and below it what was raised around them."""
+    return "\n\n".join([*_paragraphs(ranks), *[text] * bool(text)])
+
+
+def _paragraphs(ranks: Sequence[RankResult]) -> Iterable[str]:
+    """A paragraph for those that say the same, the first cause first, and then what they printed."""
+    same: dict[tuple[str, str], list[RankResult]] = {}
+    bad = by_cause(ranks)
+    for rank in bad:
+        text = rank.text or "no Python stack could be had from it" * (rank.killed and not rank.raised)
+        same.setdefault((rank.headline(), text), []).append(rank)
+    for (_, text), alike in same.items():
+        who = ranks_in_words([rank.rank for rank in alike])
+        yield f"{who} of {len(ranks)} {alike[0].headline(len(alike) > 1)}" + (f":\n{text}" if text else "")
+    skipped = [rank.rank for rank in bad if rank.state is State.SKIPPED]
+    if skipped:
+        yield f"a skip counts only when every rank skips; {ranks_in_words(skipped)} of {len(ranks)} did"
+    for rank in bad:
+        if rank.output:
+            yield f"--- output of rank {rank.rank} ---\n{rank.output}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``: runs of neighbours in short form."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The verdict on a test: its state, why in one line, where, and rank by rank unless it passed or skipped."""
+
+    state: State
+    reason: str = ""
+    phase: Phase | None = None
+    ranks: tuple[RankResult, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return tell(self.ranks) or self.reason
+
+    @property
+    def is_from_body(self) -> bool:
+        """Whether an exception of the test's body is the cause, and no rank died as well."""
+        died = any(rank.state is State.CRASHED and not rank.said for rank in self.ranks)
+        return self.state in (State.FAILED, State.ERROR) and self.phase is Phase.BODY and not died
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that an exception has to say, cut where it is long, also of one that cannot be shown."""
+    try:
+        return next((line for line in str(error).splitlines() if line.strip()), "")[:LINE_LIMIT]
+    except Exception as broken:
+        return f"its message cannot be shown: {type(broken).__qualname__} in its __str__"
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type of an exception and the first line that it has to say."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
