@@ -110,9 +110,9 @@ class TestGroup(TestCase):
         made = self.group(2, place)
         error = Outcome(0, Kind.ERROR, "consequence")
         place.events = [
+            protocol.Reported(0, error, 15.0, False),
             protocol.Started(0, (0,), "here", (1000,), 10.0),
             protocol.Started(0, (1,), "there", (None,), 11.0),
-            protocol.Reported(0, error, 15.0, False),
             protocol.Ended(0, 0, 0, 15.5),
             protocol.Ended(0, 1, 9, 14.0),
         ]

@@ -72,7 +72,7 @@ class Process:
     host: str = ""
     pid: int | None = None  # on this machine
     outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
-    heard: dict[int, float] = dataclasses.field(default_factory=dict)  # second at which each outcome came
+    heard: dict[int, float] = dataclasses.field(default_factory=dict)  # moment at which each outcome came
     ending: Ending | None = None
     is_there: bool = False
     is_over: bool = False  # it and all that it started are gone
@@ -80,7 +80,7 @@ class Process:
     waits: bool = False  # the one rank in it has passed, and waits for the others to come as far
     leaving: bool = False  # it takes no further test
     wrote_stacks: bool = False
-    at: float = 0.0  # second of the last thing that became known
+    at: float = 0.0  # moment of the last thing that became known
 
     @property
     def reported(self) -> bool:
@@ -254,8 +254,7 @@ class RankGroup:
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
         elif any(o.kind is Kind.SKIPPED for process in self.processes for o in process.outcomes.values()):
-            last = min(self._started) + max(process.at for process in self.processes)
-            deadline = min(deadline, last + SKIP_GRACE)
+            deadline = min(deadline, max(process.at for process in self.processes) + SKIP_GRACE)
         return deadline
 
     def _all_ended(self) -> bool:
@@ -302,7 +301,7 @@ class RankGroup:
                 process.leaving |= event.leaving
                 if not too_late:
                     process.outcomes[event.outcome.rank] = event.outcome
-                    process.at = process.heard[event.outcome.rank] = self._elapsed(event.at)
+                    process.at = process.heard[event.outcome.rank] = event.at
                     if event.outcome.kind in (Kind.FAILED, Kind.ERROR):
                         self._note_bad(process, event.at)
             case protocol.Waits():
@@ -342,7 +341,7 @@ class RankGroup:
             self._note_late_death(process, process.ending.in_words())
 
     def _note_bad(self, process: Process, moment: float) -> None:
-        process.at = self._elapsed(moment)
+        process.at = moment
         if self._bad_since is None:
             self._bad_since = time.monotonic()
 
@@ -396,7 +395,7 @@ class RankGroup:
                     rank,
                     outcome,
                     mine,
-                    at=elapsed if outcome is None and mine.ours else process.heard.get(rank, process.at),
+                    at=elapsed if outcome is None and mine.ours else self._elapsed(process.heard.get(rank, process.at)),
                     stacks="" if well else written[process.index].stacks,
                     output=written[process.index].output if keep or not well else "",
                     host=process.host,
