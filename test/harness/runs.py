@@ -1,15 +1,16 @@
 """Runs of the test files in ``inputs``, whose outcome other tests look at. Not a test file.
 
 A run is what ``python FILE ARGUMENTS`` does, in a process of its own. Most begin as a fork of one process that has
-imported torch and nothing of this project, since the import takes longer than what is looked at; a ``plain`` one is an
-interpreter of its own, as is every one where such a process may not fork.
+imported torch and of this project only what it needs to fork, since the import takes longer than what is looked at; a
+``plain`` one is an interpreter of its own, as is every one where such a process may not fork.
 """
+
+from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
-import importlib
-import json
 import os
 import re
 import runpy
@@ -19,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from torch_fsdp_tests import forkserver, host
+from torch_fsdp_tests.messages import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"
@@ -50,32 +54,25 @@ def run_beside(package, *command, **variables):
     )
 
 
-_running = []  # processes that nobody has waited for; they end with this one
+_running: list[Process] = []  # processes that nobody has waited for; they end with this one
 
 
 class Process:
     """One process that runs a test file. It stands in ``cwd``, and so do all that it starts."""
 
     def __init__(self, file, arguments, environment, cwd, stdout, stderr, plain=False):
-        from torch_fsdp_tests import host  # not at the top: what forks must not have it
-
         command = [str(file), *arguments]
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-        self._popen = self._talk = None
+        self._popen = None
         if plain or not host.can_fork():
             self._popen = subprocess.Popen(
                 [sys.executable, *command], env=environment, cwd=cwd, stdout=stdout, stderr=stderr
             )
             self.pid = self._popen.pid
-            _running.append(self)
-            return
-        self._talk, theirs = socket.socketpair()
-        with theirs:
-            request = json.dumps({"command": command, "environment": environment, "cwd": str(cwd)}).encode()
-            socket.send_fds(_nursery(), [request], [theirs.fileno(), stdout.fileno(), stderr.fileno()])
-        self._talk.settimeout(COMMAND_LIMIT)
-        self._heard = self._talk.makefile("r")
-        self.pid = int(self._heard.readline())
+        else:
+            self.pid = _nursery().begin(
+                Begin(tuple(command), environment, str(cwd), (stdout.fileno(), stderr.fileno()))
+            )
         _running.append(self)
 
     def wait(self):
@@ -83,8 +80,7 @@ class Process:
         if self._popen is not None:
             code = self._popen.wait(timeout=COMMAND_LIMIT)
         else:
-            with self._talk, self._heard:
-                code = os.waitstatus_to_exitcode(int(self._heard.readline()))
+            code = os.waitstatus_to_exitcode(_nursery().end_of(self.pid))
         _running.remove(self)
         return code
 
@@ -100,9 +96,9 @@ class Run:
     def __init__(self, file, *arguments, plain=False, **environment):
         # Not within this process' own, for torch makes a socket in there, whose path may have 107 characters.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
-        self._outputs = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
+        self._outputs = stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         own = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT), "TMPDIR": self._scratch.name}
-        self._process = Process(file, ["-v", *arguments], own | environment, ROOT, *self._outputs, plain=plain)
+        self._process = Process(file, ["-v", *arguments], own | environment, ROOT, stdout, stderr, plain=plain)
 
     def end(self):
         try:
@@ -124,7 +120,7 @@ class Run:
         self.outcomes = {f"{cls}.{test}": outcome for test, cls, outcome in lines}
         self.words = {}
         for section in self.text.split("=" * 70 + "\n")[1:]:
-            outcome, test, cls = re.match(rf"([A-Z ]+): {name}", section).groups()
+            ((outcome, test, cls),) = re.findall(rf"\A([A-Z ]+): {name}", section)
             self.words[f"{cls}.{test}"] = section
             self.outcomes.setdefault(f"{cls}.{test}", outcome)  # Python 3.10 gives fixtures of classes no line
         *parts, _ = re.split(r"^seconds (\S+) (\S+)\n", self.stdout, flags=re.MULTILINE)
@@ -137,66 +133,103 @@ class Run:
 # --- the process that has imported torch ------------------------------------------------------------------------------
 
 
-@functools.cache
-def _nursery():
-    """Starts it; the connection to it, with whose end it ends."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """Run ``python COMMAND``, with two files: those of its outputs."""
 
-    def end():
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    cwd: str
+    descriptors: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    pid: int
+    status: int
+
+
+class _Nursery:
+    """This end of the connection to it."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            entry, environment = [__file__, str(theirs.fileno())], os.environ | {"PYTHONPATH": str(ROOT)}
+            self._pid = forkserver.start_fresh(entry, [theirs.fileno()], environment, stdin=subprocess.DEVNULL)
+        ours.settimeout(COMMAND_LIMIT)
+        self._control = Connection(ours, [Begun, Ended])
+        self._statuses = {}
+        atexit.register(self._close)
+
+    def _close(self):
         for each in _running:
             each.kill()
-        ours.close()
-        process.wait(timeout=LIMIT)
+        self._control.close()
+        os.waitpid(self._pid, 0)
 
-    atexit.register(end)
-    return ours
+    def begin(self, request):
+        self._control.send(request)
+        while not isinstance(news := self._hear(), Begun):
+            pass
+        return news.pid
+
+    def end_of(self, pid):
+        while pid not in self._statuses:
+            self._hear()
+        return self._statuses.pop(pid)
+
+    def _hear(self):
+        news = self._control.receive()
+        if news is None:
+            raise ConnectionError("the process that forks the runs is gone")
+        if isinstance(news, Ended):
+            self._statuses[news.pid] = news.status
+        return news
 
 
-def _raise_children(control):
-    """Serve one request after the other. Returns in each child, with the command that it is to become."""
-    for module in _TORCH:
-        importlib.import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that stand between
-    while True:
-        request, (*descriptors,), _, _ = socket.recv_fds(control, 1 << 20, 3)
-        if not request:
-            os._exit(0)
-        if os.fork() == 0:
-            control.close()
-            return _become(json.loads(request), *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+_nursery = functools.cache(_Nursery)
 
 
-def _become(request, talk, stdout, stderr):
-    """In a process that stands between: start the one that runs the command, and tell how it ends. Returns in that."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
-    if pid:
-        os.close(stdout)
-        os.close(stderr)
-        os.write(talk, b"%d\n" % pid)
-        _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(OSError):
-            os.write(talk, b"%d\n" % status)
-        os._exit(0)
+class _Server(forkserver.ForkServer):
+    requests = (Begin,)
+
+    def obey(self, request):
+        """Fork one run. Returns in it, with its command."""
+        pid = self.fork(keep=request.descriptors)
+        if pid == 0:
+            return _become(request)
+        self.control.send(Begun(pid))
+
+    def collect(self):
+        super().collect()
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                self.control.send(Ended(*found))
+
+
+def _become(request):
     os.setsid()
-    for source, target in ((stdout, 1), (stderr, 2)):
+    for source, target in zip(request.descriptors, (1, 2)):
         os.dup2(source, target)
-    for descriptor in (talk, stdout, stderr):
-        os.close(descriptor)
-    os.chdir(request["cwd"])
+        os.close(source)
+    os.chdir(request.cwd)
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(request.environment)
     tempfile.tempdir = None
-    return request["command"]
+    return request.command
 
 
 if __name__ == "__main__":
-    sys.argv = _raise_children(socket.socket(fileno=int(sys.argv[1])))
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    sys.path.insert(1, str(ROOT))  # where an interpreter puts PYTHONPATH
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    server = _Server(socket.socket(fileno=int(sys.argv[1])))
+    forkserver.preload(_TORCH)
+    command = server.serve()
+    if command is not None:
+        sys.argv = list(command)
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -11,9 +11,8 @@ A forked process becomes a child of the dispatcher, like any other: the one that
 from __future__ import annotations
 
 import contextlib
-import gc
+import dataclasses
 import importlib
-import json
 import os
 import socket
 import subprocess
@@ -21,18 +20,29 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from torch_fsdp_tests import events, host
+from torch_fsdp_tests import events, forkserver
 from torch_fsdp_tests.dispatch import child
+from torch_fsdp_tests.messages import Connection, MessageError
 
 ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
 _GO = b"g"
 
 
-def interpreter() -> list[str]:
-    """This interpreter with its flags."""
-    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """Run ``child.main(command)``, with two files: that of its output and the event stream."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    descriptors: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forked:
+    """The answer: a child of the dispatcher, which has not begun yet."""
+
+    pid: int
 
 
 class ForkServer:
@@ -40,18 +50,16 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str], cwd: Path, directory: Path) -> None:
         self._ready = directory / "forkserver"  # a file that the server makes once it has everything imported
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(ANSWER_LIMIT)
-        command = [*interpreter(), "-m", __name__, str(os.getpid()), str(theirs.fileno()), str(self._ready)]
-        own = {**environment, "TMPDIR": str(directory)}
+        ours, theirs = socket.socketpair()
+        ours.settimeout(ANSWER_LIMIT)
+        self._control = Connection(ours, [Forked])
         nowhere = subprocess.DEVNULL
         with theirs:
-            process = subprocess.Popen(
-                command, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=cwd, env=own,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
+            self.pid = forkserver.start_fresh(
+                ["-m", __name__, str(theirs.fileno()), str(self._ready)], [theirs.fileno()],
+                {**environment, "TMPDIR": str(directory)},
+                stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=cwd, start_new_session=True,
             )  # fmt: skip
-        process.returncode = 0  # whoever collects the dispatcher's children collects this one
-        self.pid = process.pid
 
     @property
     def ready(self) -> bool:
@@ -63,84 +71,68 @@ class ForkServer:
 
         ``output`` becomes its two outputs, and ``stream`` what its environment calls the event stream.
         """
-        request = json.dumps({"command": list(command), "environment": dict(environment)}).encode()
+        forked = None
         try:
-            self._control.sendall(len(request).to_bytes(4, "big"))
-            socket.send_fds(self._control, [_GO], [output, stream])
-            self._control.sendall(request)
-            return int.from_bytes(_receive(self._control, 4), "big")
-        except OSError:
+            self._control.send(Fork(tuple(command), dict(environment), (output, stream)))
+            forked = self._control.receive()
+        except (OSError, MessageError):
+            pass
+        if forked is None:
             self.close()
-            return None
+        return forked and forked.pid
 
     def close(self) -> None:
         """Let the server go. What it has forked stays."""
         self._control.close()
 
 
-def _receive(end: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises ``ConnectionError`` at the end of the connection."""
-    data = b""
-    while len(data) < size:
-        part = end.recv(min(size - len(data), 1 << 16))
-        if not part:
-            raise ConnectionError("the other end is closed")
-        data += part
-    return data
+class _Server(forkserver.ForkServer):
+    requests = (Fork,)
 
-
-def _serve(control: socket.socket) -> list[str]:
-    """Fork as often as asked. Returns in each child, with its command; the server itself does not return."""
-    while True:
-        try:
-            size = int.from_bytes(_receive(control, 4), "big")
-            _, (output, stream), _, _ = socket.recv_fds(control, 1, 2)
-            request = json.loads(_receive(control, size))
-        except OSError:
-            os._exit(0)
-        told, tell = os.pipe()  # carries the child's id
-        wait, go = os.pipe()  # carries what lets the child begin, once it is the dispatcher's
-        between = os.fork()
+    def obey(self, request: Fork) -> tuple[str, ...] | None:
+        """Fork a child of the dispatcher. Returns in it, with its command."""
+        ours, theirs = socket.socketpair()
+        between = self.fork(keep=request.descriptors)
         if between == 0:
+            ours.close()
             if os.fork():
                 os._exit(0)
             os.setsid()
-            os.write(tell, os.getpid().to_bytes(4, "big"))
-            for descriptor in (control.detach(), told, tell, go):
-                os.close(descriptor)
-            return _become(request, output, stream, wait)
+            return _become(request, theirs)
+        theirs.close()
         os.waitpid(between, 0)
-        with contextlib.suppress(OSError):
-            control.sendall(os.read(told, 4))
-            os.write(go, _GO)
-        for descriptor in (told, tell, wait, go, output, stream):
-            os.close(descriptor)
+        with ours, contextlib.suppress(OSError):
+            self.control.send(Forked(int.from_bytes(ours.recv(4), "big")))
+            ours.sendall(_GO)
+        return None
 
 
-def _become(request: dict[str, Any], output: int, stream: int, wait: int) -> list[str]:
+def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
     """In the child: what an interpreter with this environment and these descriptors would be."""
-    if os.read(wait, 1) != _GO:
-        os._exit(1)  # the server is gone, and nobody has heard of this process
-    os.close(wait)
+    with server:
+        server.sendall(os.getpid().to_bytes(4, "big"))
+        if server.recv(1) != _GO:
+            os._exit(1)  # the server is gone, and nobody has heard of this process
+    output, stream = request.descriptors
     for target in (1, 2):
         os.dup2(output, target)
     os.close(output)
     os.environ.clear()
-    os.environ.update(request["environment"], **{events.DESCRIPTOR_VARIABLE: str(stream)})
+    os.environ.update(request.environment, **{events.DESCRIPTOR_VARIABLE: str(stream)})
     tempfile.tempdir = None
-    return request["command"]
+    return request.command
 
 
 def main(argv: Sequence[str]) -> None:
-    """The server: ``python -m torch_fsdp_tests.dispatch.forkserver DISPATCHER CONTROL READY``."""
-    dispatcher, control, ready = argv
-    host.die_with_parent(int(dispatcher))
-    for module in importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # so that a child's first collection does not copy every page
+    """The server: ``python -m torch_fsdp_tests.dispatch.forkserver CONTROL READY``."""
+    control, ready = argv
+    server = _Server(socket.socket(fileno=int(control)))
+    forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
     Path(ready).touch()
-    child.main(_serve(socket.socket(fileno=int(control))))
+    command = server.serve()
+    if command is None:
+        os._exit(0)
+    child.main(command)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 from torch_fsdp_tests import events
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.child import Orders
-from torch_fsdp_tests.dispatch.forkserver import ForkServer, interpreter
+from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.result import (
     FILE_ITSELF,
@@ -31,6 +31,7 @@ from torch_fsdp_tests.dispatch.result import (
     TestResult,
     TimedOut,
 )
+from torch_fsdp_tests.forkserver import start_fresh
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
 GRACE = 5.0  # seconds between the polite signal, on which stacks are written, and the kill
@@ -105,18 +106,16 @@ class TestProcess:
                 if forkserver is not None and forkserver.ready:
                     pid = forkserver.fork(command, environment, output.fileno(), write)
                 if pid is None:
-                    process = subprocess.Popen(
-                        [*interpreter(), *measure, "-m", child.__name__, *command],
+                    pid = start_fresh(
+                        [*measure, "-m", child.__name__, *command],
+                        [write],
+                        {**environment, events.DESCRIPTOR_VARIABLE: str(write)},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         cwd=cwd,
-                        env={**environment, events.DESCRIPTOR_VARIABLE: str(write)},
-                        pass_fds=(write,),
                         start_new_session=True,
                     )
-                    process.returncode = 0  # the runner collects every child itself, in one place
-                    pid = process.pid
         except BaseException:
             os.close(read)
             raise

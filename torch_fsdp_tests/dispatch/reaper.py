@@ -1,54 +1,59 @@
 """A process that outlives the dispatcher by a moment, and ends what a killed dispatcher would leave behind.
 
-It reads what the dispatcher tells it through a pipe: process groups that began and ended. When the pipe ends, the
-dispatcher is gone, however it went; then the groups that are left are killed and the run's directory is removed.
+The dispatcher tells it which process groups began and ended. When the connection ends, the dispatcher is gone, however
+it went; then the groups that are left are killed and the run's directory is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
+
+from torch_fsdp_tests.messages import Connection
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A process group that a job leads; ``there`` is False once it is gone."""
+
+    number: int
+    there: bool
 
 
 class Reaper:
-    """The dispatcher's end of the pipe. Made before the first job, while the dispatcher has one thread."""
+    """The dispatcher's end of the connection. Made before the first job, while the dispatcher has one thread."""
 
     def __init__(self, directory: Path) -> None:
-        read, self._write = os.pipe()
+        ours, theirs = socket.socketpair()
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
-                os.close(self._write)
-                _reap(read, directory)
+                ours.close()
+                _reap(Connection(theirs, [Group]), directory)
                 status = 0
             finally:
                 os._exit(status)
-        os.close(read)
+        theirs.close()
+        self._connection = Connection(ours, [])
 
-    def began(self, group: int) -> None:
-        """A job leads this process group."""
-        self._tell(f"+{group}\n")
-
-    def ended(self, group: int) -> None:
-        """This process group is gone."""
-        self._tell(f"-{group}\n")
-
-    def _tell(self, line: str) -> None:
+    def tell(self, group: int, there: bool) -> None:
         with contextlib.suppress(OSError):  # a reaper that was killed is no reason to stop
-            os.write(self._write, line.encode())
+            self._connection.send(Group(group, there))
 
     def close(self) -> None:
         """Let it remove the directory, and wait for it."""
-        os.close(self._write)
+        self._connection.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
 
-def _reap(read: int, directory: Path) -> None:
+def _reap(dispatcher: Connection, directory: Path) -> None:
     os.setsid()  # out of reach of the terminal's signals
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -56,10 +61,9 @@ def _reap(read: int, directory: Path) -> None:
     for descriptor in (0, 1, 2):  # whoever reads the dispatcher's output must not wait for this process
         os.dup2(null, descriptor)
     groups: set[int] = set()
-    with open(read, encoding="ascii") as lines:
-        for line in lines:
-            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for group in groups:
+    while (group := dispatcher.receive()) is not None:
+        (groups.add if group.there else groups.discard)(group.number)
+    for leader in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+            os.killpg(leader, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)

@@ -228,7 +228,7 @@ class Runner:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
             return
-        self._reaper.began(started.pid)
+        self._reaper.tell(started.pid, there=True)
         self._running[started.pid] = (started, waiting)
         self._selector.register(started.events_descriptor, selectors.EVENT_READ, lambda: self._hear(started))
 
@@ -308,7 +308,7 @@ class Runner:
             self._selector.unregister(running.events_descriptor)
         leaks = self._end_descendants(running)
         attempt = running.conclude(status, self._now(), leaks)
-        self._reaper.ended(pid)
+        self._reaper.tell(pid, there=False)
         self._pool.give_back(running.lent)
         self._learn(running)
         self._finish(waiting, attempt)

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host
+from torch_fsdp_tests import host, messages
+from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.ranks import leaks, rendezvous
-from torch_fsdp_tests.ranks.channel import Channel
 from torch_fsdp_tests.ranks.outcome import Outcome
+from torch_fsdp_tests.ranks.protocol import ORDERS, Leaked, MadeSharedFile, Reported, RunTest, Start, Waits
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 
@@ -71,29 +72,30 @@ class Assignment:
     are threads. ``directory`` belongs to the test alone and goes with it.
     """
 
-    def __init__(self, request: Mapping, index: int, channel: Channel) -> None:
+    def __init__(self, request: Start, index: int, connection: Connection) -> None:
         self.index = index
-        self.test: str | None = request["test"]
-        self.world_size: int = request["world_size"]
-        self.directory = Path(request["directory"])
-        self.file_name: str = request["file_name"]
-        self._channel = channel
+        self.test = request.task.test
+        self.world_size = request.task.world_size
+        self.directory = Path(request.directory)
+        self.file_name = request.file_name
+        self._connection = connection
         self._leaving = False
+
+    def _tell(self, message: Any) -> None:
+        with _reporting:
+            self._connection.send(message)
 
     def report(self, outcome: Outcome) -> None:
         """Tell the test process how a rank came out. Safe to call from any thread of the process."""
-        with _reporting:
-            self._channel.send({"outcome": outcome.to_json(), "at": time.monotonic(), "leaving": self._leaving})
+        self._tell(Reported(self.index, outcome, time.monotonic(), self._leaving))
 
     def name_leak(self, leak: str) -> None:
         """Tell the test process of something that a test left behind in this rank; before the outcome is told."""
-        with _reporting:
-            self._channel.send({"leak": leak})
+        self._tell(Leaked(self.index, leak))
 
     def name_shared_file(self, name: str) -> None:
         """Tell the test process of a file in shared memory, which it will remove unless somebody has done so."""
-        with _reporting:
-            self._channel.send({"shared": name})
+        self._tell(MadeSharedFile(name))
 
     def meet(self) -> None:
         """Wait until every other rank has come as far, has reported or is gone.
@@ -101,9 +103,8 @@ class Assignment:
         What a rank ends after it, such as a process group, no other rank is still busy to make. (Making one is no
         barrier: c10d's ``_is_barrier_after_init``.)
         """
-        with _reporting:
-            self._channel.send({"met": True})
-        self._channel.receive()
+        self._tell(Waits(self.index))
+        self._connection.receive()
 
     def leave(self) -> None:
         """Take no further test, since the last one has left what cannot be undone; after the next report."""
@@ -114,22 +115,22 @@ class Assignment:
         if self.test is not None:
             yield self.test
             return
-        while not self._leaving and (message := self._channel.receive()) is not None and "test" in message:
-            yield message["test"]
+        while not self._leaving and isinstance(order := self._connection.receive(), RunTest):
+            yield order.test
 
 
 _reporting = threading.RLock()  # a thread that reports may come to report once more, of a file that was opened for it
 
 
-def main(request: Mapping, index: int, channel: Channel, last_words: int, server: int) -> None:
+def main(request: Start, index: int, channel: int, last_words: int, server: int) -> None:
     """Run a rank to its end; never returns."""
     global _in_rank
     _in_rank = True
     code = 1
     try:
         _settle(request, index, last_words, server)
-        target = find(request["module"], request["qualname"])
-        assignment = Assignment(request, index, channel)
+        target = find(request.task.module, request.task.qualname)
+        assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), ORDERS))
         rendezvous.join(assignment.file_name, index, assignment.world_size)
         leaks.watch_shared_memory(assignment.name_shared_file)
         target._serve_rank(assignment)
@@ -156,7 +157,7 @@ def _exit_code(leaving: SystemExit) -> int:
     return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
 
 
-def _settle(request: Mapping, index: int, last_words: int, server: int) -> None:
+def _settle(request: Start, index: int, last_words: int, server: int) -> None:
     """Cut what ties the process to the one it was forked from."""
     host.die_with_parent(server)
     if os.getsid(0) != os.getpid():
@@ -170,9 +171,9 @@ def _settle(request: Mapping, index: int, last_words: int, server: int) -> None:
     }.items():
         signal.signal(number, action)
     atexit._clear()  # what the test process registered is for the test process to do
-    _set_environment(request["environment"])
-    os.chdir(request["cwd"])
-    directory = Path(request["directory"])
+    _set_environment(request.environment)
+    os.chdir(request.cwd)
+    directory = Path(request.directory)
     scratch = directory / "tmp"
     scratch.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(scratch)
@@ -209,15 +210,17 @@ def _redirect(output: Path) -> None:
 def fresh() -> None:
     """Entry of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL LAST_WORDS``."""
     directory, index, channel, last_words = sys.argv[1:]
-    request = json.loads((Path(directory) / "request.json").read_text())
-    prepare_interpreter(request["preparation"])
-    main(request, int(index), Channel(socket.socket(fileno=int(channel))), int(last_words), os.getppid())
+    request = messages.decode((Path(directory) / "request.json").read_bytes(), [Start])
+    prepare_interpreter(request.preparation)
+    main(request, int(index), int(channel), int(last_words), os.getppid())
 
 
-def prepare_interpreter(preparation: Mapping) -> None:
+def prepare_interpreter(preparation: str) -> None:
     """Make a fresh interpreter look like the test process: path, arguments, main module, test classes."""
     from multiprocessing import spawn
 
-    spawn.prepare(dict(preparation))
-    for module in preparation.get("modules", ()):
+    recipe = json.loads(preparation)
+    modules = recipe.pop("modules")
+    spawn.prepare(recipe)
+    for module in modules:
         importlib.import_module(module)

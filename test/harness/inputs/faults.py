@@ -844,8 +844,7 @@ class EveryKind(Processes):
         threads, stay = RankGroup(ThreadHangs, name, 2, threads=True), RankGroup(StayingHangs, None, 2)
         self.addCleanup(threads.close)
         self.addCleanup(stay.close)
-        for process in stay.processes:
-            process.channel.send({"test": name})
+        stay.begin(name)
 
     def test_no_end(self):
         Hangs.test_hang_ignoring_sigterm(self)

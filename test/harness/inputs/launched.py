@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase, requires
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.ranks import RankGroup
+from torch_fsdp_tests.ranks.launched import LaunchedRanks
+from torch_fsdp_tests.ranks.local import LocalRanks
+from torch_fsdp_tests.ranks.protocol import EndRank
 
 LAUNCHED, RANK = os.getpid(), os.environ.get("RANK")  # forked ranks keep the id of the process that the launcher made
 FOREVER = 1000  # seconds
@@ -75,30 +78,33 @@ class TestHeardLate(FSDPTest):
 
 
 class TestHeardAtTheLimit(FSDPTest):
-    """Rank 0's process hears that rank 1 hangs while it asks its own rank, which waits for the others, for stacks."""
+    """Rank 0 hears of the end of rank 1, which hangs, while it asks all for stacks; the others wait for it."""
 
     test_hangs = TestAll.test_hangs
 
 
-start = RankGroup._start
+start, ask_for_stacks = LocalRanks.start, LaunchedRanks.ask_for_stacks
 
 
-def start_and_be_late(group, cls, *arguments):
-    start(group, cls, *arguments)
-    if cls is TestHeardLate and RANK == "1":
+def start_and_be_late(place, task, *arguments):
+    start(place, task, *arguments)
+    place.cls = task.qualname
+    if place.cls == "TestHeardLate" and RANK == "1":
         time.sleep(2)
-    if cls is TestHeardAtTheLimit and RANK == "0":
-        ask_for_stacks = group._ask_for_stacks
-
-        def ask_and_hear_the_others():
-            ask_for_stacks()
-            while len(group._answers) < group.world_size - 1:
-                group._hear(FOREVER)
-
-        group._ask_for_stacks = ask_and_hear_the_others
 
 
-RankGroup._start = start_and_be_late
+def ask_and_hear_of_an_end(place):
+    ask_for_stacks(place)
+    if place._here.cls == "TestHeardAtTheLimit":
+        rank_1 = place._seats[0]
+        rank_1.tell(EndRank())
+        while not rank_1.over:
+            place.selector.select()
+            place._events = place.arrived()
+
+
+mock.patch.object(LocalRanks, "start", start_and_be_late).start()
+mock.patch.object(LaunchedRanks, "ask_for_stacks", ask_and_hear_of_an_end).start()
 
 
 class TestFewer(MultiProcessTestCase):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, substitutes
 from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
@@ -21,7 +21,6 @@ from torch_fsdp_tests.common_distributed import (
     requires,
     run_subtests,
 )
-from torch_fsdp_tests.common_fsdp import substitutes
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.common_utils import TestCase as _Base
@@ -94,7 +93,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
     """Every test runs in ``world_size`` rank processes; :func:`with_comms` gives it a process group.
 
     ``world_size`` is that of the device under test, at most 4. As with ``FSDPTest``, a device without a runtime of
-    its own gets the substitutes of :mod:`torch_fsdp_tests.common_fsdp.substitutes`.
+    its own gets the substitutes of :mod:`torch_fsdp_tests.substitutes`.
     """
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.distributed.multi_threaded_pg.collectives import Column, Mismatch, Part, deliver, describe
+from torch_fsdp_tests.threaded_pg.collectives import Column, Mismatch, Part, deliver, describe
 
 
 class PeerFailed(SystemExit):

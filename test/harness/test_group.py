@@ -1,0 +1,188 @@
+"""The life of a group of ranks in a place without any process: what it makes of events, in whatever order they come."""
+
+import collections
+import selectors
+import time
+from unittest import mock
+
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.messages import MessageError
+from torch_fsdp_tests.ranks import HarnessError, Kind, Outcome, RankGroup, group, protocol
+from torch_fsdp_tests.ranks.group import Stage
+
+MANY = 128  # ranks
+LIMIT = 0.2  # seconds of a test that does not end by itself
+AT_ONCE = 20  # seconds, also on a machine with much to do
+
+
+class Nowhere:
+    """A place whose processes do what the test says, and which remembers what they were told."""
+
+    file_name = "nowhere"
+
+    def __init__(self, starts=True, ends=True):
+        self.starts, self.ends = starts, ends
+        self.selector = selectors.DefaultSelector()
+        self.events = []
+        self.told = collections.defaultdict(list)  # orders, by process
+        self.asked = []
+        self.there = range(0)
+
+    def start(self, task, processes):
+        self.there = processes
+        if self.starts:
+            pids = tuple(1000 + each for each in processes)
+            self.events.append(protocol.Started(0, tuple(processes), "here", pids, time.monotonic()))
+
+    def arrived(self):
+        events, self.events = self.events, []
+        return events
+
+    def tell(self, process, order):
+        self.told[process].append(order)
+        if isinstance(order, protocol.Go | protocol.Leave):
+            self.passes(process)
+
+    def passes(self, *processes):
+        for each in processes:
+            report = protocol.Reported(each, Outcome(each, Kind.PASSED), 1.0, False)
+            self.events += [report, protocol.Ended(0, each, 0, 1.0)]
+
+    def ask_for_stacks(self):
+        self.asked.append("stacks")
+        self.events += [protocol.WroteStacks(each) for each in self.there]
+
+    def end(self):
+        self.asked.append("end")
+        self.events += [protocol.Over(0, tuple(self.there))] if self.ends else []
+
+    def give_up(self):
+        self.asked.append("give up")
+
+    def collect(self, close=False):
+        self.asked += ["close"] if close else []
+        return protocol.Collected(tuple(protocol.Remains(each, f"stack {each}", "") for each in self.there))
+
+
+class TestGroup(TestCase):
+    def group(self, world_size, place, test="test_x"):
+        made = RankGroup(type(self), test, world_size, place=place)
+        self.addCleanup(made.close)
+        return made
+
+    def test_ranks_are_let_go_when_the_last_has_come(self):
+        place = Nowhere()
+        made = self.group(MANY, place)
+        place.events += [protocol.Waits(each) for each in range(1, MANY)]
+        made._hear(0)
+        self.assertEqual(dict(place.told), {})
+        place.events.append(protocol.Waits(0))
+        reports = made.wait(AT_ONCE)
+        self.assertEqual(dict(place.told), {each: [protocol.Go()] for each in range(MANY)})
+        self.assertEqual([(each.rank, each.outcome.kind, each.ending.code) for each in reports],
+                         [(rank, Kind.PASSED, 0) for rank in range(MANY)])  # fmt: skip
+        self.assertEqual(place.asked, ["end"])
+        made.close()
+        self.assertEqual(place.asked, ["end", "close"])
+
+    def test_nobody_is_let_go_after_the_limit(self):
+        """Rank 1 hangs, and rank 0 waits for it. What comes once stacks have been asked for counts no more."""
+        place = Nowhere()
+        made = self.group(2, place)
+        place.events.append(protocol.Waits(0))
+        made._hear(0)
+        ask = place.ask_for_stacks
+
+        def ask_and_hear_of_rank_1():
+            ask()
+            place.passes(1)
+
+        with mock.patch.object(place, "ask_for_stacks", ask_and_hear_of_rank_1):
+            first, second = made.wait(LIMIT)
+        self.assertEqual(dict(place.told), {})
+        self.assertEqual((first.outcome.kind, first.ending.code), (Kind.PASSED, 0))
+        self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
+        self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
+
+    def test_causes_are_in_the_order_in_which_they_came_about(self):
+        """Not in that in which they were heard."""
+        place = Nowhere(starts=False)
+        made = self.group(2, place)
+        error = Outcome(0, Kind.ERROR, "consequence")
+        place.events = [
+            protocol.Reported(0, error, 15.0, False),
+            protocol.Started(0, (0,), "here", (1000,), 10.0),
+            protocol.Started(0, (1,), "there", (None,), 11.0),
+            protocol.Ended(0, 0, 0, 15.5),
+            protocol.Ended(0, 1, 9, 14.0),
+        ]
+        reports = made.wait(LIMIT)
+        self.assertEqual([(each.at, each.ending.signal) for each in reports], [(5.0, None), (4.0, 9)])
+        self.assertEqual([process.pid for process in made.processes], [1000, None])
+        self.assertEqual([each.host for each in reports], ["here", "there"])
+
+    def test_the_limit_counts_from_the_start_of_the_last_rank(self):
+        place = Nowhere(starts=False)
+        made = self.group(2, place)
+        began = time.monotonic()
+        place.events = [
+            protocol.Started(0, (each,), "here", (1000 + each,), began - 10 * (1 - each)) for each in (0, 1)
+        ]
+        reports = made.wait(LIMIT)
+        self.assertGreaterEqual(time.monotonic() - began, LIMIT)
+        self.assertGreaterEqual(min(each.at for each in reports), LIMIT)
+
+    @parametrize("ending", [0, 9])
+    def test_ranks_that_stay(self, ending):
+        place = Nowhere()
+        made = self.group(2, place, test=None)
+        for test in ("test_a", "test_b"):
+            self.assertTrue(made.ready())
+            made.begin(test)
+            place.events += [protocol.Reported(each, Outcome(each, Kind.PASSED), 1.0, False) for each in (0, 1)]
+            self.assertEqual([each.ending.code for each in made.wait(LIMIT)], [0, 0])
+        place.events += [protocol.Ended(0, 1, ending, 2.0)] * bool(ending)
+        self.assertEqual(made.ready(), not ending)
+        made.close()
+        words = ["rank 1 of 2 reported that it passed and then was killed by SIGKILL"]
+        self.assertEqual(made.late_deaths(), words if ending else [])
+        run = [protocol.RunTest("test_a"), protocol.RunTest("test_b")]
+        self.assertEqual(place.told[0], run if ending else [*run, protocol.Leave()])
+
+    def test_what_breaks_is_an_error_of_the_harness(self):
+        place = Nowhere()
+        made = self.group(2, place)
+        place.events += [protocol.Over(0, (0, 1)), protocol.Broken(0, "the server is gone")]
+        with self.assertRaisesRegex(HarnessError, "the server is gone"):
+            made.wait(LIMIT)
+        made.close()
+        self.assertEqual(place.asked, ["close"])  # there was nothing to end any more
+
+    def test_what_is_no_message_is_one_too(self):
+        made = self.group(1, Nowhere())
+        with mock.patch.object(Nowhere, "arrived", side_effect=MessageError("this is not a message")):
+            with self.assertRaisesRegex(HarnessError, "cannot be understood: this is not a message"):
+                made.wait(LIMIT)
+
+    def test_an_end_that_does_not_come(self):
+        place = Nowhere(ends=False)
+        made = self.group(1, place)
+        place.passes(0)
+        with mock.patch.multiple(group, KILL_LIMIT=LIMIT, GRACE=LIMIT):
+            with self.assertRaisesRegex(HarnessError, "did not end the ranks in time"):
+                made.wait(LIMIT)
+        self.assertEqual(place.asked, ["end", "give up"])
+
+    def test_stages_go_forward(self):
+        back = {(a, b) for a in Stage for b in Stage if a > b and a.may_become(b)}
+        self.assertEqual(back, {(Stage.IDLE, Stage.RUNNING)})
+        made = self.group(1, Nowhere())
+        made.close()
+        with self.assertRaisesRegex(HarnessError, "cannot go from OVER to RUNNING"):
+            made.begin("test_y")
+
+
+instantiate_parametrized_tests(TestGroup)
+
+if __name__ == "__main__":
+    run_tests()

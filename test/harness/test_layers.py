@@ -1,0 +1,84 @@
+"""No module of the package imports one that stands higher: read from the syntax trees, imports inside functions too."""
+
+import ast
+from pathlib import Path
+
+import torch_fsdp_tests
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+PACKAGE = Path(torch_fsdp_tests.__file__).parent
+
+# The lowest first. Names of one line may import each other. What is not listed stands above all.
+LAYERS = [
+    {"events", "messages", "verdict"},
+    {"host", "launcher", "forkserver", "vendors"},
+    {"torch_facts", "torch_names", "accelerator", "accelerator_probe"},
+    {"ranks", "threaded_pg"},
+    {"common_utils", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},
+    {"substitutes", "common_distributed"},
+    {"distributed"},
+    {"common_fsdp"},
+    {"fsdp"},
+]
+TOP = len(LAYERS)
+# The dispatcher never imports torch, so it stands on the lowest alone.
+OF_DISPATCH = LAYERS[0] | LAYERS[1] | {"dispatch"}
+
+
+def layer(name):
+    return next((number for number, names in enumerate(LAYERS) if name in names), TOP)
+
+
+def imports(source, package):
+    """The parts of the package that a module imports: the first name below it. ``package`` holds the module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            if first == PACKAGE.name and rest:
+                yield rest[0]
+
+
+def modules():
+    """Each module: its path below the package, the package that holds it, its part of the whole."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        below = path.relative_to(PACKAGE)
+        yield below, (PACKAGE.name, *below.parts[:-1]), below.parts[0].removesuffix(".py")
+
+
+class TestLayers(TestCase):
+    def test_no_module_imports_a_higher_one(self):
+        upward = [
+            f"{path} imports {imported}"
+            for path, package, part in modules()
+            for imported in imports((PACKAGE / path).read_text(), package)
+            if layer(imported) > layer(part)
+        ]
+        self.assertEqual(upward, [])
+
+    def test_the_dispatcher_stands_on_the_lowest_alone(self):
+        found = {
+            imported
+            for path, package, part in modules()
+            if part == "dispatch"
+            for imported in imports((PACKAGE / path).read_text(), package)
+        }
+        self.assertEqual(found - OF_DISPATCH, set())
+
+    def test_all_kinds_of_imports_are_seen(self):
+        source = "import torch_fsdp_tests.a.b\nfrom torch_fsdp_tests import c\nfrom torch_fsdp_tests.d.e import f\n"
+        relative = (
+            "def function():\n    from . import g\n    from .. import h\n    from ..i import j\n    import torch.k\n"
+        )
+        self.assertEqual(list(imports(source + relative, ("torch_fsdp_tests", "x"))), ["a", "c", "d", "x", "h", "i"])
+
+
+if __name__ == "__main__":
+    run_tests()

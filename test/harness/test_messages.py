@@ -1,0 +1,143 @@
+"""What processes say to each other: typed values over a socket, and what happens when something else comes."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from torch_fsdp_tests import messages
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.messages import Connection, MessageError
+from torch_fsdp_tests.ranks import protocol
+from torch_fsdp_tests.ranks.outcome import Kind, Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    numbers: tuple[int, ...]
+    kind: Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    named: dict[str, Inner]
+    maybe: Inner | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    descriptors: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    text: str
+
+
+SILENT = 3  # seconds
+INNER = Inner((1, 2), Kind.SKIPPED)
+
+
+class TestMessages(TestCase):
+    def pair(self, *expected):
+        self.ends = ours, theirs = socket.socketpair()
+        for end in self.ends:
+            end.settimeout(10)
+            self.addCleanup(end.close)
+        return Connection(ours, expected), Connection(theirs, expected)
+
+    @parametrize(
+        "message",
+        [
+            Outer(INNER, {"a": INNER}, None, 1.5),
+            Plain("line\nof \udcff and \u2603"),
+            protocol.Reported(1, Outcome(3, Kind.FAILED, "text", 0.5, 2, ("why",), True), 12.5, True),
+            protocol.Started(1, (0, 1), "here", (None, 17), 0.25),
+            protocol.Go(),
+        ],
+        name_fn=lambda message: type(message).__name__,
+    )
+    def test_comes_back_as_it_was(self, message):
+        mine, other = self.pair(Files, type(message))
+        mine.send(message)
+        self.assertEqual(vars(other.receive()), vars(message))
+
+    def test_files_come_with_their_own_message(self):
+        mine, other = self.pair(Files, Plain)
+        for text in (b"first", b"second"):
+            read, write = os.pipe()
+            os.write(write, text)
+            os.close(write)
+            mine.send(Plain("before"))
+            mine.send(Files((read,)))
+            os.close(read)
+        for text in (b"first", b"second"):
+            self.assertEqual(other.receive(), Plain("before"))
+            (read,) = other.receive().descriptors
+            self.assertEqual(os.read(read, 100), text)
+            os.close(read)
+
+    def test_reading_what_is_there_never_waits(self):
+        mine, other = self.pair(Plain)
+        self.ends[1].settimeout(None)
+        whole = messages.encode(Plain("x" * 100_000)) + b"\n"
+        self.ends[0].sendall(messages.encode(Plain("first")) + b"\n" + whole[:70_000])
+        self.assertEqual(list(other.arrived()), [Plain("first")])
+        self.assertEqual(list(other.arrived()), [])
+        self.ends[0].sendall(whole[70_000:])
+        self.assertEqual([len(message.text) for message in other.arrived()], [100_000])
+        self.assertFalse(other.closed)
+        mine.close()
+        self.assertEqual(list(other.arrived()), [])
+        self.assertTrue(other.closed)
+        self.assertIsNone(other.receive())
+
+    @parametrize(
+        "line,words",
+        [
+            (b"garbage", "this is not a message: b'garbage'"),
+            (b"[1, 2, 3]", "this is not a message"),
+            (b'["Nobody", {}]', r"type 'Nobody' was not expected here \(expected: Plain, Outer\)"),
+            (b'["Plain", {"text": 1}]', "not a valid message of the type Plain.*1 is not of the type str"),
+            (b'["Plain", {}]', "not a valid message of the type Plain.*text"),
+            (b'["Plain", {"text": "", "more": 1}]', "not a valid message of the type Plain.*more"),
+            (b'["Outer", {"inner": 3}]', "not a valid message of the type Outer"),
+        ],
+        name_fn=lambda line, words: "".join(filter(str.isalnum, line.decode())),
+    )
+    def test_what_is_no_message_is_an_error_with_words(self, line, words):
+        _, other = self.pair(Plain, Outer)
+        self.ends[0].sendall(line + b"\n")
+        with self.assertRaisesRegex(MessageError, words):
+            other.receive()
+
+    def test_files_that_did_not_come_are_an_error(self):
+        _, other = self.pair(Files)
+        self.ends[0].sendall(messages.encode(Files((7,))) + b"\n")
+        with self.assertRaisesRegex(MessageError, "Files came without its descriptors"):
+            other.receive()
+
+
+class TestSilence(TestCase):
+    @parametrize("data", [False, True])
+    def test_a_silent_machine_is_known(self, data):
+        """Also while data waits for it, when the kernel does not ask whether it is there."""
+        file = str(Path(__file__).parent / "inputs" / "silent.py")
+        command = [sys.executable, file, str(SILENT), *["data"] * data]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if "no network of its own" in done.stderr:
+            self.skipTest(done.stderr.strip())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertLess(float(done.stdout), 3 * SILENT)
+
+
+instantiate_parametrized_tests(TestMessages)
+instantiate_parametrized_tests(TestSilence)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,27 @@
+"""Upstream's name for the process group whose ranks are threads, :mod:`torch_fsdp_tests.threaded_pg`."""
+
+from torch_fsdp_tests.threaded_pg import (
+    CollectiveError,
+    CollectiveTimeout,
+    Mismatch,
+    PeerFailed,
+    ProcessLocalGroup,
+    ThreadedWork,
+    ThreadLocalWorld,
+    _create_threaded_pg,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeout",
+    "Mismatch",
+    "PeerFailed",
+    "ProcessLocalGroup",
+    "ThreadLocalWorld",
+    "ThreadedWork",
+    "_create_threaded_pg",
+    "_install_threaded_pg",
+    "_uninstall_threaded_pg",
+]

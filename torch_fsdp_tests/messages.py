@@ -1,0 +1,159 @@
+"""Messages between processes: frozen dataclasses over a socket, both ends and the standard library only.
+
+A message is one line of JSON that names its type. Each end of a connection says which types it expects, and anything
+else that arrives is an error with words. A message with a field ``descriptors`` takes the open files of that name along
+(over a Unix socket); the receiver finds its own numbers for them there.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import enum
+import functools
+import json
+import socket
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_INT = array.array("i")  # as the kernel passes descriptors
+SILENCE_LIMIT = 25  # seconds without a sign of life after which another machine is taken to be gone
+MOST_DESCRIPTORS = 250  # in one message; the kernel passes 253 (SCM_MAX_FD)
+
+
+class MessageError(ValueError):
+    """What came over a connection is not a message that this end expects."""
+
+
+def encode(message: Any) -> bytes:
+    """One line without its end."""
+    return json.dumps([type(message).__name__, dataclasses.asdict(message)]).encode()
+
+
+def decode(line: bytes, expected: Iterable[type]) -> Any:
+    """The message in a line. Raises :class:`MessageError` when it is none of the ``expected`` types."""
+    try:
+        name, fields = json.loads(line)
+    except (ValueError, TypeError) as error:
+        raise MessageError(f"this is not a message: {line[:200]!r}") from error
+    found = next((each for each in expected if each.__name__ == name), None)
+    if found is None:
+        names = ", ".join(each.__name__ for each in expected)
+        raise MessageError(f"a message of the type {name!r} was not expected here (expected: {names})")
+    try:
+        return _value(found, fields)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise MessageError(f"this is not a valid message of the type {name}: {line[:200]!r} ({error})") from error
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _value(hint: Any, data: Any) -> Any:
+    """What an annotation makes of JSON data. Raises what comes when they do not fit."""
+    inner = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Union | types.UnionType:
+            return None if data is None else _value(inner[0], data)
+        case origin if origin is tuple:
+            return tuple(_value(inner[0], each) for each in data)
+        case origin if origin is dict:
+            return {key: _value(inner[1], each) for key, each in data.items()}
+    if hasattr(hint, "__dataclass_fields__"):
+        return hint(**{name: _value(_hints(hint)[name], each) for name, each in data.items()})
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(data)
+    if isinstance(hint, type) and not isinstance(data, (int, float) if hint is float else hint):
+        raise TypeError(f"{data!r} is not of the type {hint.__name__}")
+    return data
+
+
+class Connection:
+    """One end of a connection, and the types of message that it expects.
+
+    A process that watches others reads with :meth:`arrived`, which never waits: one that stops in the middle of a
+    message cannot hold it up. A process that has nothing else to do reads with :meth:`receive`, which waits.
+    """
+
+    def __init__(self, end: socket.socket, expected: Iterable[type]) -> None:
+        self._end, self._expected = end, tuple(expected)
+        self._pending = b""
+        self._descriptors: list[int] = []  # that have come, for messages that are still pending
+        self.closed = False  # the other side has left
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def close(self) -> None:
+        self._end.close()
+
+    def send(self, message: Any) -> None:
+        """Send one message. Raises ``OSError`` when the other side is gone."""
+        line = encode(message) + b"\n"
+        descriptors = getattr(message, "descriptors", ())
+        sent = socket.send_fds(self._end, [line], descriptors) if descriptors else 0
+        self._end.sendall(line[sent:])
+
+    def arrived(self) -> Iterator[Any]:
+        """Every whole message that is there already, read as it is asked for; ``closed`` when no more can come."""
+        while True:
+            while b"\n" in self._pending:
+                yield self._next()
+            if not self._read(socket.MSG_DONTWAIT):
+                return
+
+    def receive(self) -> Any | None:
+        """The next message, waited for; None when the other side has left. The socket's own time-out is an error."""
+        while b"\n" not in self._pending:
+            if not self._read(0):
+                return None
+        return self._next()
+
+    def _read(self, flags: int) -> bool:
+        """Whether anything has come."""
+        if self.closed:
+            return False
+        try:
+            # As socket.recv_fds, which takes no notice of flags.
+            data, extras, _, _ = self._end.recvmsg(1 << 16, socket.CMSG_LEN(MOST_DESCRIPTORS * _INT.itemsize), flags)
+        except (BlockingIOError, TimeoutError):
+            if flags:
+                return False
+            raise
+        except OSError:
+            data, extras = b"", []
+        self._pending += data
+        for level, kind, content in extras:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) - len(content) % _INT.itemsize
+                self._descriptors += array.array(_INT.typecode, content[:whole])
+        self.closed = not data
+        return not self.closed
+
+    def _next(self) -> Any:
+        line, self._pending = self._pending.split(b"\n", 1)
+        message = decode(line, self._expected)
+        count = len(getattr(message, "descriptors", ()))
+        if not count:
+            return message
+        mine, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
+        if len(mine) < count:
+            raise MessageError(f"a message of the type {type(message).__name__} came without its descriptors")
+        return dataclasses.replace(message, descriptors=mine)
+
+
+def watch_for_loss(end: socket.socket, limit: int = SILENCE_LIMIT) -> None:
+    """Have the kernel end a connection whose other side is silent for ``limit`` seconds.
+
+    When nothing is under way it asks now and then whether the other side is there. It does not ask while it waits for
+    data to be acknowledged, and would go on for many minutes without the limit of its own that TCP has for that.
+    """
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    asks = max(1, limit // 5)
+    options = {"TCP_KEEPIDLE": asks, "TCP_KEEPINTVL": asks, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": limit * 1000}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

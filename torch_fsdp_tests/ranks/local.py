@@ -1,0 +1,226 @@
+"""The processes of a group on this machine, which its rank server starts and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch_fsdp_tests import accelerator, host
+from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.ranks import protocol
+from torch_fsdp_tests.ranks.outcome import TEXT_LIMIT, HarnessError, death_of_server, shorten_stacks
+from torch_fsdp_tests.ranks.rank import STACKS_SIGNAL
+from torch_fsdp_tests.ranks.server import living_server, preparation, start_method
+
+__unittest = True
+
+_numbers = itertools.count()  # of starts
+_TORCHS_CACHE = "torchinductor"  # begins the name of the folder where torch keeps what it has compiled
+
+
+class _Process:
+    """This side of one process: the channel on which it speaks, its last words, and its output."""
+
+    def __init__(self, channel: socket.socket, last_words: int, output: Path) -> None:
+        self.channel = Connection(channel, protocol.FROM_RANK)
+        self.last_words = last_words
+        self.words = b""
+        self.silent = False  # the process, and all that it has forked, will write no more last words
+        self.output = output
+        self.output_start = 0  # bytes of its output that belong to earlier tests
+
+    def read_words(self) -> bool:
+        """Whether there are new ones."""
+        before = len(self.words)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.last_words, 1 << 16):
+                self.words += data
+            self.silent = True
+        return len(self.words) > before
+
+
+class LocalRanks:
+    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): processes of this machine.
+
+    They share a directory, which is made by :meth:`start` and removed by :meth:`collect` with ``close``.
+    """
+
+    def __init__(self, file_name: str | None = None) -> None:
+        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self.over = True  # nothing of the processes is left, or there yet
+        self._directory = Path(tempfile.gettempdir(), f"torch_fsdp_tests-{secrets.token_urlsafe(6)}")
+        self.file_name = file_name or str(self._directory / "rendezvous")
+        self._processes: dict[int, _Process] = {}
+        self._pids: set[int] = set()
+        self._shared: set[str] = set()  # names of files in shared memory that the ranks have made
+
+    def start(
+        self, task: protocol.Task, processes: Iterable[int], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._directory.mkdir(mode=0o700)
+        (self._directory / "rendezvous").touch()
+        self._server = living_server()
+        theirs: list[int] = []
+        try:
+            for index in processes:
+                channel, other = socket.socketpair()
+                read, write = os.pipe()
+                os.set_blocking(read, False)
+                theirs += [other.detach(), write]
+                self._processes[index] = _Process(channel, read, self._directory / f"output{index}")
+            self._start = next(_numbers)
+            self._server.connection.send(
+                protocol.Start(
+                    start=self._start,
+                    task=task,
+                    processes=tuple(self._processes),
+                    file_name=self.file_name,
+                    directory=str(self._directory),
+                    cwd=os.getcwd(),
+                    environment=dict(environment_of_ranks() if environment is None else environment),
+                    preparation=preparation() if start_method() == "spawn" else None,
+                    descriptors=tuple(theirs),
+                )
+            )
+        except OSError as error:
+            raise HarnessError(self._why_dead()) from error
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        self.over = False
+        self.selector.register(self._server.connection, selectors.EVENT_READ)
+        for index, process in self._processes.items():
+            self.selector.register(process.channel, selectors.EVENT_READ, index)
+            self.selector.register(process.last_words, selectors.EVENT_READ, index)
+
+    def arrived(self) -> list[protocol.Event]:
+        """The server's word comes first, for it may tell of the first death, but after what the dead rank has said."""
+        events: list[protocol.Event] = []
+        ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
+        if not self.over:
+            for message in self._server.arrived(self._start):
+                if isinstance(message, protocol.Ended):
+                    events += self._said_by(message.process)
+                elif isinstance(message, protocol.Started):
+                    self._pids.update(pid for pid in message.pids if pid is not None)
+                elif isinstance(message, protocol.Over):
+                    self.over = True
+                events.append(message)
+            if self._server.connection.closed and not self.over:
+                self.over = True
+                events += [
+                    protocol.Over(self._start, tuple(self._processes)),
+                    protocol.Broken(self._start, self._why_dead()),
+                ]
+            if self.over:
+                self._ignore(self._server.connection)
+        for index in self._processes.keys() & ready:
+            events += self._said_by(index)
+        return events
+
+    def _said_by(self, index: int) -> Iterable[protocol.Event]:
+        process = self._processes[index]
+        if process.read_words():
+            yield protocol.WroteStacks(index)
+        for message in process.channel.arrived():
+            if isinstance(message, protocol.MadeSharedFile):
+                self._shared.add(message.name)
+            else:
+                yield message
+        if process.channel.closed:
+            self._ignore(process.channel)
+        if process.silent:
+            self._ignore(process.last_words)
+
+    def _ignore(self, source: Connection | int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(source)
+
+    def tell(self, process: int, order: protocol.Order) -> None:
+        if isinstance(order, protocol.RunTest):
+            output = self._processes[process].output
+            self._processes[process].output_start = output.stat().st_size if output.exists() else 0
+        with contextlib.suppress(OSError):  # it is gone, which the server will tell
+            self._processes[process].channel.send(order)
+
+    def ask_for_stacks(self) -> None:
+        self._ask(protocol.Signal(self._start, STACKS_SIGNAL))
+
+    def end(self) -> None:
+        self._ask(protocol.End(self._start))
+
+    def _ask(self, request: protocol.Signal | protocol.End) -> None:
+        with contextlib.suppress(OSError):  # the server's death is heard
+            self._server.connection.send(request)
+
+    def give_up(self) -> None:
+        self.over = True
+        self._server.reap_dead()
+
+    def collect(self, close: bool = False) -> protocol.Collected:
+        remains = []
+        for index, process in self._processes.items():
+            process.read_words()
+            stacks = shorten_stacks(process.words.decode(errors="backslashreplace"))
+            remains.append(protocol.Remains(index, stacks, _text_of(process.output, process.output_start)))
+        leaks = self._remove_files()
+        if close:
+            while self._processes:
+                _, process = self._processes.popitem()
+                process.channel.close()
+                os.close(process.last_words)
+            self.selector.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return protocol.Collected(tuple(remains), tuple(leaks))
+
+    def _remove_files(self) -> list[str]:
+        """Remove the files that the ranks have left in their temporary directory and in shared memory; in words."""
+        leaks = []
+        scratch = self._directory / "tmp"
+        left = [path for path in sorted(scratch.glob("*")) if not path.name.startswith(_TORCHS_CACHE)]
+        if left:
+            shown = ", ".join(path.name for path in left[:5]) + (" ..." if len(left) > 5 else "")
+            leaks.append(f"left in the temporary directory: {shown}")
+        for path in left:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        made = {Path(host.SHARED_MEMORY, name) for name in self._shared} | set(host.shared_memory_of(self._pids))
+        self._shared.clear()
+        for path in sorted(made):
+            if path.exists():
+                leaks.append(f"left in shared memory: {path.name}")
+                path.unlink(missing_ok=True)
+        return leaks
+
+    def _why_dead(self) -> str:
+        return f"{death_of_server(self._server.reap_dead())}; the next test gets a new one"
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """This process' environment, and the loopback interface for gloo unless somebody has chosen another."""
+    return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **accelerator.environment(), **os.environ}
+
+
+def _text_of(path: Path, start: int) -> str:
+    """Head and tail of an output file from byte ``start`` on, however large it is and whatever bytes are in it."""
+    try:
+        size = path.stat().st_size - start
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(TEXT_LIMIT // 2 if size > TEXT_LIMIT else TEXT_LIMIT)
+            if size > TEXT_LIMIT:
+                file.seek(-(TEXT_LIMIT // 2), os.SEEK_END)
+                data += b"\n... %d bytes left out ...\n" % (size - TEXT_LIMIT // 2 * 2) + file.read()
+    except FileNotFoundError:
+        return ""
+    return data.decode(errors="backslashreplace").strip()

@@ -1,0 +1,248 @@
+"""What the processes of a test say to each other: every message there is, by who sends it.
+
+The *processes* of a group are numbered from 0. Each hosts one rank, of the same number, or all ranks as threads.
+Moments (``at``) are seconds of ``time.monotonic()`` on the machine of whoever reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+from torch_fsdp_tests.ranks.outcome import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a group of ranks is there for: one test of a class, or, without one, the tests that are sent to them."""
+
+    module: str
+    qualname: str
+    test: str | None
+    world_size: int
+
+
+# --- a group to one of its processes ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunTest:
+    """Run one more test."""
+
+    test: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Go:
+    """All other ranks have come as far as this one, which waits for them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leave:
+    """There is no further test."""
+
+
+Order = RunTest | Go | Leave
+ORDERS = get_args(Order)
+
+
+# --- what happens to the processes of a group -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Reported:
+    """A rank says how its test came out, and whether its process takes no further test."""
+
+    process: int
+    outcome: Outcome
+    at: float
+    leaving: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """The rank of a process has come to the end of its test, and waits for all others."""
+
+    process: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaked:
+    """A test has left something behind in a process, which has been undone."""
+
+    process: int
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeSharedFile:
+    """A process has made a file in shared memory, which is to be removed unless somebody has done so."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WroteStacks:
+    """A process has written (a part of) its last words, such as the stacks that it was asked for."""
+
+    process: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """Processes are there, on this host, with these process ids (None for those of other machines)."""
+
+    start: int
+    processes: tuple[int, ...]
+    host: str
+    pids: tuple[int | None, ...]
+    at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """A process was stopped by a signal."""
+
+    start: int
+    process: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A process has ended with this wait status."""
+
+    start: int
+    process: int
+    status: int
+    at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """Nothing is left of these processes. ``leaks`` are the commands of what they had started and lost."""
+
+    start: int
+    processes: tuple[int, ...]
+    leaks: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """The harness itself failed, for the reason given."""
+
+    start: int
+    why: str
+
+
+FROM_RANK = (Reported, Waits, Leaked, MadeSharedFile)
+FROM_SERVER = (Started, Stopped, Ended, Over, Broken)
+Event = Reported | Waits | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
+EVENTS = get_args(Event)
+
+
+# --- the test process to its rank server ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Start processes. For each there are two descriptors: its channel, and the pipe for its last words."""
+
+    start: int
+    task: Task
+    processes: tuple[int, ...]
+    file_name: str
+    directory: str
+    cwd: str
+    environment: dict[str, str]
+    preparation: str | None  # of interpreters of their own; None where the processes are to be forked
+    descriptors: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """Send a signal to the processes of a start."""
+
+    start: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """Kill what is left of a start, down to processes that its ranks have started and lost."""
+
+    start: int
+
+
+REQUESTS = (Start, Signal, End)
+
+
+# --- between the processes that a launcher made: rank 0 and the others ------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """A launched process introduces itself. ``clock`` is its ``time.time()`` less its ``time.monotonic()``."""
+
+    secret: str
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    clock: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StartRank:
+    """Start the rank of this launched process, with what the test has changed in the environment of rank 0."""
+
+    task: Task
+    file_name: str
+    local_ranks: tuple[int, ...]
+    one_host: bool
+    changed: dict[str, str]
+    removed: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AskForStacks:
+    """Have the rank write its stacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EndRank:
+    """Kill what is left of the rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collect:
+    """Tell what the rank has written and left behind; with ``close``, once nothing of it is left any more."""
+
+    close: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+    """The run is over; leave with this exit status."""
+
+    status: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Remains:
+    """What a process has written during its test."""
+
+    process: int
+    stacks: str
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """The answer to :class:`Collect`."""
+
+    remains: tuple[Remains, ...] = ()
+    leaks: tuple[str, ...] = ()
+
+
+TO_SEAT = (*ORDERS, StartRank, AskForStacks, EndRank, Collect, Dismiss)
+FROM_SEAT = (*EVENTS, Collected)
