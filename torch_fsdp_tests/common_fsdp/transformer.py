@@ -9,16 +9,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_utils.seed import manual_seed
 
 from .device import get_devtype
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
 from .states import _move_to_device
 
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 
 
 class TransformerWithSharedParams(FSDPTestModel):
@@ -98,7 +98,8 @@ class TransformerWithSharedParams(FSDPTestModel):
             "auto_wrap_policy": ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}),
             **(fsdp_kwargs or {}),
         }
-        fsdp_makes_groups = kwargs.get("sharding_strategy") in _HYBRID and not isinstance(group, tuple)
+        is_hybrid = kwargs.get("sharding_strategy") in _fsdp1_init.HYBRID_SHARDING_STRATEGIES
+        fsdp_makes_groups = is_hybrid and not isinstance(group, tuple)
         wrapped = FSDP(model, None if fsdp_makes_groups else group, **kwargs)
         return wrapped.to(get_devtype()) if device_init_mode is DEVICEInitMode.DEVICE_AFTER else wrapped
 

@@ -4,6 +4,6 @@
 part of a tensor lies on which rank. ``combinations``: subtests for all parameter sets, or for so many that every pair
 of values occurs. ``collectives``: notes of FSDP's collectives. ``training``: an FSDP2 model beside a plain one.
 ``optimizers``: steps on local shards. ``meshes``: device meshes of the ranks. ``seeded``: numbers that follow from a
-seed. ``sharded_states``: sharded state dicts of FSDP1, taken, checked and loaded. ``traffic``: the collectives that
-FSDP1 calls. ``cases``: a test case with as few ranks as will do.
+seed. ``sharded_states``: sharded state dicts of FSDP1, taken, checked and loaded. ``cases``: a test case with as few
+ranks as will do.
 """

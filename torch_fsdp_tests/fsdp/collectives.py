@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,41 +17,64 @@ from torch_fsdp_tests.fsdp import internals
 
 
 class Call(NamedTuple):
-    """A call of an all-gather (``kind`` is "AG"), a reduce-scatter ("RS") or an all-reduce ("AR")."""
+    """A call of a collective: "all_gather", "reduce_scatter" or "all_reduce", and what this rank puts in."""
 
-    kind: str
+    name: str
+    dtype: torch.dtype
+    numel: int
     kwargs: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that this rank puts in."""
+        return self.numel * self.dtype.itemsize
 
 
 class Calls(list[Call]):
     """Calls in their order."""
 
     def counts(self) -> Counter[str]:
-        """How many there are of each kind."""
-        return Counter(call.kind for call in self)
+        """How many there are of each name."""
+        return Counter(call.name for call in self)
 
-    def values(self, kind: str, name: str) -> list[Any]:
-        """What the calls of one kind were given for the keyword ``name``."""
-        return [call.kwargs[name] for call in self if call.kind == kind]
+    def values(self, name: str, keyword: str) -> list[Any]:
+        """What the calls of one name were given for a keyword."""
+        return [call.kwargs[keyword] for call in self if call.name == name]
+
+    def dtypes(self, *names: str) -> list[torch.dtype]:
+        """The dtypes that the collectives of these names sent."""
+        return [call.dtype for call in self if call.name in names]
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Calls]:
-    """Note the calls of FSDP's collectives in ``torch.distributed``.
+def recorded(*wanted: str) -> Iterator[Calls]:
+    """The collectives that FSDP calls in this rank within the context; with ``wanted`` only those of these names.
 
-    Only for ranks that are processes: threads would note the calls of all ranks.
+    Each is carried out. For ranks that are processes: threads share the patches. A gather has one name, whether it
+    fills a list of tensors, as FSDP1 asks for in host memory, or one tensor.
     """
+    names = {
+        "all_gather": "all_gather",
+        torch_facts.all_gather_name(): "all_gather",
+        torch_facts.reduce_scatter_name(): "reduce_scatter",
+        "all_reduce": "all_reduce",
+    }
     calls = Calls()
-    names = {"AG": torch_facts.all_gather_name(), "RS": torch_facts.reduce_scatter_name(), "AR": "all_reduce"}
 
-    def recording(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(Call(kind, kwargs))
-            return collective(*args, **kwargs)
+    def record(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = [*args, *kwargs.values()]
+        *outputs, sent = (each for each in arguments if isinstance(each, torch.Tensor))
+        outputs += [each for argument in arguments if isinstance(argument, list) for each in argument]
+        dtypes = {each.dtype for each in outputs} - {sent.dtype}
+        if dtypes:
+            raise AssertionError(f"{name} of {sent.dtype} into tensors of {dtypes}")
+        calls.append(Call(name, sent.dtype, sent.numel(), kwargs))
+        return collective(*args, **kwargs)
 
-        return call
-
-    replaced: dict[str, Any] = {name: recording(kind, getattr(dist, name)) for kind, name in names.items()}
+    kept = {name: short for name, short in names.items() if not wanted or short in wanted}
+    replaced: dict[str, Any] = {
+        name: functools.partial(record, short, getattr(dist, name)) for name, short in kept.items()
+    }
     with mock.patch.multiple(dist, **replaced):
         yield calls
 

@@ -32,8 +32,8 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import Call, recorded
 from torch_fsdp_tests.fsdp.references import full_parameters, room_in
-from torch_fsdp_tests.fsdp.traffic import Call, recorded_calls
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
@@ -80,9 +80,9 @@ class TestCommunication(FSDPTest):
         inputs = model.module.get_input(get_devtype())
         if requires_grad:
             inputs = tuple(each.requires_grad_() for each in inputs)
-        with recorded_calls() as forward:
+        with recorded() as forward:
             loss = model.module.get_loss(inputs, model(*inputs))
-        with recorded_calls() as backward:
+        with recorded() as backward:
             model.module.run_backward(loss)
         return {PassType.FWD: Traffic(forward), PassType.BWD: Traffic(backward)}
 
@@ -313,7 +313,7 @@ class TestExplicitUnshard(FSDPTest):
         torch.manual_seed(42 + self.rank + 1)
         for _ in range(10):
             inputs = torch.randn(batch, dim, device=device)
-            with recorded_calls("all_gather", "reduce_scatter") as calls:
+            with recorded("all_gather", "reduce_scatter") as calls:
                 losses = [each(inputs).sum() for each in both]
                 for loss in losses:
                     loss.backward()

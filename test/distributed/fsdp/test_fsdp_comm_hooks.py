@@ -20,8 +20,8 @@ from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average, full_parameters
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 default_hooks = torch_names.module("torch.distributed.algorithms._comm_hooks.default_hooks")
 
@@ -217,7 +217,7 @@ class TestCommunicationHooks(FSDPTest):
             before = self._oracle(hooked, inputs, has_wrapping)
             for each, optim in zip((hooked, mixed), optims):
                 optim.zero_grad()
-                with _memory_in_order(), recorded_calls("reduce_scatter", "all_reduce") as reductions:
+                with _memory_in_order(), recorded("reduce_scatter", "all_reduce") as reductions:
                     each(inputs).sum().backward()
                 self.assertEqual([call.dtype for call in reductions], [dtype] * instances)
             grads = _grads(hooked)

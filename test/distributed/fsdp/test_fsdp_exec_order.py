@@ -19,7 +19,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, debug_level
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.traffic import Call, recorded_calls
+from torch_fsdp_tests.fsdp.collectives import Call, recorded
 
 exec_order_utils = torch_names.module("torch.distributed.fsdp._exec_order_utils")
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
@@ -202,7 +202,7 @@ class TestFSDPExecOrder(FSDPTest):
         checks = level is dist.DebugLevel.DETAIL
         if not checks and self.rank != 0:
             model.flip_path()
-        with recorded_calls("all_gather") as gathers, _order_warnings() as found:
+        with recorded("all_gather") as gathers, _order_warnings() as found:
             self._iterate(model, device)
             self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # of each unit, the root and one path
             self._iterate(model, device)

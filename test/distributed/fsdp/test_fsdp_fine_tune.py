@@ -18,8 +18,8 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -245,7 +245,7 @@ class TestFSDPFineTune(FSDPTest):
             losses = [model(each).sum() for model, each in zip((ddp_model, fsdp_model), inputs)]
             torch.testing.assert_close(*losses)
             losses[0].backward()
-            with recorded_calls("all_reduce", "reduce_scatter") as calls:
+            with recorded("all_reduce", "reduce_scatter") as calls:
                 losses[1].backward()
             one = "all_reduce" if fsdp_model.sharding_strategy is NO_SHARD else "reduce_scatter"
             self.assertEqual([call.name for call in calls], [one] * trainable)

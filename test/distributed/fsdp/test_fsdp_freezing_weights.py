@@ -20,8 +20,8 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_full_params
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 IMAGES = (2, 3, 8, 8)  # small: the pooling makes their size indifferent to the layers
 STEPS = 3
@@ -194,7 +194,7 @@ class TestFreezingWeights(FSDPTest):
         batch = torch.randn(IMAGES, device=self.device, requires_grad=input_requires_grad)
         head = 64 * 10 + 10
         for _ in range(2):
-            with recorded_calls("reduce_scatter") as reductions, self._gathered_at_the_end() as at_the_end:
+            with recorded("reduce_scatter") as reductions, self._gathered_at_the_end() as at_the_end:
                 model(batch).sum().backward()
             self.assertEqual([call.numel for call in reductions], [head])
             # SHARD_GRAD_OP leaves it to backward to free, and no backward comes through a trunk without autograd.

@@ -17,8 +17,8 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 Batch = tuple[torch.Tensor, ...]
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -172,7 +172,7 @@ class TestGradAcc(FSDPTest):
         sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
         whole = [internals.unsharded_size(flat_param) for flat_param in flat_params]
         plain = self._model(FSDPInitMode.NO_FSDP)
-        with recorded_calls("reduce_scatter", "all_reduce") as reductions:
+        with recorded("reduce_scatter", "all_reduce") as reductions:
             with model.no_sync():
                 for batch in batches[:2]:
                     self._backward(model, batch)

@@ -28,9 +28,9 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests, xfailIf
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 init_utils = torch_names.module("torch.distributed.fsdp._init_utils")
 
@@ -245,7 +245,7 @@ class TestFSDPHybridShard(FSDPTest):
 
         inputs = model.get_input(self.device)
         loss = model.get_loss(inputs, model(*inputs))
-        with recorded_calls() as calls:
+        with recorded() as calls:
             loss.backward()
         counts = {name: [call.name for call in calls].count(name) for name in ("all_reduce", "reduce_scatter")}
         # Four layers and what is above them, in the MIXED case both in the transformer and in the root.

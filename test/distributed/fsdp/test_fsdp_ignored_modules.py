@@ -20,8 +20,8 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average, full_parameters, named, of_all_ranks
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 
 class Model(nn.Module):
@@ -282,7 +282,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_training(model, local, ignored, momentum)
 
         # Beyond upstream: of another iteration, the collectives and their order.
-        with recorded_calls() as calls:
+        with recorded() as calls:
             self._train_model(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
         self.assertEqual(of_all_ranks(calls), [calls] * self.world_size)
         # Three units are gathered and reduced, and all but the root are gathered again in backward.

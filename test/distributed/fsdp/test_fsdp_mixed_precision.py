@@ -36,9 +36,9 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters, named
-from torch_fsdp_tests.fsdp.traffic import dtypes_of, recorded_calls
 
 batchnorm = torch_names.module("torch.nn.modules.batchnorm")
 
@@ -173,14 +173,14 @@ class TestFSDPMixedPrecision(FSDPTest):
         torch.manual_seed(self.rank + 1)
         for _ in range(ITERATIONS):
             before = [param.detach().clone() for param in model.parameters()]
-            with recorded_calls() as calls:
+            with recorded() as calls:
                 (output,) = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full),))
                 self._check_low_shards_and_buffers(model, dtypes)
                 loss = scaler.scale(output.sum())
                 self.assertEqual(loss.dtype, dtypes.param)
                 loss.backward()
-            self.assertEqual(dtypes_of(calls, "all_gather"), [dtypes.param] * gathers)
-            self.assertEqual(dtypes_of(calls, "reduce_scatter", "all_reduce"), [dtypes.reduce] * instances)
+            self.assertEqual(calls.dtypes("all_gather"), [dtypes.param] * gathers)
+            self.assertEqual(calls.dtypes("reduce_scatter", "all_reduce"), [dtypes.reduce] * instances)
             self._check_low_shards_and_buffers(model, dtypes)
             for param in model.parameters():
                 self.assertEqual((param.dtype, param.grad.dtype), (dtypes.full, dtypes.full))
@@ -332,7 +332,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         low = mp_config.param_dtype or torch.float32
         for _ in range(6):
             inputs = model.module.get_input(self.device)
-            with recorded_calls() as calls:
+            with recorded() as calls:
                 output = model(*inputs)
                 loss = model.module.get_loss(inputs, output)
                 loss.backward()
@@ -389,10 +389,10 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         apart = [each for each in instances if isinstance(each.module, batchnorm._BatchNorm)]
         self.assertEqual(len(apart), norms)
         self.assertGreater(len(instances), norms + 1)  # the policy itself has wrapped some
-        with recorded_calls() as calls:
+        with recorded() as calls:
             output = model(x)
             output.sum().backward()
-        reduced = dtypes_of(calls, "reduce_scatter", "all_reduce")
+        reduced = calls.dtypes("reduce_scatter", "all_reduce")
         self.assertEqual(output.dtype, torch.float16)
         with_parameters = len(internals.handles(model))
         # Each gradient once, and of a norm that synchronizes also what it sums over the ranks in its own backward.
@@ -582,11 +582,11 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._transformer(mixed_precision=config).eval()
         inputs = model.module.get_input(self.device)
-        with recorded_calls() as calls:
+        with recorded() as calls:
             model.module.get_loss(inputs, model(*inputs)).backward()
-        reduced = dtypes_of(calls, "reduce_scatter", "all_reduce")
+        reduced = calls.dtypes("reduce_scatter", "all_reduce")
         self.assertEqual(reduced, [torch.float32 if full_precision else torch.float16] * 5)
-        self.assertEqual(set(dtypes_of(calls, "all_gather")), {torch.float32})
+        self.assertEqual(set(calls.dtypes("all_gather")), {torch.float32})
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])

@@ -17,8 +17,8 @@ from torch_fsdp_tests.common_fsdp import get_devtype, get_full_params
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
-from torch_fsdp_tests.fsdp.traffic import recorded_calls
 
 
 class Model(nn.Module):
@@ -108,9 +108,9 @@ class TestMultiForward(FewRanksTest):
                 for _ in range(2):
                     hook = mock.Mock(side_effect=internals.fsdp1_runtime._post_backward_hook)
                     with torch_names.patched(internals.fsdp1_runtime, "_post_backward_hook", hook):
-                        with recorded_calls("all_gather") as in_forward:
+                        with recorded("all_gather") as in_forward:
                             output = model(torch.ones(2, 4, device=get_devtype()))
-                        with recorded_calls("all_gather") as in_backward:
+                        with recorded("all_gather") as in_backward:
                             output.sum().backward()
                     gathers = [[call.numel for call in calls].count(inner) for calls in (in_forward, in_backward)]
                     self.assertEqual(gathers, expected)

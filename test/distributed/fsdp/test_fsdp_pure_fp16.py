@@ -19,8 +19,8 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average, full_parameters
-from torch_fsdp_tests.fsdp.traffic import dtypes_of, recorded_calls
 
 
 class TestPureFP16(FewRanksTest):
@@ -85,7 +85,7 @@ class TestPureFP16(FewRanksTest):
         self.assertEqual({param.dtype for param in model.parameters()}, {dtype})
 
         inputs = tuple(each.to(dtype) for each in model.module.get_input(get_devtype()))
-        with recorded_calls() as calls:
+        with recorded() as calls:
             output = model(*inputs)
             model.module.get_loss(inputs, output).backward()
 
@@ -100,7 +100,7 @@ class TestPureFP16(FewRanksTest):
             self.assertEqual(handle._fwd_bwd_param_dtype, param_dtype)
             self.assertEqual(handle._reduce_dtype, reduce_dtype)
         # Beyond upstream: and that is what is sent.
-        self.assertEqual(dtypes_of(calls, "reduce_scatter"), [reduce_dtype] * len(handles))
+        self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype] * len(handles))
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         self.assertGreater(len(grads), 0)
         self.assertEqual({param.dtype for param in model.parameters()}, {dtype})

@@ -240,7 +240,7 @@ class TestFullyShardAutograd(FSDPTest):
         with recorded() as calls:
             first, _ = model(self._global_and_local_input()[1])
             first.sum().backward()  # of the module that ran first, so that there is none to prefetch
-        groups = [dist.get_process_group_ranks(group) for group in calls.values("AG", "group")]
+        groups = [dist.get_process_group_ranks(group) for group in calls.values("all_gather", "group")]
         self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(4)

@@ -551,9 +551,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             twin(ids).sum().backward()
             with collectives.recorded() as calls:
                 model(ids).sum().backward()
-            self.assertEqual(set(calls.values("AG", "group")), {gathers_on})
-            self.assertEqual(set(calls.values("RS", "group")), {reduces_on})
-            self.assertEqual(calls.counts()["RS"], len(internals.fsdp_modules(model)))
+            self.assertEqual(set(calls.values("all_gather", "group")), {gathers_on})
+            self.assertEqual(set(calls.values("reduce_scatter", "group")), {reduces_on})
+            self.assertEqual(calls.counts()["reduce_scatter"], len(internals.fsdp_modules(model)))
             check_identical(self, local_grads(model), local_grads(twin))
             take_step(optims)
 
@@ -1263,8 +1263,8 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
             with collectives.recorded() as calls:
                 loss = train(each, ids)
             ops = [SUM if force_sum else AVG] * len(modules)
-            self.assertEqual(calls.values("RS", "op"), ops)
-            self.assertEqual(calls.values("AR", "op"), ops if len(mesh_shape) > 1 else [])
+            self.assertEqual(calls.values("reduce_scatter", "op"), ops)
+            self.assertEqual(calls.values("all_reduce", "op"), ops if len(mesh_shape) > 1 else [])
             return loss
 
         self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), step=step, iterations=4)

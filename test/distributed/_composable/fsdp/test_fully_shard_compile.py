@@ -650,7 +650,7 @@ class TestFullyShardCompile(CompileTest):
                         model(self._rows(iteration, self.rank)).square().sum().backward()
                     counts[-1].append(calls.counts())
                 check_sharded_parity(self, ref_model, model)
-        self.assertEqual([each["RS"] for each in counts[0]], [0, 0, 2] * 2)
+        self.assertEqual([each["reduce_scatter"] for each in counts[0]], [0, 0, 2] * 2)
         self.assertEqual(counts[1], counts[0])
         self.assertGreater(len(counting.graphs), 0)
 

@@ -123,7 +123,7 @@ class TestFullyShardFrozen(FSDPTest):
         with self._counted_post_backwards() as post_backwards, recorded() as calls:
             for iteration in range(ITERATIONS):
                 self._check_step(ref_model, model, optims, iteration, dim)
-                self.assertEqual([output.numel() for output in calls.values("RS", "output")], [numel] * 3)
+                self.assertEqual([output.numel() for output in calls.values("reduce_scatter", "output")], [numel] * 3)
                 self.assertEqual(len(post_backwards), 2)  # the input of the first MLP has no gradient
                 calls.clear()
                 post_backwards.clear()
@@ -238,7 +238,7 @@ class TestFullyShardFrozen(FSDPTest):
             # In the order of the backward. Four ranks have as many rows each, so that six rows count as eight.
             biases = 12 + 8
             expected = [(12 * 6 + 8 * 12 + biases) // 4, biases // 4]
-            self.assertEqual([output.numel() for output in calls.values("RS", "output")], expected)
+            self.assertEqual([output.numel() for output in calls.values("reduce_scatter", "output")], expected)
             self.assertEqual(len(post_backwards), 3 if input_requires_grad else 2)
             counts = {str(op): count for op, count in communication.get_comm_counts().items()}
             gathers = 6 if reshard_after_forward else 3
@@ -274,7 +274,7 @@ class TestFullyShardFrozen(FSDPTest):
                             output.square().sum().backward()
                 model.reshard()  # what no backward has reached may be whole still
                 expected = [sum(numels[name] for name in trainable) // self.world_size] * 2 if trainable else []
-                self.assertEqual([output.numel() for output in calls.values("RS", "output")], expected)
+                self.assertEqual([output.numel() for output in calls.values("reduce_scatter", "output")], expected)
                 calls.clear()
                 average_gradients(ref_model)
                 check_sharded_parity(self, ref_model, model)
@@ -294,7 +294,7 @@ class TestFullyShardFrozen(FSDPTest):
         layer.requires_grad_(True)
         with recorded() as calls:
             layer(inp := self._inputs(1, 2, 4)).sum().backward()
-        self.assertEqual([output.dtype for output in calls.values("RS", "output")], [torch.float32])
+        self.assertEqual([output.dtype for output in calls.values("reduce_scatter", "output")], [torch.float32])
         self.assertEqual(layer.weight.grad.dtype, torch.float32)
         dist.all_reduce(expected := inp.bfloat16().sum(0).float() / self.world_size)
         # Each rank's sum of two rows is rounded to bfloat16 before it is reduced.

@@ -189,7 +189,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
             average_gradients(ref_model)
             with recorded() as calls:
                 wrapped(inp).square().backward()
-            reduced = sorted(output.numel() for output in calls.values("RS", "output"))
+            reduced = sorted(output.numel() for output in calls.values("reduce_scatter", "output"))
             self.assertEqual(reduced, sorted(numel // self.world_size for numel in numels.values()))
             params = dict(wrapped.module.named_parameters())
             for name, ref_param in ref_model.named_parameters():

@@ -199,7 +199,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                 optim.zero_grad()
         check_sharded_parity(self, replica.model, model)
         self.assertTrue(replica.trained_all())
-        return [output.dtype for output in calls.values("RS", "output")]
+        return [output.dtype for output in calls.values("reduce_scatter", "output")]
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -254,7 +254,7 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                     loss.backward()
                     self.assertEqual(loss.dtype, torch.bfloat16)
                     self._check_identical(loss.detach(), replica.backward(inp))
-            self.assertEqual([output.dtype for output in calls.values("RS", "output")], [torch.float32] * 3)
+            self.assertEqual([output.dtype for output in calls.values("reduce_scatter", "output")], [torch.float32] * 3)
             replica.reduce()
             check_sharded_parity(self, replica.model, model)
             replica.step()

@@ -844,7 +844,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                 first, second = (each(tokens) for tokens in batches)
                 with collectives.recorded() as calls:
                     (first.sum() - second.sum()).square().backward()
-            self.assertEqual(calls.counts(), {"AG": gathers, "RS": inner + 1})
+            self.assertEqual(calls.counts(), {"all_gather": gathers, "reduce_scatter": inner + 1})
             average_gradients(ref_model)
             self.assertFalse(any(param.grad is None for param in model.parameters()))
             check_sharded_parity(self, ref_model, model)
@@ -1167,7 +1167,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         else:
             gathered = synced
         reduced = groups * num_microbatches if reduce_scatter_only else synced
-        expected = +Counter(AG=gathered, RS=reduced, AR=synced if len(mesh_shape) > 1 else 0)
+        all_reduced = synced if len(mesh_shape) > 1 else 0
+        expected = +Counter(all_gather=gathered, reduce_scatter=reduced, all_reduce=all_reduced)
 
         def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
             with collectives.recorded() as calls:
@@ -1216,9 +1217,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self.assertEqual(remembers_forwards, [True, True, False])  # until the last backward
         self.assertEqual(list(losses.values()), ref_losses)
         counts = calls.counts()
-        self.assertEqual(counts["RS"], 4)
+        self.assertEqual(counts["reduce_scatter"], 4)
         if not reshard_after_backward:
-            self.assertEqual(counts["AG"], 0 if use_explicit_unshard else 4)
+            self.assertEqual(counts["all_gather"], 0 if use_explicit_unshard else 4)
         check_sharded_parity(self, ref_model, model)
         ref_optim.step()
         optim.step()
