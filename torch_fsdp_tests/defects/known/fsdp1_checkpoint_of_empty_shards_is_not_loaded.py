@@ -46,5 +46,7 @@ def reproduce(rank, world_size, device):
             found = "loaded"
         except dcp.CheckpointException as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+            if "Missing key" not in found:  # such a tensor has other troubles on some devices
+                raise NotImplementedError(found) from error
         dist.barrier()
     return found, "loaded"

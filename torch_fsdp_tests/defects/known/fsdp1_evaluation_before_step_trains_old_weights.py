@@ -1,9 +1,9 @@
 """An evaluation between backward and ``optimizer.step`` makes the next training step use the old weights.
 
-FULL_SHARD leaves the root's gathered parameters in place after forward, SHARD_GRAD_OP those of every instance, and only a
-backward frees them. After an evaluation under ``no_grad`` none comes, so the next forward finds the parameters gathered
-and uses them as they are, although the optimizer has moved the shards. Flat and original parameters are alike, and no
-write in place is needed.
+FULL_SHARD leaves the root's gathered parameters in place after forward, SHARD_GRAD_OP those of every instance, and
+only a backward frees them. After an evaluation under ``no_grad`` none comes, so the next forward finds the parameters
+gathered and uses them as they are, although the optimizer has moved the shards. Flat and original parameters are
+alike, and no write in place is needed.
 """
 
 import copy
@@ -41,6 +41,6 @@ def losses(model, device):
 
 def reproduce(rank, world_size, device):
     torch.manual_seed(0)
-    plain = nn.Linear(4, 4, device=device)
+    plain = nn.Linear(4, 4).to(device)
     model = FSDP(copy.deepcopy(plain), device_id=device)
     return list(losses(model, device)), list(losses(plain, device))

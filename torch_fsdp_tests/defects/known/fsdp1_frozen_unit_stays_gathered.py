@@ -1,7 +1,7 @@
 """A frozen unit whose input needs no gradient is never freed under SHARD_GRAD_OP.
 
-No hook of backward reshards such a unit, the first of a model for example, so ``_catch_all_reshard`` is to do it at the
-end of backward. It takes a flat parameter that points to its shard, as forward has left it, for one that is freed
+No hook of backward reshards such a unit, the first of a model for example, so ``_catch_all_reshard`` is to do it at
+the end of backward. It takes a flat parameter that points to its shard, as forward has left it, for one that is freed
 already. The unit's memory is never sharded. Flat parameters only (``use_orig_params=False``).
 """
 
@@ -27,9 +27,7 @@ def reproduce(rank, world_size, device):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
     layers[0].requires_grad_(False)
     policy = ModuleWrapPolicy({nn.Linear})
-    model = FSDP(
-        layers, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, device_id=device
-    )
+    model = FSDP(layers, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, device_id=device)
     model(torch.ones(1, 4, device=device)).sum().backward()
 
     gathered = [layer._handle.flat_param._full_param_padded for layer in model.module]

@@ -1,8 +1,8 @@
 """A local state dict of a model that trains cannot be offloaded to the host.
 
 The local shard is a view of the flat parameter, made without autograd, and requires a gradient as the metadata of its
-sharded tensor say. The copy on the host, made without autograd too, requires none, and ``ShardedTensor.cpu`` refuses it
-for that difference.
+sharded tensor say. The copy on the host, made without autograd too, requires none, and ``ShardedTensor.cpu`` refuses
+it for that difference.
 """
 
 import torch

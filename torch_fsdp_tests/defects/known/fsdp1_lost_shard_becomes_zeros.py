@@ -4,7 +4,6 @@ A rank without a local shard is taken for one that lies beyond the end of a shor
 tensor's own metadata says that the rank has rows, but is not asked. ``load_state_dict`` reports that all keys match.
 """
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType

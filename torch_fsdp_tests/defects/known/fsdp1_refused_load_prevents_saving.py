@@ -1,7 +1,7 @@
 """A load that is refused in an inner FSDP instance leaves the model unable to save.
 
-The hooks before loading gather the parameters of each instance, those after loading free them. An exception in an inner
-instance skips the latter for all instances around it. What they have gathered stays gathered, and every later
+The hooks before loading gather the parameters of each instance, those after loading free them. An exception in an
+inner instance skips the latter for all instances around it. What they have gathered stays gathered, and every later
 ``state_dict`` and ``load_state_dict`` finds it so and raises.
 """
 

@@ -1,9 +1,9 @@
 """Parameters of one flat parameter share a step count in a saved optimizer state, so Adam counts it up too often.
 
 When the state of a flat parameter is split into those of its parameters, each is given the very same tensor for its
-step count, and ``torch.save`` preserves that. Whoever loads it into an optimizer to which they are several parameters (of
-the plain model, of FSDP1 with ``use_orig_params``, of FSDP2) counts it up once for each at every step, and the bias
-correction of Adam is wrong.
+step count, and ``torch.save`` preserves that. Whoever loads it into an optimizer to which they are several parameters
+(of the plain model, of FSDP1 with ``use_orig_params``, of FSDP2) counts it up once for each at every step, and the
+bias correction of Adam is wrong.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 The hook that reduces the gradient is registered in the first forward, on the parameter's gradient accumulator, and no
 other is registered until a backward has removed it. Each change of the flat parameter's dtype gives it a new
-accumulator, so the hook of an unused forward never runs, and the next backward leaves every ``.grad`` None: the optimizer
-moves nothing. An evaluation without ``no_grad`` suffices. It is so for every sharding strategy.
+accumulator, so the hook of an unused forward never runs, and the next backward leaves every ``.grad`` None: the
+optimizer moves nothing. An evaluation without ``no_grad`` suffices. It is so for every sharding strategy.
 """
 
 import copy

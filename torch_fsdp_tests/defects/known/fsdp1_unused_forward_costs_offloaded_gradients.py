@@ -1,9 +1,9 @@
 """A forward without a backward costs the next backward its gradients when parameters are offloaded.
 
-The hook that reduces the gradient is registered in the first forward, on the flat parameter's gradient accumulator, and
-no other is registered until a backward has removed it. Each move of the flat parameter between the host and the device
-gives it a new accumulator, so the hook of an unused forward never runs, and the next backward leaves gradients of zero or
-none at all.
+The hook that reduces the gradient is registered in the first forward, on the flat parameter's gradient accumulator,
+and no other is registered until a backward has removed it. Each move of the flat parameter between the host and the
+device gives it a new accumulator, so the hook of an unused forward never runs, and the next backward leaves gradients
+of zero or none at all.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """A forward without a backward costs the next backward its reduction in mixed precision, and ranks go apart.
 
-The hook that reduces the gradient is registered in the first forward, on the flat parameter's gradient accumulator, and
-no other is registered until a backward has removed it. Each change of the flat parameter's dtype gives it a new
+The hook that reduces the gradient is registered in the first forward, on the flat parameter's gradient accumulator,
+and no other is registered until a backward has removed it. Each change of the flat parameter's dtype gives it a new
 accumulator, so the hook of an unused forward never runs. Without the original parameters the flat parameter keeps the
-gradient of its own rank, not reduced. Under NO_SHARD each rank's optimizer takes its own step in silence; under the other
-strategies the gradient is not sharded either, and ``step`` raises.
+gradient of its own rank, not reduced. Under NO_SHARD each rank's optimizer takes its own step in silence; under the
+other strategies the gradient is not sharded either, and ``step`` raises.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 Forward leaves the unit's gathered parameters in place for backward and lets the flat parameter point to its shard. If
 no gradient reaches the unit, ``_catch_all_reshard`` at the end of backward is to free it, but takes a flat parameter
-that points to its shard for one that is freed already. The next forward finds the parameters gathered and uses them as
-they are, although the optimizer has moved the shards. Two accumulated microbatches of which the second does not use the
-unit suffice, or momentum. Flat parameters only (``use_orig_params=False``).
+that points to its shard for one that is freed already. The next forward finds the parameters gathered and uses them
+as they are, although the optimizer has moved the shards. Two accumulated microbatches of which the second does not
+use the unit suffice, or momentum. Flat parameters only (``use_orig_params=False``).
 """
 
 import copy

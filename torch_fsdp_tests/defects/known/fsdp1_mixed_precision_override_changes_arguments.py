@@ -1,0 +1,30 @@
+"""Leaving modules out of mixed precision changes the caller's arguments.
+
+A module of a class that mixed precision ignores, and that no policy lists, is given the root's own dict of arguments
+instead of a copy. Its ``mixed_precision`` is then set to None, for the root and for all such modules at once.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import _run_mixed_precision_override_policy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp.wrap._run_mixed_precision_override_policy",
+    broken=">=2.9",
+    world_size=1,
+    arguable="the function is private, and its only caller makes the dict of arguments for this call alone",
+    tests=("distributed/fsdp/test_wrap::TestAutoWrap::test_mixed_precision_override_keeps_the_roots_arguments",),
+)
+
+
+def reproduce(rank, world_size, device):
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    norms = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
+    arguments = {"mixed_precision": config}
+    _run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
+    return type(arguments["mixed_precision"]).__name__, "MixedPrecision"
