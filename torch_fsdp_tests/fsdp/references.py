@@ -57,5 +57,3 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
     """The bytes of the storages under these tensors, each storage once. A freed storage has none."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({internals.storage_id(storage): storage.nbytes() for storage in storages}.values())
-
-

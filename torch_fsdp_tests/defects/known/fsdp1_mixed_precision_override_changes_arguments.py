@@ -6,8 +6,7 @@ instead of a copy. Its ``mixed_precision`` is then set to None, for the root and
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp.wrap import _run_mixed_precision_override_policy
+from torch.distributed.fsdp import MixedPrecision, wrap
 
 from torch_fsdp_tests.defects.registry import Consequence, Defect
 
@@ -26,5 +25,5 @@ def reproduce(rank, world_size, device):
     config = MixedPrecision(param_dtype=torch.bfloat16)
     norms = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
     arguments = {"mixed_precision": config}
-    _run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
+    wrap._run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
     return type(arguments["mixed_precision"]).__name__, "MixedPrecision"

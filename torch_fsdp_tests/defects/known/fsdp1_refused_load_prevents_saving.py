@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device):
         with contextlib.suppress(Exception):  # a plain tensor where a sharded one belongs
             model.load_state_dict({**state_dict, "0.weight": torch.ones(2, 2, device=device)})
         try:
-            found = sorted(model.state_dict())
+            found = ", ".join(model.state_dict())
         except AssertionError as error:
             found = f"{type(error).__name__}: {error}"
-    return found, ["0.bias", "0.weight", "1.bias", "1.weight"]
+    return found, "0.weight, 0.bias, 1.weight, 1.bias"
