@@ -1,8 +1,8 @@
-"""A load that is refused in an inner FSDP instance leaves the model unable to save.
+"""A load that an inner FSDP instance refuses leaves the model unable to save.
 
-The hooks before loading gather the parameters of each instance, those after loading free them. An exception in an
-inner instance skips the latter for all instances around it. What they have gathered stays gathered, and every later
-``state_dict`` and ``load_state_dict`` finds it so and raises.
+Hooks before loading gather the parameters of each instance, and hooks after loading free them. An exception in an
+inner instance skips the hooks after loading of all instances around it. Their parameters stay gathered, and every
+later ``state_dict`` and ``load_state_dict`` raises because of that.
 """
 
 import contextlib
