@@ -1,0 +1,38 @@
+"""An exception in ``apply`` on an inner FSDP instance makes the whole model unable to run.
+
+``apply`` initializes the inner instance as if it were the root. It takes that back only after the function has
+returned, so an exception leaves the inner instance a root, and the first forward of the whole model raises.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp.FullyShardedDataParallel.apply",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_apply::TestApply::test_function_raises_on_an_inner_instance",),
+)
+
+
+def raise_error(module):
+    raise KeyError("on purpose")
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(layer.weight)
+    model = FSDP(nn.Sequential(FSDP(layer, device_id=device)), device_id=device)
+    with contextlib.suppress(KeyError):
+        model.module[0].apply(raise_error)
+    try:
+        found = model(torch.ones(2, device=device)).item()
+    except AssertionError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, 2.0  # the sum of two weights of 1

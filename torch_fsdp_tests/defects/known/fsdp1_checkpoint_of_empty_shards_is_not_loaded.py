@@ -1,0 +1,52 @@
+"""A sharded optimizer state can be saved but not loaded when a rank has no row of a parameter.
+
+``DefaultLoadPlanner`` leaves out each sharded tensor that has no local shard on its rank. It then misses the tensor's
+name, takes the checkpoint for one that torch 2.3 wrote, which named things in another way, and reports that those
+names are missing. ``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids the error.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/102821",),
+    tests=(
+        "distributed/fsdp/test_distributed_checkpoint::TestCheckpointOnDisk::test_optimizer_of_empty_shards",
+        "distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState::test_load_where_a_rank_has_no_rows",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(3, 1, device=device), device_id=device)  # rank 1 has no row of it
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    optim.step()
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    state_dict = {"optim": FSDP.optim_state_dict(model, optim)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        dcp.save(state_dict, checkpoint_id=folders[0])
+        try:
+            dcp.load(state_dict, checkpoint_id=folders[0])
+            found = "loaded"
+        except dcp.CheckpointException as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+            if "Missing key" not in found:  # such a tensor has other troubles on some devices
+                raise NotImplementedError(found) from error
+        dist.barrier()
+    return found, "loaded"

@@ -1,0 +1,33 @@
+"""FSDP1 and DDP do not move tensors in a dataclass to their device.
+
+The function that moves inputs looks into tuples, lists and dicts only, while mixed precision also casts what is in
+dataclasses. A module that is given a dataclass of tensors on the host computes with tensors on two devices, and
+raises.
+"""
+
+import dataclasses
+
+import torch
+from torch.distributed.utils import _to_kwargs
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.utils._recursive_to",
+    broken=">=2.9",
+    world_size=1,
+    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_moves_what_is_in_dataclasses",),
+)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+def reproduce(rank, world_size, device):
+    elsewhere = torch.device("meta")  # stands for the device that FSDP moves its inputs to
+    ((moved,),), _ = _to_kwargs((Batch(torch.ones(1, device=device)),), {}, elsewhere, False)
+    return moved.x.device.type, elsewhere.type

@@ -1,0 +1,45 @@
+"""A module under FSDP1 cannot take or return a dataclass with a field that ``__init__`` does not take.
+
+FSDP finds the tensors in inputs and outputs by rebuilding the containers that hold them. It rebuilds a dataclass by
+passing all of its fields to ``dataclasses.replace``, which refuses those with ``init=False``.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.utils._apply_to_tensors",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_utils::TestUtils::test_a_dataclass_may_compute_a_field",),
+    fails_with=("ValueError",),
+)
+
+
+@dataclasses.dataclass
+class Output:
+    tensor: torch.Tensor
+    size: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.size = self.tensor.numel()
+
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(Model(2, 3, device=device), device_id=device)
+    try:
+        found = model(torch.ones(1, 2, device=device)).size
+    except ValueError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, 3

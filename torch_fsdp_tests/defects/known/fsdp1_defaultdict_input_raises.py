@@ -1,0 +1,33 @@
+"""A module under FSDP1 or DDP cannot take a ``defaultdict``.
+
+When inputs are moved to the device, each mapping is rebuilt by calling its type with the items. The first argument of
+``defaultdict`` is its factory, so the call raises.
+"""
+
+import collections
+
+import torch
+from torch.distributed.utils import _to_kwargs
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.utils._recursive_to",
+    broken=">=2.9",
+    world_size=1,
+    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_takes_a_defaultdict",),
+    fails_with=("TypeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    batch = collections.defaultdict(list, x=torch.ones(1, device=device))
+    elsewhere = torch.device("meta")  # stands for the device that FSDP moves its inputs to
+    try:
+        ((moved,),), _ = _to_kwargs((batch,), {}, elsewhere, False)
+        found = moved["x"].device.type
+    except TypeError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, elsewhere.type

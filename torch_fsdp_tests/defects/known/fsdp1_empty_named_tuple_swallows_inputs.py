@@ -1,0 +1,39 @@
+"""A named tuple without fields among the inputs makes all positional inputs disappear.
+
+Inputs are moved by moving the elements of each container and zipping the results. Without elements the zip is empty,
+so the named tuple disappears, and with it every container around it, up to the tuple of positional inputs. A module
+whose arguments have defaults then computes with the defaults.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.utils._recursive_to",
+    broken=">=2.9,<2.14",
+    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple",),
+)
+
+
+class NoOptions(NamedTuple):
+    pass
+
+
+class Model(nn.Linear):
+    def forward(self, options=None, scale=1.0, *, x):
+        return super().forward(x) * scale
+
+
+def reproduce(rank, world_size, device):
+    model = Model(2, 1, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    model = FSDP(model, device_id=device)
+    found = model(NoOptions(), 5.0, x=torch.ones(2, device=device)).item()
+    return found, 10.0  # the sum of two weights of 1, times 5

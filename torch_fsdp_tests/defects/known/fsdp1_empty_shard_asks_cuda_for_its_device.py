@@ -1,0 +1,33 @@
+"""A sharded tensor without a row on its rank asks CUDA for its device on other accelerators.
+
+``ShardedTensor.device`` is the device of the local shard. If there is none, it is the CPU for gloo, and CUDA's
+current device for every other backend. A checkpoint of such a tensor cannot be written on an accelerator other than
+CUDA.
+"""
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed._shard.sharded_tensor._ops.tensor_ops.tensor_device",
+    broken=">=2.9",
+    place=Place.APART_FROM_HOST,
+)
+
+
+def reproduce(rank, world_size, device):
+    if device.type == "cuda":
+        raise NotImplementedError("it takes an accelerator other than CUDA")
+    model = FSDP(nn.Linear(2, 1, bias=False, device=device), device_id=device)  # rank 1 has no row of it
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = model.state_dict()["weight"]
+    try:
+        found = sharded.device.type
+    except (RuntimeError, AssertionError) as error:
+        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, device.type

@@ -1,0 +1,36 @@
+"""A frozen unit whose input needs no gradient is never freed under SHARD_GRAD_OP.
+
+No hook of backward reshards such a unit, for example the first one of a model, so ``_catch_all_reshard`` has to do it
+at the end of backward. It assumes that a flat parameter that points to its shard was freed already. Forward has made
+it point there without freeing it, so the unit's memory is never sharded. Only flat parameters are affected
+(``use_orig_params=False``).
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/83956",),
+    tests=("distributed/fsdp/test_fsdp_fine_tune::TestFSDPFineTune::test_frozen_unit_is_freed_at_the_end",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    layers[0].requires_grad_(False)
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(layers, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, device_id=device)
+    model(torch.ones(1, 4, device=device)).sum().backward()
+
+    gathered = [layer._handle.flat_param._full_param_padded for layer in model.module]
+    found = [f"{tensor.untyped_storage().nbytes()} bytes" for tensor in gathered]
+    return found, ["0 bytes", "0 bytes"]  # nothing is gathered between iterations

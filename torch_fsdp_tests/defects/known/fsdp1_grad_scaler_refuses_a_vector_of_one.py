@@ -1,0 +1,32 @@
+"""``GradScaler.update`` accepts a new scale of one element and then raises unless it is a scalar tensor.
+
+The check asks for a tensor of one element, as the documentation does. The scale is then copied into the scaler's own
+tensor, which has no dimension, and ``copy_`` does not accept a vector there. ``ShardedGradScaler`` and
+``torch.amp.GradScaler`` share this defect.
+"""
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update",
+    broken=">=2.9",
+    world_size=1,
+    tests=("distributed/fsdp/test_fsdp_sharded_grad_scaler::TestShardGradScaler::test_update_with_a_vector_of_one",),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    scaler = ShardedGradScaler(device.type)
+    scaler.scale(torch.ones(1, device=device))
+    try:
+        scaler.update(torch.tensor([4.0], device=device))
+        found = scaler.get_scale()
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, 4.0

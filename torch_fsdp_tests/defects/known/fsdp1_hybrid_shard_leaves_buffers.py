@@ -1,0 +1,37 @@
+"""``sync_module_states`` with a hybrid strategy does not synchronize the buffers of some ranks.
+
+States are broadcast first within each shard group and then between the groups. The first broadcast marks each buffer
+as synchronized, so the second one skips it. Only the shard group of rank 0 gets the buffers of rank 0.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, _init_utils
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._init_utils._sync_module_params_and_buffers",
+    broken=">=2.9,<2.12",
+    world_size=4,
+    tests=("distributed/fsdp/test_fsdp_hybrid_shard::TestFSDPHybridShard::test_sync_of_uneven_shapes_and_buffers",),
+)
+
+
+def reproduce(rank, world_size, device):
+    if device.type == "cpu":  # FSDP refuses to synchronize tensors on the CPU, which gloo can do
+        _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    layer = nn.Linear(2, 2, device=device)
+    layer.register_buffer("buffer", torch.tensor(float(rank), device=device))
+    model = FSDP(
+        layer,
+        device_mesh=init_device_mesh(device.type, (2, 2)),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        sync_module_states=True,
+        device_id=device,
+    )
+    return model.buffer.item(), 0.0  # what rank 0 had

@@ -1,0 +1,34 @@
+"""An ignored buffer of a nested instance excludes another buffer of the same name from mixed precision.
+
+The names of ignored buffers of a nested instance are relative to that instance. They are added to the root's ignored
+names without the path to the instance. A buffer of the root that has such a name is then ignored too, and keeps its
+full precision.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._init_utils._get_ignored_buffer_names",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_ignored_modules::TestFSDPIgnoredModules::test_ignored_buffer_of_the_same_name",),
+)
+
+
+def reproduce(rank, world_size, device):
+    own, ignored, last = (nn.Linear(2, 2, device=device) for _ in range(3))
+    for layer in (own, ignored):
+        layer.register_buffer("buffer", torch.ones(1, device=device))
+    inner = FSDP(nn.Sequential(ignored, last), ignored_modules=[ignored], device_id=device)
+    config = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = FSDP(nn.Sequential(own, inner), mixed_precision=config, device_id=device)
+    model(torch.ones(1, 2, device=device))
+
+    found = {"0.buffer": str(own.buffer.dtype), "1.0.buffer": str(ignored.buffer.dtype)}
+    return found, {"0.buffer": "torch.bfloat16", "1.0.buffer": "torch.float32"}  # only the second is ignored

@@ -1,0 +1,42 @@
+"""``clip_grad_norm_`` with the infinity norm returns the largest norm so far if a rank has no gradients.
+
+A rank without gradients uses a constant zero tensor as its norm. The all-reduce of the maximum writes the total norm
+into that tensor, so the rank contributes it to every later norm. The norm can only grow, and all ranks clip their
+gradients by too much.
+"""
+
+import copy
+import math
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
+    broken=">=2.9",
+    tests=(
+        "distributed/fsdp/test_fsdp_clip_grad_norm::TestClipGradNorm::test_maximum_norm_of_a_rank_without_gradients",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    trained, frozen = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    nn.init.ones_(trained.weight)
+    nn.init.ones_(frozen.weight.requires_grad_(False))
+    plain = nn.Sequential(trained, frozen).to(device)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)  # rank 1 has the frozen half
+
+    found, right = [], []
+    for scale in (2.0, 1.0, 0.5):
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.full((4,), scale, device=device)).sum().backward()
+        found.append(model.clip_grad_norm_(1.0, math.inf).item())
+        right.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0, math.inf).item())
+    return found, right

@@ -1,0 +1,38 @@
+"""Mixed precision turns an input that is a subclass of ``dict`` into a plain ``dict``.
+
+Inputs are cast by rebuilding the containers that hold them. A list, a tuple, a set or an ``OrderedDict`` keeps its
+class, every other mapping becomes a ``dict``. The module misses the methods and attributes of the class, or takes
+another branch because of the type.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.utils._apply_to_tensors",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_utils::TestUtils::test_a_kind_of_dict_stays",),
+)
+
+
+class Batch(dict):
+    pass
+
+
+class Model(nn.Linear):
+    def forward(self, batch):
+        self.given = type(batch).__name__
+        return super().forward(batch["x"])
+
+
+def reproduce(rank, world_size, device):
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
+    model(Batch(x=torch.ones(1, 2, device=device)))
+    return model.module.given, "Batch"

@@ -1,0 +1,34 @@
+"""A local state dict of a model that trains cannot be offloaded to the host.
+
+The local shard is a view of the flat parameter and requires a gradient, as the flat parameter does. Its copy on the
+host is made without autograd and requires none. ``ShardedTensor.cpu`` refuses the copy because of that difference.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import LocalStateDictConfig, StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
+    broken=">=2.9",
+    place=Place.APART_FROM_HOST,
+    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_trained_local_state_dict_offloaded",),
+    fails_with=("ValueError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
+    config = LocalStateDictConfig(offload_to_cpu=True)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, config):
+        try:
+            (sharded,) = model.state_dict().values()
+            found = sharded.local_shards()[0].tensor.device.type
+        except ValueError as error:
+            found = f"{type(error).__name__}: {error}"
+    return found, torch.device("cpu").type

@@ -1,0 +1,44 @@
+"""Low-precision gradients that are kept and offloaded make the backward after ``zero_grad`` raise.
+
+The host buffer for the offloaded gradient becomes the parameter's gradient and is cast to low precision in place. The
+next backward casts it back only if the parameter still has a gradient, and ``zero_grad`` has set that to None. So a
+gradient of low precision is assigned to a parameter of full precision.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/pull/86495",),
+    tests=(
+        "distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded"
+        "::test_offloaded_low_grads_after_zero_grad",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    if device.type == "cpu":  # it has no pinned memory and no stream to wait for
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+        torch.cpu.Stream.synchronize = lambda stream: None
+    config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
+    offload = CPUOffload(offload_params=True)
+    model = FSDP(nn.Linear(4, 4, device=device), mixed_precision=config, cpu_offload=offload, device_id=device)
+    found = []
+    for _ in range(2):
+        try:
+            model(torch.ones(1, 4, device=device)).sum().backward()
+            found.append(str(next(model.parameters()).grad.dtype))
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {str(error).partition('.')[0]}")
+        model.zero_grad()
+    return found, ["torch.float16"] * 2

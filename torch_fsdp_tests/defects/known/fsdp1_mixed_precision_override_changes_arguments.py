@@ -1,0 +1,30 @@
+"""Leaving modules out of mixed precision changes the caller's arguments.
+
+A module of a class that mixed precision ignores, and that no policy lists, is given the caller's own dict of
+arguments instead of a copy. Setting ``mixed_precision`` to None for that module then does so for the caller and for
+all such modules.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, wrap
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp.wrap._run_mixed_precision_override_policy",
+    broken=">=2.9",
+    world_size=1,
+    arguable="the function is private, and its only caller makes the dict of arguments for this call alone",
+    tests=("distributed/fsdp/test_wrap::TestAutoWrap::test_mixed_precision_override_keeps_the_roots_arguments",),
+)
+
+
+def reproduce(rank, world_size, device):
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    norms = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
+    arguments = {"mixed_precision": config}
+    wrap._run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
+    return type(arguments["mixed_precision"]).__name__, "MixedPrecision"

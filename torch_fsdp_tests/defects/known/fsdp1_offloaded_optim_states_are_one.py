@@ -1,0 +1,38 @@
+"""An offloaded optimizer state on the CPU has the last state of each parameter under every name.
+
+With ``use_orig_params`` the states of a parameter are gathered one after the other into the same tensor. Each is
+copied out of it, unless it is to be offloaded: then FSDP relies on ``cpu()`` to copy. On the CPU that returns the
+tensor itself, so ``exp_avg`` is ``exp_avg_sq``. Offloading is the default.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
+    broken=">=2.9",
+    place=Place.HOST,
+    tests=("distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState::test_offloaded_state_of_original_parameters",),
+)
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Linear(2, 3, bias=False, device=device)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
+    optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
+    for each, optim in zip((model, plain), optims):
+        each(torch.full((1, 2), 3.0, device=device)).sum().backward()  # each gradient is 3
+        optim.step()
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    found = FSDP.optim_state_dict(model, optims[0])["state"]["weight"]
+    right = optims[1].state[plain.weight]
+    names = ("exp_avg", "exp_avg_sq")
+    return {name: found[name][0, 0].item() for name in names}, {name: right[name][0, 0].item() for name in names}

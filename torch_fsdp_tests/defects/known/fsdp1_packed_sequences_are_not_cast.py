@@ -1,0 +1,37 @@
+"""Mixed precision does not cast a packed sequence, so a recurrent layer is given the wrong dtype.
+
+The cast is applied to the data of a ``PackedSequence``, but its result is dropped and the sequence is passed on
+unchanged. The layer then has parameters of low precision and an input of full precision.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.utils._apply_to_tensors",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_utils::TestUtils::test_cast_forward_inputs_casts_packed_sequences",),
+)
+
+
+class Model(nn.Linear):
+    def forward(self, sequence):
+        return super().forward(sequence.data)
+
+
+def reproduce(rank, world_size, device):
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(Model(2, 2, device=device), mixed_precision=config, device_id=device)
+    sequence = pack_padded_sequence(torch.ones(3, 1, 2, device=device), torch.tensor([3]))
+    try:
+        found = str(model(sequence).dtype)
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, "torch.bfloat16"

@@ -1,0 +1,37 @@
+"""A load that an inner FSDP instance refuses leaves the model unable to save.
+
+Hooks before loading gather the parameters of each instance, and hooks after loading free them. An exception in an
+inner instance skips the hooks after loading of all instances around it. Their parameters stay gathered, and every
+later ``state_dict`` and ``load_state_dict`` raises because of that.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp._state_dict_utils._enter_unshard_params_ctx",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_save_after_refused_load",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = FSDP(nn.Sequential(FSDP(layers[0], device_id=device), layers[1]), device_id=device)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state_dict = model.state_dict()
+        with contextlib.suppress(Exception):  # a plain tensor where a sharded one belongs
+            model.load_state_dict({**state_dict, "0.weight": torch.ones(2, 2, device=device)})
+        try:
+            found = ", ".join(model.state_dict())
+        except AssertionError as error:
+            found = f"{type(error).__name__}: {error}"
+    return found, "0.weight, 0.bias, 1.weight, 1.bias"

@@ -1,0 +1,29 @@
+"""A local shard in a group other than the world names the wrong rank as its placement.
+
+The metadata of a sharded tensor names ranks of the world. FSDP gives the local shard the rank within the group
+instead, so the shard contradicts the tensor that it is part of.
+"""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/fsdp/test_shard_utils::TestShardUtilsFourRanks::test_local_shard_of_one_group",),
+)
+
+
+def reproduce(rank, world_size, device):
+    pair, _ = dist.new_subgroups(2)  # of ranks 0 and 1, and of ranks 2 and 3
+    model = FSDP(nn.Linear(2, 2, bias=False, device=device), process_group=pair, device_id=device)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        (shard,) = model.state_dict()["weight"].local_shards()
+    return f"rank {shard.metadata.placement.rank()}", f"rank {rank}"

@@ -1,0 +1,38 @@
+"""A sharded tensor in a group other than the world cannot be gathered.
+
+``ShardedTensor.gather`` adds up the sizes of each rank's shards in a list that is as long as the group, but indexes
+it by ranks of the world. A rank beyond the group's size is an IndexError.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed._shard.sharded_tensor.ShardedTensor.gather",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/fsdp/test_shard_utils::TestShardUtilsFourRanks::test_gather_within_one_group",),
+    fails_with=("IndexError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    pair, _ = dist.new_subgroups(2)  # of ranks 0 and 1, and of ranks 2 and 3
+    layer = nn.Linear(1, 2, bias=False, device=device)
+    nn.init.ones_(layer.weight)
+    model = FSDP(layer, process_group=pair, device_id=device)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = model.state_dict()["weight"]
+    found = torch.zeros(2, 1, device=device) if dist.get_rank(pair) == 0 else None
+    try:
+        sharded.gather(0, found)
+    except IndexError as error:
+        return f"{type(error).__name__}: {error}", "gathered"
+    return found, None if found is None else torch.ones(2, 1, device=device)

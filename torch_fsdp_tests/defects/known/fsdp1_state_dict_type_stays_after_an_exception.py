@@ -1,0 +1,28 @@
+"""An exception inside ``FSDP.state_dict_type`` leaves the type of state dicts changed.
+
+The context manager restores the former type after its ``yield``, but not in a ``finally``. After a load that failed,
+every later ``model.state_dict()`` is of another kind than the program expects.
+"""
+
+import contextlib
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_state_dict_type_after_exception",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
+    with contextlib.suppress(KeyError), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        raise KeyError("on purpose")
+    return FSDP.get_state_dict_type(model).state_dict_type.name, "FULL_STATE_DICT"

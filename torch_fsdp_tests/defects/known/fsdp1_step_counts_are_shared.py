@@ -1,0 +1,42 @@
+"""Parameters of one flat parameter share a step count in a saved optimizer state, so it grows too fast.
+
+The state of a flat parameter is split into one for each original parameter, and all of them get the same tensor as
+step count. ``torch.save`` preserves that. An optimizer that loads it for several parameters, of a plain module, of
+FSDP1 with ``use_orig_params`` or of FSDP2, increments the one tensor once for each parameter at every step, so Adam
+corrects its bias wrongly.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import OptimStateKeyType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._optim_utils._unflatten_communicated_optim_state",
+    broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/pull/96251",
+        "https://github.com/pytorch/pytorch/pull/96313",
+    ),
+    tests=("distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState::test_steps_are_apart",),
+)
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Linear(2, 3, device=device)
+    model = FSDP(nn.Linear(2, 3, device=device), device_id=device)
+    optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
+    x = torch.ones(1, 2, device=device)
+    model(x).sum().backward()
+    optims[0].step()
+    saved = FSDP.full_optim_state_dict(model, optims[0], rank0_only=False)
+    optims[1].load_state_dict(FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, plain))
+    plain(x).sum().backward()
+    optims[1].step()
+
+    found = [int(optims[1].state[param]["step"]) for param in plain.parameters()]
+    return found, [2, 2]  # one step before the state was saved, one after it was loaded

@@ -1,0 +1,44 @@
+"""An optimizer state of the wrong shape is loaded in the wrong order with ``use_orig_params``.
+
+FSDP flattens the state and cuts out the rank's part without a look at its shape. The elements of a transposed state
+end up in wrong places. With flat parameters FSDP refuses such a state.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
+    broken=">=2.9",
+    arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
+    tests=(
+        "distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState"
+        "::test_state_of_a_wrong_shape_is_refused_with_original_parameters",
+    ),
+)
+
+
+def load_transposed(use_orig_params, device):
+    model = FSDP(nn.Linear(2, 4, bias=False, device=device), use_orig_params=use_orig_params, device_id=device)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    everywhere = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), everywhere)
+    state_dict = FSDP.optim_state_dict(model, optim)
+    state_dict["state"]["weight"]["momentum_buffer"] = torch.arange(8.0, device=device).view(2, 4)  # weight is 4 by 2
+    try:
+        loaded = FSDP.optim_state_dict_to_load(model, optim, state_dict)
+    except ValueError as error:
+        return type(error).__name__
+    return f"loaded {loaded['state'][0]['momentum_buffer'].tolist()}"
+
+
+def reproduce(rank, world_size, device):
+    return load_transposed(True, device), load_transposed(False, device)

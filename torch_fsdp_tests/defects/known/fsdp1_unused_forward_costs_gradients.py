@@ -1,0 +1,51 @@
+"""A forward without a backward makes the next backward lose its gradients in mixed precision.
+
+The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype
+replaces the accumulator, so the hook of an unused forward never runs. With ``use_orig_params`` the next backward
+leaves every ``.grad`` None, and the optimizer changes nothing. An evaluation without ``no_grad`` is such a forward.
+All sharding strategies are affected.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/94857",),
+    tests=(
+        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsWriteback"
+        "::test_forward_without_backward_in_mixed_precision",
+    ),
+)
+
+
+def train(model, device):
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(1, 2, device=device)
+    for _ in range(3):
+        optim.zero_grad()
+        model(x)  # a metric, computed without no_grad
+        model(x).sum().backward()
+        optim.step()
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    nn.init.zeros_(layer.weight)
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(copy.deepcopy(layer), mixed_precision=config, use_orig_params=True, device_id=device)
+    for each in (model, layer):
+        train(each, device)
+    with FSDP.summon_full_params(model):
+        found = model.weight.detach().clone()
+    return found, layer.weight.detach()

@@ -1,0 +1,40 @@
+"""A forward without a backward makes the next backward lose its gradients when parameters are offloaded.
+
+The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
+later forward registers another one until a backward has removed it. Each move of the flat parameter between the host
+and the device replaces the accumulator, so the hook of an unused forward never runs. The next backward leaves
+gradients of zeros, or none.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
+    broken=">=2.9",
+    place=Place.APART_FROM_HOST,
+    upstream=("https://github.com/pytorch/pytorch/issues/94857",),
+    tests=(
+        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsUnshardReshard"
+        "::test_forward_without_backward_with_offload",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(2, 1, bias=False, device=device)
+    offload = CPUOffload(offload_params=True)
+    model = FSDP(layer, cpu_offload=offload, use_orig_params=True, device_id=device)
+    x = torch.full((1, 2), rank + 1.0, device=device)
+    model(x)  # a metric, computed without no_grad
+    model(x).sum().backward()
+
+    (param,) = model.parameters()
+    found = None if param.grad is None else param.grad.tolist()
+    return found, [1.5]  # of two weights a rank has one; the ranks' gradients are 1 and 2

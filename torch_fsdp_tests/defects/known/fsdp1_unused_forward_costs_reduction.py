@@ -1,0 +1,38 @@
+"""A forward without a backward leaves the next gradient unreduced in mixed precision, so ranks diverge.
+
+The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype
+replaces the accumulator, so the hook of an unused forward never runs. With flat parameters, each rank then keeps its
+own gradient. Under NO_SHARD the optimizer of each rank takes a different step without an error. Under the other
+strategies the gradient is not sharded either, and ``step`` raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/94857",),
+    tests=("distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded::test_forward_without_backward",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(1, 1, bias=False, device=device)
+    nn.init.zeros_(layer.weight)
+    config = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(layer, mixed_precision=config, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    x = torch.full((1, 1), rank + 1.0, device=device)
+    model(x)  # a metric, computed without no_grad
+    model(x).sum().backward()
+    optim.step()
+    return next(model.parameters()).item(), -1.5  # the ranks' gradients are 1 and 2

@@ -1,0 +1,60 @@
+"""A unit whose output was not used computes with old weights under SHARD_GRAD_OP.
+
+Forward keeps the unit's gathered parameters for backward, and makes the flat parameter point to its shard. If no
+gradient reaches the unit, ``_catch_all_reshard`` has to free it at the end of backward, but it assumes that a flat
+parameter that points to its shard was freed already. The next forward finds the parameters gathered and uses them,
+although the optimizer has changed the shards. Two accumulated microbatches are enough, if the second does not use the
+unit; so is momentum. Only flat parameters are affected (``use_orig_params=False``).
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/83956",),
+    tests=(
+        "distributed/fsdp/test_fsdp_misc::TestFSDPMiscMultiProcess::test_unused_flat_parameter_that_stayed_gathered",
+    ),
+)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x).square().mean(), self.b(x).square().mean()
+
+
+def losses(model, device):
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.linspace(-1, 1, 12, device=device).view(3, 4)
+    for _ in range(3):
+        a, b = model(x)
+        (a + b).backward()
+        yield (a + b).item()
+        a, b = model(x)  # the second microbatch does not use b
+        a.backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def reproduce(rank, world_size, device):
+    torch.manual_seed(0)
+    plain = TwoHeads().to(device)
+    policy = ModuleWrapPolicy({nn.Linear})
+    strategy = ShardingStrategy.SHARD_GRAD_OP
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, sharding_strategy=strategy, device_id=device)
+    return list(losses(model, device)), list(losses(plain, device))

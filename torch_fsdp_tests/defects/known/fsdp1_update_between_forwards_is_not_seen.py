@@ -1,0 +1,41 @@
+"""A forward does not see an update of parameters since the last forward if no backward came in between.
+
+After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance,
+because a backward will need them soon. The next forward finds them gathered and uses them, although the shards may
+have changed: by a write in place, by an optimizer step with gradients from elsewhere, or by an average of weights.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
+    broken=">=2.9",
+    tests=(
+        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsWriteback"
+        "::test_update_in_place_between_forwards",
+    ),
+)
+
+
+def outputs(model, device):
+    x = torch.ones(1, 2, device=device)
+    with torch.no_grad():
+        before = model(x).item()
+        for param in model.parameters():
+            param.mul_(10)
+        return [before, model(x).item()]
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(plain.weight)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
+    return outputs(model, device), outputs(plain, device)
