@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import os
-import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ from torch_fsdp_tests.common_distributed import get_required_world_size, require
 from torch_fsdp_tests.common_fsdp import FSDPTest, SkipModel
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -340,7 +340,7 @@ class TestCheckpointOnDisk(FSDPTest):
                 source_step(step)
                 self.assertEqual(shards(model), shards(source), rtol=0, atol=0)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_checkpoint_of_empty_shards_is_not_loaded")
     @requires_world_size(2)
     @with_temp_dir
     def test_optimizer_of_empty_shards(self):

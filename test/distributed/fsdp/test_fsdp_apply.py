@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.shards import owners
@@ -204,7 +204,7 @@ class TestApply(FSDPTest):
         self._check_unsharded(model, root=False)
         self._check_training(plain, model)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_apply_leaves_an_inner_root")
     @skip_if_lt_x_gpu(2)
     def test_function_raises_on_an_inner_instance(self):
         """Beyond upstream: nor does an exception under an instance inside another one keep the whole from running.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import unittest
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.references import named, of_all_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
@@ -358,7 +358,7 @@ class TestClipGradNorm(FSDPTest):
                 clipped = _norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
                 self.assertEqual(clipped, 1.0)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_inf_norm_only_grows")
     @skip_if_lt_x_gpu(2)
     def test_maximum_norm_of_a_rank_without_gradients(self, device):
         """Beyond upstream: a later, smaller gradient has a smaller maximum norm. Fails: the first norm comes again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import unittest
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
@@ -204,7 +204,7 @@ class TestFSDPFineTune(FSDPTest):
                 count = 0
                 left_over.clear()
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_frozen_unit_stays_gathered")
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_is_freed_at_the_end(self, device):
         """Beyond upstream: with SHARD_GRAD_OP the end of backward frees a frozen unit that no hook has resharded.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator, torch_facts, torch_names
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -26,7 +26,8 @@ from torch_fsdp_tests.common_fsdp import (
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
-from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests, xfailIf
+from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -155,7 +156,7 @@ class TestFSDPHybridShard(FSDPTest):
             host = torch.device("cpu")  # the CPU is the subject: another device_id would move the model first
             self._wrapped(model, self._groups(), sync_module_states=True, device_id=host)
 
-    @xfailIf(not torch_facts.HYBRID_SHARD_SYNCS_BUFFERS)
+    @torch_defect("fsdp1_hybrid_shard_leaves_buffers")
     @skip_if_lt_x_gpu(4)
     def test_sync_of_uneven_shapes_and_buffers(self):
         """Beyond upstream: all comes from rank 0, buffers too, whatever way it takes through the two groups.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import unittest
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average, full_parameters, named, of_all_ranks
@@ -375,7 +375,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         expected = {"layer0.buf": torch.float16, "layer1.1.buf": torch.float32, "layer2.buf": torch.float16}
         self.assertEqual(dtypes, expected)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_ignored_buffer_hides_its_namesake")
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffer_of_the_same_name(self):
         """Beyond upstream: a buffer is not ignored for having the name that an ignored one has within its instance.

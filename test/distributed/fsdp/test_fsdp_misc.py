@@ -14,7 +14,6 @@ import inspect
 import os
 import threading
 import types
-import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -51,6 +50,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named
 
@@ -322,7 +322,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """Beyond upstream: a unit that forward leaves gathered is freed, though its own backward never comes."""
         self._test_unused_module_that_stayed_gathered(use_orig_params=True)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_unused_unit_computes_with_old_weights")
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
         """Beyond upstream: the same without the original parameters, where what forward gathered stays.

@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import unittest
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from torch_fsdp_tests.common_fsdp import (
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -407,7 +407,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             {"offload_params": [False, True], "use_orig_params": [False, True]}, self._test_grads_reduced_precision
         )
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_unused_forward_costs_reduction")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward(self):
         """Beyond upstream: a forward whose backward never comes does not change the gradients of the next iteration.
@@ -435,7 +435,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual(grads[0].dtype, torch.float32)
         self.assertEqual(grads[1], grads[0])
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_low_gradients_offloaded_raise")
     @skip_if_lt_x_gpu(2)
     def test_offloaded_low_grads_after_zero_grad(self):
         """Beyond upstream: low, offloaded gradients that were set to None come again in the next backward.

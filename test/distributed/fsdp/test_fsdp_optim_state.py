@@ -14,7 +14,6 @@ import itertools
 import math
 import os
 import shutil
-import unittest
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -49,6 +48,7 @@ from torch_fsdp_tests.common_distributed import (
 )
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
@@ -1004,7 +1004,7 @@ class TestFSDPOptimState(FSDPTest):
             FSDP.optim_state_dict_to_load(model, run.optim, saved, load_directly=True)
             self._check_same_osd(run.optim.state_dict(), original, rtol=0, atol=0)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_step_counts_are_shared")
     @skip_if_lt_x_gpu(2)
     def test_steps_are_apart(self):
         """Beyond upstream: each parameter of a saved state has a step count of its own, which goes up by one a step.
@@ -1074,7 +1074,7 @@ class TestFSDPOptimState(FSDPTest):
         self._check_same_osd(optim.state_dict(), before[0], rtol=0, atol=0)
         self.assertEqual(full_parameters(model), before[1], rtol=0, atol=0)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_transposed_optim_state_is_loaded")
     @skip_if_lt_x_gpu(2)
     def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
         """Beyond upstream: as with flat parameters, a state of another shape is an error, and no part of it is loaded.
@@ -1094,7 +1094,7 @@ class TestFSDPOptimState(FSDPTest):
         with self.assertRaises(ValueError):
             FSDP.optim_state_dict_to_load(model, optim, osd)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_offloaded_optim_states_are_one")
     @requires(lambda: "here offloading copies" if accelerator.current().has("device_memory") else None)
     def test_offloaded_state_of_original_parameters(self):
         """Beyond upstream: offloaded or not, ``exp_avg`` is the average and not what was gathered after it.
@@ -1188,7 +1188,7 @@ class TestFSDPOptimState(FSDPTest):
         self._train(reference, 3)
         self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()), exact_device=False)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_checkpoint_of_empty_shards_is_not_loaded")
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):

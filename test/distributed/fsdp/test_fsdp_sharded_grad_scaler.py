@@ -9,7 +9,6 @@ import copy
 import functools
 import itertools
 import math
-import unittest
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from torch_fsdp_tests.common_fsdp import (
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -188,7 +188,7 @@ class TestShardGradScaler(TestCase):
             with self.assertRaisesRegex(AssertionError, "new_scale should be a float or a 1-element"):
                 scaler.update(refused)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_grad_scaler_refuses_a_vector_of_one")
     def test_update_with_a_vector_of_one(self):
         """Beyond upstream: a new scale may be any tensor with one element, as the message about others says.
 

@@ -46,7 +46,8 @@ from torch_fsdp_tests.common_fsdp import (
     _zero_model,
 )
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced, to_host_is_a_copy
-from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests, xfailIf
+from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
@@ -689,7 +690,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         for each in FSDP.fsdp_modules(model):
             self.assertIs(each._state_dict_type, StateDictType.FULL_STATE_DICT)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_state_dict_type_stays_after_an_exception")
     @skip_if_lt_x_gpu(2)
     def test_state_dict_type_after_exception(self):
         """Beyond upstream: an exception, too, ends the context, as it ends every other one.
@@ -812,7 +813,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.run_subtests({"form": FORMS, "offload_to_cpu": [False]}, self._test_trained_state_dict)
         self.run_subtests({"form": offloaded, "offload_to_cpu": [True]}, self._test_trained_state_dict)
 
-    @xfailIf(not accelerator.current().is_host)
+    @torch_defect("fsdp1_local_state_dict_is_not_offloaded")
     @skip_if_lt_x_gpu(2)
     def test_trained_local_state_dict_offloaded(self):
         """Beyond upstream: so is a flat one in host memory.
@@ -955,7 +956,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         rows = self._rows(2, 3)
         self.assertEqual(model(rows), expected(rows))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_lost_shard_becomes_zeros")
     @skip_if_lt_x_gpu(2)
     def test_lost_shard(self):
         """Beyond upstream: a shard that its rank does not have, against the metadata of the tensor, is an error.
@@ -989,7 +990,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                     model.load_state_dict({name: torch.ones(10, 10, device=self.device)})
             self.assertEqual(self._save(model, "state_dict"), whole)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_refused_load_prevents_saving")
     @skip_if_lt_x_gpu(2)
     def test_save_after_refused_load(self):
         """Beyond upstream: a load that is refused in an inner instance leaves the outer ones as they were.

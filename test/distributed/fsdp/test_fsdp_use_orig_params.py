@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import unittest
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from torch_fsdp_tests.common_utils import (
     parametrize,
     run_tests,
 )
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
@@ -431,7 +431,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
                 optim.step()
         self.assert_same_full_params(*models)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_unused_forward_costs_offloaded_gradients")
     @requires_capability("device_memory")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_with_offload(self):
@@ -789,7 +789,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 # Of two backwards, each of which rounds to half precision.
                 self.assertEqual(found[name], 2 * param.grad.flatten().cpu(), rtol=1e-2, atol=1e-2)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_unused_forward_costs_gradients")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_in_mixed_precision(self):
         """Beyond upstream: a forward from which no backward starts does not cost the next one its gradients.
@@ -811,7 +811,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             self.assertIsNotNone(found[name], name)
             self.assertEqual(found[name], param.grad.flatten().cpu(), rtol=5e-3, atol=5e-3)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_evaluation_before_step_trains_old_weights", "fsdp1_update_between_forwards_is_not_seen")
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_between_forwards(self):
         """Beyond upstream: an update in place is seen by the next forward also if no backward came in between.

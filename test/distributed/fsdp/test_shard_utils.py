@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import unittest
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 
 shard_utils = torch_names.module("torch.distributed.fsdp._shard_utils")
@@ -194,7 +194,7 @@ class TestShardUtilsFourRanks(FSDPTest):
         ranks, tensor, sharded = self._sharded_over_a_pair()
         check_metadata(self, sharded, tensor, ranks, self.rank)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_shard_of_a_group_names_a_wrong_rank")
     @skip_if_lt_x_gpu(4)
     def test_local_shard_of_one_group(self):
         """Beyond upstream: there, too, the local shard says of its place what the common metadata say.
@@ -209,7 +209,7 @@ class TestShardUtilsFourRanks(FSDPTest):
         (shard,) = sharded.local_shards()
         self.assertIn(shard.metadata, sharded.metadata().shards_metadata)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_shards_of_a_group_are_not_gathered")
     @skip_if_lt_x_gpu(4)
     def test_gather_within_one_group(self):
         """Beyond upstream: the shards of a group are gathered to its first rank.

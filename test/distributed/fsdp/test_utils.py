@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import unittest
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -13,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from torch_fsdp_tests import accelerator, torch_facts, torch_names
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
-from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests, subtest, xfailIf
+from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests, subtest
+from torch_fsdp_tests.defects import torch_defect
 
 utils = torch_names.module("torch.distributed.utils")
 
@@ -170,7 +170,7 @@ class TestUtils(TestCase):
             self.assertNotIn(id(here), [id(tensor) for tensor in leaves])
         self.assertEqual([tensor.tolist() for tensor in tensors], [[float(value)] * 2 for value in range(7)])
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_inputs_lose_their_kind_of_dict")
     def test_a_kind_of_dict_stays(self):
         """Beyond upstream: a subclass of ``dict`` keeps its type, as one of ``list``, ``set`` and ``OrderedDict`` does.
 
@@ -185,7 +185,7 @@ class TestUtils(TestCase):
         self.assertEqual(cast["a"].dtype, torch.float16)
         self.assertIs(type(cast), Batch)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_dataclass_with_computed_field_raises")
     def test_a_dataclass_may_compute_a_field(self):
         """Beyond upstream: a field that ``__init__`` does not take is no reason to fail.
 
@@ -236,7 +236,7 @@ class TestUtils(TestCase):
             (args[0] * 2 + kwargs["also"]).sum().backward()
             self.assertEqual(tensor.grad, torch.full((2,), 3.0, dtype=dtype))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_packed_sequences_are_not_cast")
     def test_cast_forward_inputs_casts_packed_sequences(self):
         """Beyond upstream: the data of a packed sequence is cast as well.
 
@@ -278,7 +278,7 @@ class TestUtils(TestCase):
         self.assertEqual(utils._to_kwargs((1, 2, 3), {"a": 1}, device, False), (((1, 2, 3),), ({"a": 1},)))
         self.assertEqual(utils._to_kwargs((), {}, device, False), ((), ()))
 
-    @xfailIf(not torch_facts.KEEPS_INPUTS_IN_PLACE)
+    @torch_defect("fsdp1_empty_named_tuple_swallows_inputs")
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
         """Beyond upstream: a named tuple without fields is an input like others.
 
@@ -291,7 +291,7 @@ class TestUtils(TestCase):
         found = utils._to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
         self.assertEqual(found, (((Nothing(), 1),), ({"a": 2},)))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_defaultdict_input_raises")
     def test_to_kwargs_takes_a_defaultdict(self):
         """Beyond upstream: a dict that is not made from its items alone can be moved.
 
@@ -304,7 +304,7 @@ class TestUtils(TestCase):
         ((found,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
         self.assertEqual(found["a"].device.type, OTHER)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_dataclass_inputs_are_not_moved")
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
         """Beyond upstream: FSDP1 says that it moves inputs to its device, and a dataclass may be what holds them.
 

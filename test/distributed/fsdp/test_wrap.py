@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import tempfile
-import unittest
 import warnings
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
@@ -50,6 +49,7 @@ from torch_fsdp_tests.common_utils import (
     parametrize,
     run_tests,
 )
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 
@@ -602,7 +602,7 @@ class TestAutoWrap(TestCase):
             found = [getattr(instance, attribute) for instance in internals.instances(model).values()]
             self.assertEqual(found, values, msg=attribute)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp1_mixed_precision_override_changes_arguments")
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
         """Beyond upstream: a norm that no policy lists gets arguments of its own, not the caller's dict itself.
 

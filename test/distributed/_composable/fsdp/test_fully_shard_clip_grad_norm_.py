@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-import unittest
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread, MLPStack
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -238,7 +238,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         self.run_subtests(config, self._check_raises_on_all_ranks)
         self.assertFalse(self._raises(0, 1.0, 2.0))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_inf_norm_loses_nan")
     @requires(lambda: None if accelerator.current().backend == "gloo" else "the defect was seen with gloo alone")
     @skip_if_lt_x_gpu(4)
     def test_nan_in_largest_magnitude(self):
@@ -272,7 +272,7 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
         """Beyond upstream: the norm of infinite order where every rank has a row; see the next test."""
         self._largest_magnitude(4)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_inf_norm_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
         """Beyond upstream: the norm of infinite order where the last rank has no row.

@@ -12,7 +12,6 @@ import functools
 import os
 import re
 import tempfile
-import unittest
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -45,7 +44,8 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reshard,
     patch_unshard,
 )
-from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -73,7 +73,6 @@ fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
 fsdp_collectives = internals.fsdp2_collectives
 
 # The defect of ``test_singleton_force_sum`` and the three like it, which came with the copy.
-divides_twice = xfailIf(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
 
 
 def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
@@ -378,7 +377,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         }
         self._check_counts(model, blocks + 1, backward.get((value, recurse), blocks))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_uneven_rows_shown_wrong")
     @skip_if_lt_x_gpu(4)
     def test_uneven_shards_after_forward(self):
         """Beyond upstream: between forward and backward a parameter shows its values, also over a smaller mesh.
@@ -398,7 +397,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         model(torch.ones(3, 4, device=self.device))
         self.assertEqual(model.weight.full_tensor().detach(), expected)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_extra_all_gather_after_evaluation")
     @skip_if_lt_x_gpu(4)
     def test_communication_count_after_evaluation(self):
         """Beyond upstream: a forward without gradients adds no all-gather to the backward of the next step.
@@ -500,7 +499,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         model(torch.full((3, 8), 1.0 + self.rank, device=self.device)).sum().backward()
         self.assertEqual(model.weight.grad.to_local(), torch.full((4, 8), 15.0, device=self.device))  # 3*(1+2+3+4)/2
 
-    @divides_twice
+    @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(4)
     def test_hsdp_of_one_shard_force_sum(self):
         """Beyond upstream: replicas of a whole gradient are summed and divided by the factor once.
@@ -510,7 +509,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         """
         self._test_hsdp_of_one_shard()
 
-    @divides_twice
+    @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(4)
     def test_hsdp_of_one_shard_fp16(self):
         """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16. 7.5 for 15."""
@@ -1315,7 +1314,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
         force_sum = not torch_facts.COPIES_GRADIENT_OF_ONE_RANK and bool(accelerator.current().lacks("premul_sum"))
         self.run_subtests({"divide_factor": [None, 1.0, 2.0]}, self._test_singleton, force_sum=force_sum)
 
-    @divides_twice
+    @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(1)
     def test_singleton_force_sum(self):
         """Beyond upstream: a forced sum over one rank divides by the factor once.
@@ -1332,7 +1331,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
         """
         self._test_singleton(2.0, force_sum=True)
 
-    @divides_twice
+    @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(1)
     def test_singleton_fp16(self):
         """Beyond upstream: a reduction in float16 over one rank divides by the factor once.

@@ -10,7 +10,6 @@ import collections
 import copy
 import functools
 import itertools
-import unittest
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -305,7 +305,7 @@ class TestFullyShardDTensor(FSDPTest):
         with self.assertRaisesRegex(ValueError, "same mesh"):
             fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(shard="fsdp"))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_second_of_equal_meshes_refused")
     @skip_if_lt_x_gpu(4)
     def test_second_of_equal_meshes(self):
         """Beyond upstream: parameters on the very mesh that is passed are accepted, whatever equal mesh was before.

@@ -10,7 +10,6 @@ import copy
 import functools
 import math
 import threading
-import unittest
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_distributed import RankTestCase, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -671,7 +671,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             extension.local.mul_(3)
         self.assertEqual(len(extension.outs), 2)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_extension_gets_one_payload")
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_two_payloads(self):
         """Beyond upstream: a parameter that gathers two tensors works on one rank as on many.

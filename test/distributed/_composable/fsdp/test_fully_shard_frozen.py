@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_register_post_backward_hook_backward
-from torch_fsdp_tests.common_utils import manual_seed, run_tests, xfailIf
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -305,7 +305,7 @@ class TestFullyShardFrozen(FSDPTest):
         """Beyond upstream: a layer that was trainable at its first forward reduces in the dtype that was asked for."""
         self._reduces_in_float32_after(first_is_frozen=False)
 
-    @xfailIf(not torch_facts.SETS_DTYPES_AFTER_FROZEN_FORWARD)
+    @torch_defect("fsdp2_frozen_first_forward_breaks_training", "fsdp2_frozen_first_forward_ignores_reduce_dtype")
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_frozen_forward(self):
         """Beyond upstream: so does one that was frozen then and is trained later.

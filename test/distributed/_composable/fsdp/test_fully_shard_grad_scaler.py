@@ -7,7 +7,6 @@ without that, some ranks would step where others skip, and the model would fall 
 from __future__ import annotations
 
 import math
-import unittest
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients
@@ -202,7 +202,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         model = self._norm_then_mlp(norm_has_tp)
         self._check_agreement_2d(model, [*model[1].parameters(), *model[0].parameters()])
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_scaler_disagrees_over_two_meshes")
     @skip_if_lt_x_gpu(4)
     def test_replicated_parameter_first(self):
         """Beyond upstream: with a ``tp``-replicated parameter first in the optimizer the whole mesh agrees.
@@ -223,7 +223,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         model = self._norm_then_mlp()
         self._check_agreement_2d(model, list(model.parameters()))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_scaler_disagrees_over_two_meshes")
     @skip_if_lt_x_gpu(4)
     def test_parameter_of_one_dimension_first(self):
         """Beyond upstream: with a parameter that only FSDP shards first in the optimizer the whole mesh agrees.

@@ -10,7 +10,6 @@ import copy
 import functools
 import itertools
 import re
-import unittest
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -463,7 +463,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
         self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_rank_without_rows_after_tp")
     @skip_if_lt_x_gpu(1)
     def test_rank_without_rows(self):
         """Beyond upstream: tensor parallelism may leave a rank without any row, and its FSDP group with nothing to cut.

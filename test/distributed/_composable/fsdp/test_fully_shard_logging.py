@@ -18,6 +18,7 @@ from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.logging_utils import LoggingTestCase
 
 requires_distributed = functools.partial(unittest.skipIf, not dist.is_available(), "requires distributed")
@@ -123,7 +124,7 @@ class TestProfilerLabels(FSDPTest):
         suffixes = {re.sub(r"^FSDP::\w+( for)?", "", name) for name in found if not name.startswith(wait)}
         self.assertEqual(suffixes, {"", *groups, " 0", " 1", " 2, 3"})
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_label_of_wait_has_no_name")
     @needs(torch_facts.LABELS_REDUCE_SCATTER_WAIT)
     @skip_if_lt_x_gpu(2)
     def test_label_of_wait(self):

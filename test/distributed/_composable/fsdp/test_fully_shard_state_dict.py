@@ -34,6 +34,7 @@ from torch_fsdp_tests.common_distributed import get_required_world_size, require
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -468,7 +469,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         model.load_state_dict(self._shards_of(ref_model))
         self.assertEqual(model(inp), ref_model(inp))
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_load_between_forward_and_backward")
     @skip_if_lt_x_gpu(4)
     def test_backward_after_load(self):
         """Beyond upstream: a backward whose weights were replaced since its forward has to fail, as a plain module's.

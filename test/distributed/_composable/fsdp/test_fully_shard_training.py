@@ -12,7 +12,6 @@ import functools
 import gc
 import inspect
 import itertools
-import unittest
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -47,7 +46,8 @@ from torch_fsdp_tests.common_fsdp import (
     patch_foreach_reduce,
     patch_reduce_scatter,
 )
-from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests, wrapSwapTensorsTest, xfailIf
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests, wrapSwapTensorsTest
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
@@ -166,7 +166,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         for mlp, ref in zip(model, (before_inner, before_root)):
             self._check_params(True, mlp, ref)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_uneven_rows_shown_wrong")
     @skip_if_lt_x_gpu(1)
     @subtests(rows=[4, 5, 7])
     def test_param_registration_after_partial_reshard(self, rows):
@@ -944,7 +944,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_recovered(model, **kwargs)
 
     @needs_reset
-    @xfailIf(not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS)
+    @torch_defect("fsdp2_reset_keeps_unreduced_gradients")
     @skip_if_lt_x_gpu(2)
     @subtests(reduce_dtype=[None, torch.float32])
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
@@ -970,7 +970,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_recovered(model, **kwargs)
 
     @needs_reset
-    @xfailIf(not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS)
+    @torch_defect("fsdp2_reset_keeps_gradients_of_broken_backward")
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_gradients_of_broken_backward(self):
         """Beyond upstream: a reset drops gradients that a backward left on parameters of the module it broke off in.
@@ -1365,7 +1365,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self._train_and_compare(ref_model, model, lambda: self._inputs(2, 8), step=step)
         self.assertEqual(counts, counts[:1] * 3)
 
-    @unittest.expectedFailure
+    @torch_defect("fsdp2_inference_mode_breaks_training")
     @skip_if_lt_x_gpu(2)
     def test_inference_before_first_step(self):
         """Beyond upstream: a model may be evaluated in inference mode before it is trained.

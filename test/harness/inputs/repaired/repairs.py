@@ -7,13 +7,13 @@ nothing that the reproduction itself does.
 from __future__ import annotations
 
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from editing import edit
+from repairs_fsdp1 import REPAIRS as REPAIRS_OF_FSDP1
 
 from torch_fsdp_tests import torch_names
 
@@ -21,22 +21,6 @@ _fully_shard = torch_names.module("torch.distributed.fsdp._fully_shard._fully_sh
 _collectives = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 _param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
 _param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-
-
-def edit(owner: Any, name: str, *replacements: tuple[str, str]) -> None:
-    """Replace texts in the source of ``owner.name``, and the function by what that compiles to.
-
-    Raises ``AssertionError`` for a text that does not occur once: the torch under test is another one.
-    """
-    function = inspect.unwrap(getattr(owner, name))
-    source = textwrap.dedent(inspect.getsource(function))
-    for old, new in replacements:
-        assert source.count(old) == 1, f"{name} has {old!r} {source.count(old)} times"
-        source = source.replace(old, new)
-    names = function.__globals__ | {"__class__": owner}
-    made: dict[str, Any] = {}
-    exec(compile(source, f"<{name}, repaired>", "exec"), names, made)
-    setattr(owner, name, made[name])
 
 
 def divide_once() -> None:
@@ -48,7 +32,6 @@ def divide_once() -> None:
             "if gradient_divide_factor is not None and postdivide_factor is None:",
         ),
     )
-    _param_group.foreach_reduce = _collectives.foreach_reduce
 
 
 def drop_gradients_at_reset() -> None:
@@ -196,6 +179,7 @@ def label_as_all_else() -> None:
 
 
 REPAIRS: dict[str, Callable[[], None]] = {
+    **REPAIRS_OF_FSDP1,
     "fsdp2_divides_twice": divide_once,
     "fsdp2_extension_gets_one_payload": gather_every_payload,
     "fsdp2_extra_all_gather_after_evaluation": note_forwards_with_gradients,

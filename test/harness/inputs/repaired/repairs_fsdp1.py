@@ -6,13 +6,11 @@ Most replace a few words in the source of a function, which must be there as the
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from editing import edit
 from torch import nn
 from torch.distributed import utils
 from torch.distributed._shard import sharded_tensor
@@ -30,26 +28,6 @@ from torch.distributed.fsdp import (
     sharded_grad_scaler,
     wrap,
 )
-
-
-def edit(owner: Any, name: str, *replacements: tuple[str, str]) -> None:
-    """Replace texts in the source of a function, and the function by the result wherever torch has imported it.
-
-    Raises ``LookupError`` for a text that does not occur exactly once.
-    """
-    former = getattr(owner, name)
-    function = inspect.unwrap(former)
-    source = textwrap.dedent(inspect.getsource(function))
-    for old, new in replacements:
-        if source.count(old) != 1:
-            raise LookupError(f"{name} has {old!r} {source.count(old)} times")
-        source = source.replace(old, new)
-    made: dict[str, Any] = {}
-    exec(source, function.__globals__, made)
-    setattr(owner, name, made[name])
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("torch.distributed") and vars(module).get(name) is former:
-            setattr(module, name, made[name])
 
 
 def undo_lazy_initialization_also_after_an_exception() -> None:
