@@ -173,7 +173,7 @@ class _Trial:
 
 def _done(running: list[_Trial]) -> list[_Trial]:
     """The trials that are over; waits until there is news."""
-    left = min(trial.left for trial in running)
+    left = min((trial.left for trial in running), default=0.0)
     connection.wait([source for trial in running for source in trial.sources], timeout=left)
     return [trial for trial in running if trial.listen()]
 

@@ -1,7 +1,7 @@
 """An exception in ``apply`` on an inner FSDP instance makes the whole model unable to run.
 
-``apply`` initializes the instance as if it were the root, and takes that back only when the function has returned.
-After an exception the inner instance stays a root, and the first forward of the model around it is refused.
+``apply`` initializes the inner instance as if it were the root. It takes that back only after the function has
+returned, so an exception leaves the inner instance a root, and the first forward of the whole model raises.
 """
 
 import contextlib

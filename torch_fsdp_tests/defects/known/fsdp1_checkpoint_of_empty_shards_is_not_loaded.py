@@ -1,8 +1,8 @@
-"""A sharded optimizer state of which a rank has no row can be saved and not loaded.
+"""A sharded optimizer state can be saved but not loaded when a rank has no row of a parameter.
 
-``DefaultLoadPlanner`` replaces each sharded tensor by its local shards, so the name of one without a local shard
-vanishes. It then takes the checkpoint for one written by torch 2.3, which named things in another way, and reports
-that these other names are missing. ``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids it.
+``DefaultLoadPlanner`` leaves out each sharded tensor that has no local shard on its rank. It then misses the tensor's
+name, takes the checkpoint for one that torch 2.3 wrote, which named things in another way, and reports that those
+names are missing. ``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids the error.
 """
 
 import tempfile

@@ -1,7 +1,8 @@
-"""Tensors in a dataclass are not moved to the device that FSDP1 and DDP move their inputs to.
+"""FSDP1 and DDP do not move tensors in a dataclass to their device.
 
-Moving looks into tuples, lists and dicts only, while mixed precision casts what is in dataclasses as well. A module
-that is given a dataclass of tensors on the host computes on two devices, and raises.
+The function that moves inputs looks into tuples, lists and dicts only, while mixed precision also casts what is in
+dataclasses. A module that is given a dataclass of tensors on the host computes with tensors on two devices, and
+raises.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """A module under FSDP1 cannot take or return a dataclass with a field that ``__init__`` does not take.
 
-FSDP looks for the tensors in inputs and outputs by rebuilding the containers that they come in, and rebuilds a
-dataclass by giving all of its fields to ``dataclasses.replace``, which refuses those with ``init=False``.
+FSDP finds the tensors in inputs and outputs by rebuilding the containers that hold them. It rebuilds a dataclass by
+passing all of its fields to ``dataclasses.replace``, which refuses those with ``init=False``.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """A module under FSDP1 or DDP cannot take a ``defaultdict``.
 
-Inputs that are moved to the device are put together again by calling the type of each mapping with its items. The
-first argument of ``defaultdict`` is its factory, so it refuses them.
+When inputs are moved to the device, each mapping is rebuilt by calling its type with the items. The first argument of
+``defaultdict`` is its factory, so the call raises.
 """
 
 import collections

@@ -1,8 +1,8 @@
-"""A named tuple without fields among the inputs makes every positional input vanish.
+"""A named tuple without fields among the inputs makes all positional inputs disappear.
 
-Inputs are moved to the device by moving the elements of each container and putting together one container for each
-device. A container without elements is put together zero times, and so is whatever contains it: the whole tuple of
-positional inputs. A module whose arguments have defaults computes with these in silence.
+Inputs are moved by moving the elements of each container and zipping the results. Without elements the zip is empty,
+so the named tuple disappears, and with it every container around it, up to the tuple of positional inputs. A module
+whose arguments have defaults then computes with the defaults.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
-"""A sharded tensor of which a rank has no row asks CUDA for its device on other accelerators.
+"""A sharded tensor without a row on its rank asks CUDA for its device on other accelerators.
 
-``ShardedTensor.device`` is the device of the local shard. Where there is none it is the CPU for gloo, and CUDA's
-current device for every other backend, whatever accelerator that backend is for. A checkpoint of such a tensor cannot
-be written.
+``ShardedTensor.device`` is the device of the local shard. If there is none, it is the CPU for gloo, and CUDA's
+current device for every other backend. A checkpoint of such a tensor cannot be written on an accelerator other than
+CUDA.
 """
 
 from torch import nn

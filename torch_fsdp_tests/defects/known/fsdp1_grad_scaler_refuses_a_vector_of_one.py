@@ -1,8 +1,8 @@
-"""``GradScaler.update`` accepts a new scale of one element and raises unless it is a scalar tensor.
+"""``GradScaler.update`` accepts a new scale of one element and then raises unless it is a scalar tensor.
 
-The check asks for a tensor of one element, as the documentation does. The new scale is then copied into the scaler's
-own, a tensor without dimensions, and ``copy_`` does not take a tensor of one dimension for it. FSDP1's
-``ShardedGradScaler`` and ``torch.amp.GradScaler`` are alike.
+The check asks for a tensor of one element, as the documentation does. The scale is then copied into the scaler's own
+tensor, which has no dimension, and ``copy_`` does not accept a vector there. ``ShardedGradScaler`` and
+``torch.amp.GradScaler`` share this defect.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""``sync_module_states`` with a hybrid strategy leaves the buffers of some ranks as they were.
+"""``sync_module_states`` with a hybrid strategy does not synchronize the buffers of some ranks.
 
-The states are broadcast twice, first within a shard group, then between the groups. The first broadcast marks each
-buffer as synchronized, so the second one skips it, and only the group of rank 0 has the buffers of rank 0.
+States are broadcast first within each shard group and then between the groups. The first broadcast marks each buffer
+as synchronized, so the second one skips it. Only the shard group of rank 0 gets the buffers of rank 0.
 """
 
 import torch

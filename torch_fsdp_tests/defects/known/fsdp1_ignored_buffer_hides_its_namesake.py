@@ -1,8 +1,8 @@
-"""An ignored buffer of a nested instance keeps another buffer of the same name from mixed precision.
+"""An ignored buffer of a nested instance excludes another buffer of the same name from mixed precision.
 
-The names of a nested instance's ignored buffers are relative to that instance. They are added to the root's ignored
-names without the path to the instance, so a buffer of the root that happens to have such a name is ignored too and
-keeps its full precision.
+The names of ignored buffers of a nested instance are relative to that instance. They are added to the root's ignored
+names without the path to the instance. A buffer of the root that has such a name is then ignored too, and keeps its
+full precision.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""``clip_grad_norm_`` reports the largest infinity norm so far once a rank has no gradients.
+"""``clip_grad_norm_`` with the infinity norm returns the largest norm so far if a rank has no gradients.
 
-A rank without gradients takes a zero for its own norm that is made once and kept. The all-reduce of the maximum
-writes the norm of all ranks into it, so the rank contributes that norm to every later one. Norms can only grow, and
-all ranks clip their gradients by one that is too large.
+A rank without gradients uses a constant zero tensor as its norm. The all-reduce of the maximum writes the total norm
+into that tensor, so the rank contributes it to every later norm. The norm can only grow, and all ranks clip their
+gradients by too much.
 """
 
 import copy

@@ -1,8 +1,8 @@
-"""Mixed precision hands a plain ``dict`` to a module that was given an instance of a subclass.
+"""Mixed precision turns an input that is a subclass of ``dict`` into a plain ``dict``.
 
-Inputs are cast by rebuilding the containers that they come in. Lists, tuples, sets and an ``OrderedDict`` are rebuilt
-in their own class, every other mapping as a ``dict``. The module misses the methods and attributes of the class, or
-takes another branch for what it is given.
+Inputs are cast by rebuilding the containers that hold them. A list, a tuple, a set or an ``OrderedDict`` keeps its
+class, every other mapping becomes a ``dict``. The module misses the methods and attributes of the class, or takes
+another branch because of the type.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """A local state dict of a model that trains cannot be offloaded to the host.
 
-The local shard is a view of the flat parameter, made without autograd, and requires a gradient as the metadata of its
-sharded tensor say. The copy on the host, made without autograd too, requires none, and ``ShardedTensor.cpu`` refuses
-it for that difference.
+The local shard is a view of the flat parameter and requires a gradient, as the flat parameter does. Its copy on the
+host is made without autograd and requires none. ``ShardedTensor.cpu`` refuses the copy because of that difference.
 """
 
 import torch

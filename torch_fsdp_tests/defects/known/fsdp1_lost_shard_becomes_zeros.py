@@ -1,7 +1,8 @@
-"""Loading a sharded tensor whose shard is missing on its rank fills those rows with zeros.
+"""Loading a sharded tensor whose shard is missing on its rank fills its rows with zeros.
 
-A rank without a local shard is taken for one that lies beyond the end of a short tensor, and contributes padding. The
-tensor's own metadata says that the rank has rows, but is not asked. ``load_state_dict`` reports that all keys match.
+FSDP assumes that a rank without a local shard lies beyond the end of a short tensor, and lets it contribute padding.
+It does not compare this with the tensor's metadata, which say that the rank has rows. ``load_state_dict`` reports
+that all keys match.
 """
 
 from torch import nn
@@ -15,7 +16,7 @@ DEFECT = Defect(
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
     broken=">=2.9",
-    arguable="a program has to break the sharded tensor itself, and what it then loads is its own affair",
+    arguable="a program has to break the sharded tensor first, and torch does not have to find that mistake",
     tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_lost_shard",),
 )
 

@@ -1,8 +1,8 @@
 """Low-precision gradients that are kept and offloaded make the backward after ``zero_grad`` raise.
 
-The buffer on the host into which the gradient is offloaded becomes the parameter's gradient and is cast to low
-precision in place. The next backward casts it back only if the parameter still has a gradient, which ``zero_grad``
-has set to None; so it assigns a low-precision gradient to a parameter of full precision.
+The host buffer for the offloaded gradient becomes the parameter's gradient and is cast to low precision in place. The
+next backward casts it back only if the parameter still has a gradient, and ``zero_grad`` has set that to None. So a
+gradient of low precision is assigned to a parameter of full precision.
 """
 
 import torch

@@ -1,13 +1,13 @@
 """Leaving modules out of mixed precision changes the caller's arguments.
 
-A module of a class that mixed precision ignores, and that no policy lists, is given the root's own dict of arguments
-instead of a copy. Its ``mixed_precision`` is then set to None, for the root and for all such modules at once.
+A module of a class that mixed precision ignores, and that no policy lists, is given the caller's own dict of
+arguments instead of a copy. Setting ``mixed_precision`` to None for that module then does so for the caller and for
+all such modules.
 """
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp.wrap import _run_mixed_precision_override_policy
+from torch.distributed.fsdp import MixedPrecision, wrap
 
 from torch_fsdp_tests.defects.registry import Consequence, Defect
 
@@ -26,5 +26,5 @@ def reproduce(rank, world_size, device):
     config = MixedPrecision(param_dtype=torch.bfloat16)
     norms = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
     arguments = {"mixed_precision": config}
-    _run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
+    wrap._run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
     return type(arguments["mixed_precision"]).__name__, "MixedPrecision"

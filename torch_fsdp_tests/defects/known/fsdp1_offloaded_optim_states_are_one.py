@@ -1,8 +1,8 @@
-"""All states of a parameter come back as the last one when an optimizer state on the CPU is offloaded.
+"""An offloaded optimizer state on the CPU has the last state of each parameter under every name.
 
-With ``use_orig_params`` the states of a parameter are gathered one after the other into the same tensor, and each is
-copied out of it before the next one comes, unless it is offloaded: moving it to the host is taken for a copy. Where
-FSDP computes on the CPU it is none, so ``exp_avg`` is ``exp_avg_sq``. To offload is the default.
+With ``use_orig_params`` the states of a parameter are gathered one after the other into the same tensor. Each is
+copied out of it, unless it is to be offloaded: then FSDP relies on ``cpu()`` to copy. On the CPU that returns the
+tensor itself, so ``exp_avg`` is ``exp_avg_sq``. Offloading is the default.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Mixed precision does not cast a packed sequence, so a recurrent layer is given the wrong dtype.
 
-Where a ``PackedSequence`` is met, the cast is applied to its data, the result is dropped, and the sequence is handed
-on as it is. The layer's parameters are of low precision and its input is not.
+The cast is applied to the data of a ``PackedSequence``, but its result is dropped and the sequence is passed on
+unchanged. The layer then has parameters of low precision and an input of full precision.
 """
 
 import torch

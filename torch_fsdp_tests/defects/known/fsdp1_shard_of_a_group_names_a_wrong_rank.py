@@ -1,7 +1,7 @@
-"""A local shard in a group that is not the world names a wrong rank as its place.
+"""A local shard in a group other than the world names the wrong rank as its placement.
 
-The metadata of a sharded tensor speaks of ranks of the world, and so does each shard's own placement. The local shard
-that FSDP makes is given the rank within the group instead, so it contradicts the tensor that it is part of.
+The metadata of a sharded tensor names ranks of the world. FSDP gives the local shard the rank within the group
+instead, so the shard contradicts the tensor that it is part of.
 """
 
 import torch.distributed as dist

@@ -1,7 +1,7 @@
-"""A sharded tensor in a group that is not the world cannot be gathered.
+"""A sharded tensor in a group other than the world cannot be gathered.
 
-``ShardedTensor.gather`` adds up the sizes of each rank's shards in a list as long as the group, and counts in it by
-ranks of the world. Where a rank's number is beyond the group's size that is an IndexError.
+``ShardedTensor.gather`` adds up the sizes of each rank's shards in a list that is as long as the group, but indexes
+it by ranks of the world. A rank beyond the group's size is an IndexError.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """An exception inside ``FSDP.state_dict_type`` leaves the type of state dicts changed.
 
-The context manager puts the former type back after a bare ``yield``, without ``finally``. A load that failed
-therefore leaves every later ``model.state_dict()`` of another kind than the program says, and nothing is said about
-it.
+The context manager restores the former type after its ``yield``, but not in a ``finally``. After a load that failed,
+every later ``model.state_dict()`` is of another kind than the program expects.
 """
 
 import contextlib

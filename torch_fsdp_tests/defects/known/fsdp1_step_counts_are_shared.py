@@ -1,9 +1,9 @@
-"""Parameters of one flat parameter share a step count in a saved optimizer state, so Adam counts it up too often.
+"""Parameters of one flat parameter share a step count in a saved optimizer state, so it grows too fast.
 
-When the state of a flat parameter is split into those of its parameters, each is given the very same tensor for its
-step count, and ``torch.save`` preserves that. Whoever loads it into an optimizer to which they are several parameters
-(of the plain model, of FSDP1 with ``use_orig_params``, of FSDP2) counts it up once for each at every step, and the
-bias correction of Adam is wrong.
+The state of a flat parameter is split into one for each original parameter, and all of them get the same tensor as
+step count. ``torch.save`` preserves that. An optimizer that loads it for several parameters, of a plain module, of
+FSDP1 with ``use_orig_params`` or of FSDP2, increments the one tensor once for each parameter at every step, so Adam
+corrects its bias wrongly.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""An optimizer state of a wrong shape is loaded in the wrong order with the original parameters in use.
+"""An optimizer state of the wrong shape is loaded in the wrong order with ``use_orig_params``.
 
-The state is flattened and the rank's part is cut out of it, and nobody compares its shape with the parameter's. A
-transposed state is taken, and its elements end up at others' places. With flat parameters it is refused.
+FSDP flattens the state and cuts out the rank's part without a look at its shape. The elements of a transposed state
+end up in wrong places. With flat parameters FSDP refuses such a state.
 """
 
 import torch
@@ -16,6 +16,7 @@ DEFECT = Defect(
     consequence=Consequence.WRONG_IN_SILENCE,
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
     broken=">=2.9",
+    arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
     tests=(
         "distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState"
         "::test_state_of_a_wrong_shape_is_refused_with_original_parameters",

@@ -1,9 +1,10 @@
-"""A forward without a backward costs the next backward its gradients in mixed precision.
+"""A forward without a backward makes the next backward lose its gradients in mixed precision.
 
-The hook that reduces the gradient is registered in the first forward, on the parameter's gradient accumulator, and no
-other is registered until a backward has removed it. Each change of the flat parameter's dtype gives it a new
-accumulator, so the hook of an unused forward never runs, and the next backward leaves every ``.grad`` None: the
-optimizer moves nothing. An evaluation without ``no_grad`` suffices. It is so for every sharding strategy.
+The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype
+replaces the accumulator, so the hook of an unused forward never runs. With ``use_orig_params`` the next backward
+leaves every ``.grad`` None, and the optimizer changes nothing. An evaluation without ``no_grad`` is such a forward.
+All sharding strategies are affected.
 """
 
 import copy

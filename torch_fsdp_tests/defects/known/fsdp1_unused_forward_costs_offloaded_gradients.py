@@ -1,9 +1,9 @@
-"""A forward without a backward costs the next backward its gradients when parameters are offloaded.
+"""A forward without a backward makes the next backward lose its gradients when parameters are offloaded.
 
-The hook that reduces the gradient is registered in the first forward, on the flat parameter's gradient accumulator,
-and no other is registered until a backward has removed it. Each move of the flat parameter between the host and the
-device gives it a new accumulator, so the hook of an unused forward never runs, and the next backward leaves gradients
-of zero or none at all.
+The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
+later forward registers another one until a backward has removed it. Each move of the flat parameter between the host
+and the device replaces the accumulator, so the hook of an unused forward never runs. The next backward leaves
+gradients of zeros, or none.
 """
 
 import torch

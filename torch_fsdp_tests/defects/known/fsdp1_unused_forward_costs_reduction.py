@@ -1,10 +1,10 @@
-"""A forward without a backward costs the next backward its reduction in mixed precision, and ranks go apart.
+"""A forward without a backward leaves the next gradient unreduced in mixed precision, so ranks diverge.
 
-The hook that reduces the gradient is registered in the first forward, on the flat parameter's gradient accumulator,
-and no other is registered until a backward has removed it. Each change of the flat parameter's dtype gives it a new
-accumulator, so the hook of an unused forward never runs. Without the original parameters the flat parameter keeps the
-gradient of its own rank, not reduced. Under NO_SHARD each rank's optimizer takes its own step in silence; under the
-other strategies the gradient is not sharded either, and ``step`` raises.
+The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype
+replaces the accumulator, so the hook of an unused forward never runs. With flat parameters, each rank then keeps its
+own gradient. Under NO_SHARD the optimizer of each rank takes a different step without an error. Under the other
+strategies the gradient is not sharded either, and ``step`` raises.
 """
 
 import torch

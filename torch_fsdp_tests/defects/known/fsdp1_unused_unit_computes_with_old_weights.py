@@ -1,10 +1,10 @@
 """A unit whose output was not used computes with old weights under SHARD_GRAD_OP.
 
-Forward leaves the unit's gathered parameters in place for backward and lets the flat parameter point to its shard. If
-no gradient reaches the unit, ``_catch_all_reshard`` at the end of backward is to free it, but takes a flat parameter
-that points to its shard for one that is freed already. The next forward finds the parameters gathered and uses them
-as they are, although the optimizer has moved the shards. Two accumulated microbatches of which the second does not
-use the unit suffice, or momentum. Flat parameters only (``use_orig_params=False``).
+Forward keeps the unit's gathered parameters for backward, and makes the flat parameter point to its shard. If no
+gradient reaches the unit, ``_catch_all_reshard`` has to free it at the end of backward, but it assumes that a flat
+parameter that points to its shard was freed already. The next forward finds the parameters gathered and uses them,
+although the optimizer has changed the shards. Two accumulated microbatches are enough, if the second does not use the
+unit; so is momentum. Only flat parameters are affected (``use_orig_params=False``).
 """
 
 import copy

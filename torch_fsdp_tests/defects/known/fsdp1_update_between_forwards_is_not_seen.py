@@ -1,8 +1,8 @@
-"""A parameter that is updated between two forwards without a backward keeps its old value in the second.
+"""A forward does not see an update of parameters since the last forward if no backward came in between.
 
-FULL_SHARD leaves the root's gathered parameters in place after forward, SHARD_GRAD_OP those of every instance,
-because a backward will soon need them. The next forward finds them gathered and uses them as they are, also if the
-shards have changed since: in place, by an optimizer step with gradients from elsewhere, or by an average of weights.
+After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance,
+because a backward will need them soon. The next forward finds them gathered and uses them, although the shards may
+have changed: by a write in place, by an optimizer step with gradients from elsewhere, or by an average of weights.
 """
 
 import copy
