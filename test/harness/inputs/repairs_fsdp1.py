@@ -1,0 +1,321 @@
+"""Repairs of FSDP1 in memory, one for each defect: what a patch of torch would change, and no more.
+
+Most replace a few words in the source of a function, which must be there as they are in torch 2.13.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed import utils
+from torch.distributed._shard import sharded_tensor
+from torch.distributed.checkpoint import _sharded_tensor_utils
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    _flat_param,
+    _init_utils,
+    _optim_utils,
+    _runtime_utils,
+    _shard_utils,
+    _state_dict_utils,
+    _traversal_utils,
+    fully_sharded_data_parallel,
+    sharded_grad_scaler,
+    wrap,
+)
+
+
+def edit(owner: Any, name: str, *replacements: tuple[str, str]) -> None:
+    """Replace texts in the source of a function, and the function by the result wherever torch has imported it.
+
+    Raises ``LookupError`` for a text that does not occur exactly once.
+    """
+    former = getattr(owner, name)
+    function = inspect.unwrap(former)
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in replacements:
+        if source.count(old) != 1:
+            raise LookupError(f"{name} has {old!r} {source.count(old)} times")
+        source = source.replace(old, new)
+    made: dict[str, Any] = {}
+    exec(source, function.__globals__, made)
+    setattr(owner, name, made[name])
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("torch.distributed") and vars(module).get(name) is former:
+            setattr(module, name, made[name])
+
+
+def undo_lazy_initialization_also_after_an_exception() -> None:
+    """``apply`` on an inner instance undoes its lazy initialization also when the function raises."""
+    apply = FullyShardedDataParallel.apply
+
+    def repaired(self: Any, fn: Callable[[nn.Module], None]) -> Any:
+        was_uninitialized = self._is_root is None
+        try:
+            return apply(self, fn)
+        except BaseException:
+            if was_uninitialized:
+                for state in _traversal_utils._get_fsdp_states(self):
+                    state._reset_lazy_init()
+            raise
+
+    FullyShardedDataParallel.apply = repaired
+
+
+def synchronize_buffers_in_both_groups() -> None:
+    """A buffer that was synchronized in one group of a hybrid strategy is synchronized in the other one too."""
+    synchronize = _init_utils._sync_module_params_and_buffers
+
+    def repaired(module: nn.Module, params: Any, process_group: Any) -> None:
+        for buffer in module.buffers():
+            setattr(buffer, _init_utils.FSDP_SYNCED, False)
+        synchronize(module, params, process_group)
+
+    _init_utils._sync_module_params_and_buffers = repaired
+
+
+def leave_contexts_after_a_refused_load() -> None:
+    """An exception in ``load_state_dict`` ends what the hooks of the instances have begun, the inner ones first."""
+
+    def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return nn.Module.load_state_dict(self, *args, **kwargs)
+        except BaseException:
+            for state in reversed(_traversal_utils._get_fsdp_states(self)):
+                for module in list(state._unshard_params_ctx):
+                    _state_dict_utils._exit_unshard_params_ctx(module, state)
+            raise
+
+    FullyShardedDataParallel.load_state_dict = repaired
+
+
+def edit_with_copy(name: str, *replacements: tuple[str, str]) -> None:
+    """The same for a function of ``torch.distributed.utils`` whose repair copies containers."""
+    utils.copy = copy
+    edit(utils, name, *replacements)
+
+
+# A unit may be gathered although its flat parameter points to the shard.
+RESHARD_ALL_THAT_IS_GATHERED = partial(
+    edit,
+    _runtime_utils,
+    "_catch_all_reshard",
+    (
+        "and not state._handle._skipped_use_sharded_views",
+        "and not state._handle._skipped_use_sharded_views\n"
+        "                and (state._handle.needs_unshard() or not state._handle.uses_sharded_strategy)",
+    ),
+)
+
+# The end of backward reduces each gradient whose hook stayed with another accumulator.
+REDUCE_AT_THE_END = partial(
+    edit,
+    _runtime_utils,
+    "_post_backward_final_callback",
+    (
+        "root_state = state\n",
+        """root_state = state
+    for each in state._all_fsdp_states:
+        handle = each._handle
+        if handle and handle._ran_pre_backward_hook:
+            if handle.flat_param.grad is not None and not handle.flat_param._post_backward_called:
+                _post_backward_hook(each, handle, handle.flat_param)
+""",
+    ),
+)
+
+# What was gathered for a forward is kept only where a backward may follow.
+FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS = partial(
+    edit,
+    _runtime_utils,
+    "_post_forward_reshard",
+    ("not state._is_root", "handle.uses_sharded_strategy and not torch.is_grad_enabled() or not state._is_root"),
+)
+
+REPAIRS: dict[str, Callable[[], None]] = {
+    "fsdp1_apply_leaves_an_inner_root": undo_lazy_initialization_also_after_an_exception,
+    "fsdp1_checkpoint_of_empty_shards_is_not_loaded": partial(
+        edit,
+        _sharded_tensor_utils,
+        "_flatten_sharded_tensors",
+        ("if len(shards) == 0:\n            return\n        if len(shards) != 1:", "if len(shards) != 1:"),
+    ),
+    "fsdp1_dataclass_inputs_are_not_moved": partial(
+        edit,
+        utils,
+        "_recursive_to",
+        (
+            "if _is_namedtuple(obj):",
+            """if dataclasses.is_dataclass(obj):
+            names = [field.name for field in dataclasses.fields(obj) if field.init]
+            moved = zip(*(to_map(getattr(obj, name)) for name in names))
+            return [dataclasses.replace(obj, **dict(zip(names, values))) for values in moved]
+        if _is_namedtuple(obj):""",
+        ),
+    ),
+    "fsdp1_dataclass_with_computed_field_raises": partial(
+        edit,
+        utils,
+        "_apply_to_tensors",
+        ("for f in dataclasses.fields(dc)", "for f in dataclasses.fields(dc) if f.init"),
+    ),
+    "fsdp1_defaultdict_input_raises": partial(
+        edit_with_copy,
+        "_recursive_to",
+        (
+            "return [type(obj)(i) for i in zip(*map(to_map, obj.items()))]",
+            """made = []
+            for items in zip(*map(to_map, obj.items())):
+                made.append(copy.copy(obj))
+                made[-1].update(items)
+            return made""",
+        ),
+    ),
+    "fsdp1_empty_named_tuple_swallows_inputs": partial(
+        edit, utils, "_recursive_to", ("if _is_namedtuple(obj):", "if _is_namedtuple(obj) and len(obj) > 0:")
+    ),
+    "fsdp1_empty_shard_asks_cuda_for_its_device": partial(
+        edit,
+        sharded_tensor._ops.tensor_ops,
+        "tensor_device",
+        ("dev = torch.device(torch.cuda.current_device())", "dev = self_st._get_preferred_device()"),
+    ),
+    "fsdp1_evaluation_before_step_trains_old_weights": FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS,
+    "fsdp1_frozen_unit_stays_gathered": RESHARD_ALL_THAT_IS_GATHERED,
+    "fsdp1_grad_scaler_refuses_a_vector_of_one": partial(
+        edit,
+        sharded_grad_scaler.ShardedGradScaler,
+        "update",
+        ("self._scale.copy_(new_scale)", "self._scale.copy_(new_scale.reshape(()))"),
+    ),
+    "fsdp1_hybrid_shard_leaves_buffers": synchronize_buffers_in_both_groups,
+    "fsdp1_ignored_buffer_hides_its_namesake": partial(
+        edit,
+        _init_utils,
+        "_get_ignored_buffer_names",
+        ("for submodule in root_module.modules():", "for path, submodule in root_module.named_modules():"),
+        (
+            "all_ignored_buffer_names.update(optional_fsdp_state._ignored_buffer_names)",
+            "all_ignored_buffer_names.update(clean_tensor_name(f'{path}.{name}' if path else name)"
+            " for name in optional_fsdp_state._ignored_buffer_names)",
+        ),
+    ),
+    "fsdp1_inf_norm_only_grows": partial(
+        edit, fully_sharded_data_parallel, "_get_grad_norm", ("return zero", "return zero.clone()")
+    ),
+    "fsdp1_inputs_lose_their_kind_of_dict": partial(
+        edit_with_copy,
+        "_apply_to_tensors",
+        (
+            "return {key: apply(value) for key, value in x.items()}",
+            """made = copy.copy(x)
+            made.update((key, apply(value)) for key, value in x.items())
+            return made""",
+        ),
+    ),
+    "fsdp1_local_state_dict_is_not_offloaded": partial(
+        edit,
+        _state_dict_utils,
+        "_local_post_state_dict_hook",
+        (".view(valid_data_size)", ".view(valid_data_size).detach()"),
+    ),
+    "fsdp1_lost_shard_becomes_zeros": partial(
+        edit,
+        _state_dict_utils,
+        "_sharded_pre_load_state_dict_hook",
+        (
+            "if len(shards) >= 2:",
+            """places = [shard.placement.rank() for shard in param.metadata().shards_metadata]
+            is_lost = [None] * fsdp_state.world_size
+            dist.all_gather_object(is_lost, not shards and dist.get_rank() in places, fsdp_state.process_group)
+            if any(is_lost):
+                raise ValueError(f"a shard of {fqn} is lost")
+            if len(shards) >= 2:""",
+        ),
+    ),
+    "fsdp1_low_gradients_offloaded_raise": partial(
+        edit,
+        _flat_param.FlatParamHandle,
+        "prepare_gradient_for_optim",
+        ("flat_param.grad = flat_param._cpu_grad", "flat_param.grad = flat_param._cpu_grad.clone()"),
+    ),
+    "fsdp1_mixed_precision_override_changes_arguments": partial(
+        edit,
+        wrap,
+        "_run_mixed_precision_override_policy",
+        ("target_module_to_kwargs[module] = root_kwargs", "target_module_to_kwargs[module] = dict(root_kwargs)"),
+    ),
+    "fsdp1_offloaded_optim_states_are_one": partial(
+        edit, _optim_utils, "_unflatten_orig_param_states", ("elif not cpu_offload:", "else:")
+    ),
+    "fsdp1_packed_sequences_are_not_cast": partial(
+        edit,
+        utils,
+        "_apply_to_tensors",
+        ("apply(x.data)\n            return x", "return x._replace(data=apply(x.data))"),
+    ),
+    "fsdp1_refused_load_prevents_saving": leave_contexts_after_a_refused_load,
+    "fsdp1_shard_of_a_group_names_a_wrong_rank": partial(
+        edit,
+        _shard_utils,
+        "_create_chunk_sharded_tensor",
+        ("(local_shard, offsets, rank)", "(local_shard, offsets, dist.get_rank())"),
+    ),
+    "fsdp1_shards_of_a_group_are_not_gathered": partial(
+        edit,
+        sharded_tensor.ShardedTensor,
+        "gather",
+        (
+            "shard_rank = cast(_remote_device, shard_md.placement).rank()",
+            "shard_rank = dist.get_group_rank(self._process_group, shard_md.placement.rank())",
+        ),
+        (
+            "shard_offset = shard_placement[shard.metadata][1]",
+            "shard_offset = next(place[1] for metadata, place in shard_placement.items()"
+            " if metadata.shard_offsets == shard.metadata.shard_offsets)",
+        ),
+        ("dst=dst,", "group_dst=dst,"),
+    ),
+    "fsdp1_state_dict_type_stays_after_an_exception": partial(
+        edit,
+        FullyShardedDataParallel,
+        "state_dict_type",
+        (
+            "    yield\n    FullyShardedDataParallel.",
+            "    try:\n        yield\n    finally:\n        FullyShardedDataParallel.",
+        ),
+    ),
+    "fsdp1_step_counts_are_shared": partial(
+        edit,
+        _optim_utils,
+        "_unflatten_communicated_optim_state",
+        (
+            "unflat_state_param.update(sorted_items(zero_dim_tensor_state))",
+            "unflat_state_param.update((name, step.clone()) for name, step in sorted_items(zero_dim_tensor_state))",
+        ),
+    ),
+    "fsdp1_transposed_optim_state_is_loaded": partial(
+        edit,
+        _optim_utils,
+        "_shard_orig_param_state",
+        (
+            "if not shard_param_info.in_shard:",
+            """for value in optim_state.values():
+        if torch.is_tensor(value) and value.dim() > 0 and value.shape != flat_param._shapes[param_idx]:
+            raise ValueError(f"{fqn} has a state of shape {value.shape}")
+    if not shard_param_info.in_shard:""",
+        ),
+    ),
+    "fsdp1_unused_forward_costs_gradients": REDUCE_AT_THE_END,
+    "fsdp1_unused_forward_costs_offloaded_gradients": REDUCE_AT_THE_END,
+    "fsdp1_unused_forward_costs_reduction": REDUCE_AT_THE_END,
+    "fsdp1_unused_unit_computes_with_old_weights": RESHARD_ALL_THAT_IS_GATHERED,
+    "fsdp1_update_between_forwards_is_not_seen": FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS,
+}
