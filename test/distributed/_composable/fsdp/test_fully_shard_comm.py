@@ -68,11 +68,8 @@ AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 Reshard = bool | int | None
 
-
 fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
 fsdp_collectives = internals.fsdp2_collectives
-
-# The defect of ``test_singleton_force_sum`` and the three like it, which came with the copy.
 
 
 def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
