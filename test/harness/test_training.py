@@ -85,8 +85,8 @@ class TestRecordedCollectives(FSDPTest):
         shard_each([*model, model])
         with collectives.recorded() as calls:
             train(model, torch.ones(1, 2, device=self.device))
-        self.assertEqual(calls.counts(), {"AG": 4, "RS": 2})
-        self.assertEqual([group.size() for group in calls.values("RS", "group")], [2, 2])
+        self.assertEqual(calls.counts(), {"all_gather": 4, "reduce_scatter": 2})
+        self.assertEqual([group.size() for group in calls.values("reduce_scatter", "group")], [2, 2])
         self.assertEqual(calls.values("AR", "group"), [])
         train(model, torch.ones(1, 2, device=self.device))
         self.assertEqual(len(calls), 6)  # nothing is noted after the context

@@ -55,6 +55,7 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
     device = accelerator.current()
     _import_what_ranks_need(ids)
     waiting, running = list(ids), list[_Trial]()
+    folder = tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-defects-", ignore_cleanup_errors=True)
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
@@ -62,13 +63,15 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
                 if why := _obstacle(defect, device):
                     yield Finding(defect, Answer.CANNOT_BE_TRIED, defect.expected(torch.__version__), why)
                 else:
-                    running.append(_Trial(defect, device))
+                    running.append(_Trial(defect, device, Path(folder.name, defect.id)))
+                    running[-1].start()
             for trial in _done(running):
                 running.remove(trial)
                 yield trial.finish()
     finally:
         for trial in running:
             trial.end()
+        folder.cleanup()
 
 
 def _import_what_ranks_need(ids: Sequence[str]) -> None:
@@ -94,23 +97,28 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
 class _Trial:
     """The ranks of one defect, while they run."""
 
-    def __init__(self, defect: Defect, device: Accelerator) -> None:
-        self.defect = defect
-        self._folder = Path(tempfile.mkdtemp(prefix="torch_fsdp_tests-defect-"))
+    def __init__(self, defect: Defect, device: Accelerator, folder: Path) -> None:
+        self.defect, self._device, self._folder = defect, device, folder
         self._began = time.monotonic()
         self._give_up = self._began + LIMIT
         self._said: dict[int, tuple[str, Any]] = {}  # by rank
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+
+    def start(self) -> None:
+        """Start the ranks. Whatever becomes of that, :meth:`end` has to be called."""
+        defect, device = self.defect, self._device
+        self._folder.mkdir()
         method = "fork" if host.can_fork() and device.has("fork") else "spawn"
         context: Any = multiprocessing.get_context(method)
-        self._pipes, self._processes = [], []
         for rank in range(defect.world_size):
             ours, theirs = context.Pipe(duplex=False)
             arguments = (theirs, defect.id, rank, str(self._folder), device.type, device.backend, os.getpid())
             process = context.Process(target=_be_rank, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
             self._pipes.append(ours)
+            process.start()
             self._processes.append(process)
+            theirs.close()
 
     @property
     def sources(self) -> list[Any]:
@@ -161,12 +169,13 @@ class _Trial:
         return dataclasses.replace(finding, answer=answer, rank=None if alike else first, found=found, right=right)
 
     def end(self) -> None:
-        """Kill what is left of the ranks, and remove their folder."""
+        """Kill what is left of the ranks, and remove their folder. May be called again."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        for process, pipe in zip(self._processes, self._pipes):
+        for process in self._processes:
             process.join()
+        for pipe in self._pipes:
             pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
