@@ -37,12 +37,20 @@ def start_fresh(
     return process.pid
 
 
-def preload(modules: Iterable[str]) -> None:
-    """Import what the children would, and leave it out of their garbage collection, which would copy every page."""
+def preload(modules: Iterable[str]) -> list[str]:
+    """Import what the children would, and leave it out of their garbage collection, which would copy every page.
+
+    Returns a sentence for each module that cannot be imported.
+    """
+    remarks = []
     for module in modules:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            remarks.append(f"{module} cannot be imported, so every process will try for itself: {error}")
     gc.collect()
     gc.freeze()
+    return remarks
 
 
 class ForkServer:

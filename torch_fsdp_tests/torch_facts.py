@@ -221,17 +221,6 @@ PRELOADED = (
 )
 
 
-def preload() -> list[str]:
-    """Import what every rank will need. Returns a sentence for each module that cannot be imported."""
-    remarks = []
-    for name in PRELOADED:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            remarks.append(f"torch {torch.__version__} cannot import {name}, so each rank will try for itself: {error}")
-    return remarks
-
-
 def facts() -> dict[str, Fact]:
     """All facts by their names."""
     return {name: value for name, value in globals().items() if isinstance(value, Fact)}

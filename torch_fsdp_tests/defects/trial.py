@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator, host, torch_facts
+from torch_fsdp_tests import accelerator, forkserver, host, torch_facts
 from torch_fsdp_tests.accelerator import Accelerator
 from torch_fsdp_tests.defects import launch, registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Place
@@ -76,7 +76,7 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
 
 def _import_what_ranks_need(ids: Sequence[str]) -> None:
     """So that ranks which are forked off this process import nothing. No tensor is computed here, nor at import."""
-    torch_facts.preload()
+    forkserver.preload(torch_facts.PRELOADED)
     for id in ids:
         registry.entry(id)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from torch_fsdp_tests import events, forkserver
 from torch_fsdp_tests.dispatch import child
+from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.messages import Connection, MessageError
 
 ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
@@ -65,6 +66,11 @@ class ForkServer:
     def ready(self) -> bool:
         """Whether a fork can be had at once. Never again once one has failed."""
         return self._control.fileno() >= 0 and self._ready.exists()
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the server could not import, in sentences."""
+        return self._ready.read_text(encoding="utf-8").splitlines() if self._ready.exists() else []
 
     def fork(self, command: Sequence[str], environment: Mapping[str, str], output: int, stream: int) -> int | None:
         """Process id of a new child of this process that runs ``child.main(command)``; None where none can be had.
@@ -127,8 +133,8 @@ def main(argv: Sequence[str]) -> None:
     """The server: ``python -m torch_fsdp_tests.dispatch.forkserver CONTROL READY``."""
     control, ready = argv
     server = _Server(socket.socket(fileno=int(control)))
-    forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
-    Path(ready).touch()
+    remarks = forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
+    write_text(Path(ready), "\n".join(remarks))
     command = server.serve()
     if command is None:
         os._exit(0)

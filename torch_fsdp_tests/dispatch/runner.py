@@ -126,6 +126,7 @@ class Runner:
         finally:
             self._selector.close()
             if self._forkserver is not None:
+                self.results.remarks += self._forkserver.remarks
                 self._forkserver.close()
             self._reaper.close()
             for waiting in self._queue:  # the end of the run came between two attempts

@@ -248,7 +248,8 @@ def _run(control: socket.socket) -> None:
     events.detach()
     host.adopt_orphans()
     server = Server(control)
-    forkserver.preload(torch_facts.PRELOADED)
+    for remark in forkserver.preload(torch_facts.PRELOADED):
+        print(f"torch_fsdp_tests: {remark}", file=sys.stderr, flush=True)
     server.serve()
     server.end_all()
     os._exit(0)
