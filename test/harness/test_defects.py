@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import unittest
 from pathlib import Path
 
 import torch
@@ -26,6 +27,10 @@ from runs import INPUTS, ROOT, run_beside
 
 REPAIRED = INPUTS / "repaired"
 LIMIT = 300  # seconds for one run of the command
+
+of_this_source = unittest.skipUnless(
+    torch.__version__.startswith("2.13."), "needs torch 2.13, whose source the repairs change"
+)
 
 
 def run(*arguments, beside=INPUTS, **variables):
@@ -119,6 +124,7 @@ class TestCommand(TestCase):
     def test_fail_on_present(self):
         self.assertEqual(run("fsdp2_divides_twice", "--fail-on", "present").returncode, 1)
 
+    @of_this_source
     def test_a_repaired_torch_is_news(self):
         """The command exits with 1 and names it."""
         done = run("fsdp2_divides_twice", beside=REPAIRED, REPAIRED_DEFECTS="fsdp2_divides_twice")
@@ -195,10 +201,9 @@ class TestScripts(TestCase):
 
 
 class TestRepairs(TestCase):
+    @of_this_source
     def test_a_repair_makes_a_defect_absent(self):
         """Each reproduction says absent where its cause is gone, in a torch that is patched in memory."""
-        if not torch.__version__.startswith("2.13."):
-            self.skipTest("needs torch 2.13, whose source the repairs change")
         sys.path.insert(0, str(REPAIRED))
         from repairs import REPAIRS
 
@@ -303,6 +308,7 @@ class TestInTheSuite(TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertEqual(set(states.values()), {"unexpected success"})
 
+    @of_this_source
     def test_a_repaired_torch_leaves_the_suite_green(self):
         """A whole class of the suite, on a torch in which a defect is repaired in memory."""
         name = "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1"
