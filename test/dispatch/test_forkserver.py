@@ -7,6 +7,7 @@ import textwrap
 import time
 import unittest
 from pathlib import Path
+from typing import Any
 
 from trees import CHECKOUT, PASS, TreeCase, alive, body
 
@@ -51,7 +52,7 @@ with open(FILE, "w") as file: json.dump([seen, os.getppid(), "torch" in sys.modu
 
 @unittest.skipUnless(Path("/proc/self/task").exists(), "needs Linux, where a process may fork once torch is imported")
 class TestForkServer(TreeCase):
-    def check_forked(self, files, passed, **expected):
+    def check_forked(self, files: dict[str, str], passed: int, **expected: Any) -> str:
         """As ``check``, for files that are forked, one after the other."""
         named = {f"test_{number}_{name}": text for number, (name, text) in enumerate(files.items(), 1)}
         return self.check({"test_0": FIRST, **named}, ["-j1", "--keep-going"], passed + 1, **expected)

@@ -12,7 +12,10 @@ import textwrap
 import time
 import unittest
 import unittest.mock
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests import vendors
 from torch_fsdp_tests.dispatch import devices, main, options, plan
@@ -30,7 +33,7 @@ from torch_fsdp_tests.vendors import ConfigurationError, Vendor
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def jobs_of(*shapes):
+def jobs_of(*shapes: tuple[int, float | None]) -> list[Job]:
     """Jobs from pairs of slots and seconds, in path order."""
     return [
         Job(ShardedTest(TestRun(f"f{number:05d}"), time=seconds), slots, slots)
@@ -206,14 +209,14 @@ class TestDevices(unittest.TestCase):
                         self.assertEqual(find(None, None, {variable: nothing}).type, "cpu")  # the CPU is the subject
 
     @staticmethod
-    def built_for(name):
+    def built_for(name: str | None) -> AbstractContextManager[object]:
         """A torch that was built for a device; extensions need none of torch's own."""
         versions = {"__version__": "2.13.0"} | ({name: "1"} if name else {})
         return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
 
     @staticmethod
     @contextlib.contextmanager
-    def declared(entries, autoload="1"):
+    def declared(entries: dict[str, Any], autoload: str = "1") -> Iterator[None]:
         """Packages that declare these values, by device type; torch imports their extensions under ``autoload``."""
         points = {name: unittest.mock.Mock(value=f"{name}:VENDOR") for name in entries}
         for name, value in entries.items():
@@ -289,11 +292,11 @@ class TestDevices(unittest.TestCase):
 class TestNeeds(unittest.TestCase):
     """Where the default number of ranks is 4, and a few are 2."""
 
-    def of(self, source):
+    def of(self, source: str) -> tuple[int, int]:
         found = needs_of(source, 4, 2)
         return found.ranks, found.devices
 
-    def of_class(self, body, bases="FSDPTest", before=""):
+    def of_class(self, body: str, bases: str = "FSDPTest", before: str = "") -> tuple[int, int]:
         """The needs of a class with one test more than what is in its body."""
         lines = textwrap.indent(f"{body}\ndef test_x(self):\n    pass\n", "    ")
         return self.of(f"{before}\nclass TestX({bases}):\n{lines}")
@@ -433,7 +436,7 @@ class TestSelect(unittest.TestCase):
         "test_top",
     )
 
-    def chosen(self, include, exclude=()):
+    def chosen(self, include: Sequence[str], exclude: Sequence[str] = ()) -> list[TestRun]:
         files = [TestFile(name, Path(f"{name}.py")) for name in sorted(self.names)]
         source = "class TestA(TestCase):\n def test_one(self): ...\nclass TestB(TestCase):\n def test_two(self): ...\n"
         return select(files, include, exclude, Path("/somewhere/test"), lambda name: source)
@@ -477,10 +480,10 @@ class TestSelect(unittest.TestCase):
 
 
 class TestOptions(unittest.TestCase):
-    def parse(self, *arguments, **environment):
+    def parse(self, *arguments: str, **environment: str) -> RunTests:
         return options.parse([*arguments, "--list"], environment, ROOT)
 
-    def refused(self, *arguments, **environment):
+    def refused(self, *arguments: str, **environment: str) -> str:
         with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
             self.parse(*arguments, **environment)
         self.assertEqual(left.exception.code, ExitStatus.REFUSED)

@@ -61,7 +61,7 @@ class TestLists(TreeCase):
                     self.assertEqual((self.code, self.out), (2, ""))
                     self.assertIn("bad.json", self.err)
 
-    def own(self, *entries):
+    def own(self, *entries: dict[str, Any]) -> list[str | Path]:
         """The option for a list in our own shape."""
         return ["--known-failures", self.write_json("own.json", {"version": 1, "entries": list(entries)})]
 

@@ -13,6 +13,7 @@ import time
 import unittest
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, body, fits, schema
@@ -428,7 +429,7 @@ class TestReruns(TreeCase):
 
 
 class TestStopping(TreeCase):
-    def stop(self, number, **more):
+    def stop(self, number: int, **more: Any) -> tuple[int, int, str, str]:
         text = body("pass", f"open({str(self.root / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)")
         self.write({"test_x": text, "test_y": "time.sleep(0)\n" + PASS})
         process = self.start("-j1", **more)

@@ -19,7 +19,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from torch_fsdp_tests import forkserver, host
 from torch_fsdp_tests.messages import Connection
@@ -32,7 +34,7 @@ COMMAND_LIMIT = 300  # seconds for a whole run
 _TORCH = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "torch._dynamo", "unittest")
 
 
-def leftovers(folder):
+def leftovers(folder: str) -> list[str]:
     """What a run has left in its temporary folder, but for what torch keeps there.
 
     That is the cache that importing torch._dynamo makes, and in torch 2.9 the templates of torch.distributed.nn, which
@@ -42,7 +44,7 @@ def leftovers(folder):
     return [name for name in names if not Path(folder, name, "_remote_module_non_scriptable.py").exists()]
 
 
-def run_beside(package, *command, **variables):
+def run_beside(package: str | Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run an interpreter to its end, with this folder on its path, as installed, and no device asked for."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
     return subprocess.run(
@@ -60,10 +62,19 @@ _running: list[Process] = []  # processes that nobody has waited for; they end w
 class Process:
     """One process that runs a test file. It stands in ``cwd``, and so do all that it starts."""
 
-    def __init__(self, file, arguments, environment, cwd, stdout, stderr, plain=False):
+    def __init__(
+        self,
+        file: str | Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str | Path,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        plain: bool = False,
+    ) -> None:
         command = [str(file), *arguments]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-        self._popen = None
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment)
+        self._popen: subprocess.Popen[bytes] | None = None
         if plain or not host.can_fork():
             self._popen = subprocess.Popen(
                 [sys.executable, *command], env=environment, cwd=cwd, stdout=stdout, stderr=stderr
@@ -75,7 +86,7 @@ class Process:
             )
         _running.append(self)
 
-    def wait(self):
+    def wait(self) -> int:
         """Its exit code, or the negative number of the signal that ended it. Raises ``TimeoutError`` in time."""
         if self._popen is not None:
             code = self._popen.wait(timeout=COMMAND_LIMIT)
@@ -84,7 +95,7 @@ class Process:
         _running.remove(self)
         return code
 
-    def kill(self):
+    def kill(self) -> None:
         """End it, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -93,14 +104,14 @@ class Process:
 class Run:
     """One run of some tests, begun at once; :meth:`end` waits for it and reads what it printed, test by test."""
 
-    def __init__(self, file, *arguments, plain=False, **environment):
+    def __init__(self, file: str | Path, *arguments: str, plain: bool = False, **environment: str) -> None:
         # Not within this process' own, for torch makes a socket in there, whose path may have 107 characters.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._outputs = stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         own = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT), "TMPDIR": self._scratch.name}
         self._process = Process(file, ["-v", *arguments], own | environment, ROOT, stdout, stderr, plain=plain)
 
-    def end(self):
+    def end(self) -> Run:
         try:
             self.code = self._process.wait()
         except (TimeoutError, subprocess.TimeoutExpired):
@@ -118,7 +129,7 @@ class Run:
         name = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # with the test's own name since Python 3.11
         lines = re.findall(rf"^{name} \.\.\. (.+)$", self.text, re.MULTILINE)
         self.outcomes = {f"{cls}.{test}": outcome for test, cls, outcome in lines}
-        self.words = {}
+        self.words: dict[str, str] = {}
         for section in self.text.split("=" * 70 + "\n")[1:]:
             ((outcome, test, cls),) = re.findall(rf"\A([A-Z ]+): {name}", section)
             self.words[f"{cls}.{test}"] = section
@@ -157,34 +168,34 @@ class Ended:
 class _Nursery:
     """This end of the connection to it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             entry, environment = [__file__, str(theirs.fileno())], os.environ | {"PYTHONPATH": str(ROOT)}
             self._pid = forkserver.start_fresh(entry, [theirs.fileno()], environment, stdin=subprocess.DEVNULL)
         ours.settimeout(COMMAND_LIMIT)
         self._control = Connection(ours, [Begun, Ended])
-        self._statuses = {}
+        self._statuses: dict[int, int] = {}
         atexit.register(self._close)
 
-    def _close(self):
+    def _close(self) -> None:
         for each in _running:
             each.kill()
         self._control.close()
         os.waitpid(self._pid, 0)
 
-    def begin(self, request):
+    def begin(self, request: Begin) -> int:
         self._control.send(request)
         while not isinstance(news := self._hear(), Begun):
             pass
         return news.pid
 
-    def end_of(self, pid):
+    def end_of(self, pid: int) -> int:
         while pid not in self._statuses:
             self._hear()
         return self._statuses.pop(pid)
 
-    def _hear(self):
+    def _hear(self) -> Begun | Ended:
         news = self._control.receive()
         if news is None:
             raise ConnectionError("the process that forks the runs is gone")
@@ -199,21 +210,22 @@ _nursery = functools.cache(_Nursery)
 class _Server(forkserver.ForkServer):
     requests = (Begin,)
 
-    def obey(self, request):
+    def obey(self, request: Begin) -> tuple[str, ...] | None:
         """Fork one run. Returns in it, with its command."""
         pid = self.fork(keep=request.descriptors)
         if pid == 0:
             return _become(request)
         self.control.send(Begun(pid))
+        return None
 
-    def collect(self):
+    def collect(self) -> None:
         super().collect()
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 self.control.send(Ended(*found))
 
 
-def _become(request):
+def _become(request: Begin) -> tuple[str, ...]:
     os.setsid()
     for source, target in zip(request.descriptors, (1, 2)):
         os.dup2(source, target)

@@ -55,14 +55,14 @@ def why_not() -> str | None:
 
 
 @functools.cache
-def folder():
+def folder() -> tempfile.TemporaryDirectory[str]:
     """Where the device is installed, built on first use; goes with this process."""
     made = tempfile.TemporaryDirectory()
     subprocess.run([sys.executable, INPUTS / "abacus" / "build.py", made.name], check=True, timeout=COMMAND_LIMIT)
     return made
 
 
-def run(*command, **variables):
+def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
     return run_beside(folder().name, *command, **variables)
 
 

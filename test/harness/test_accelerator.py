@@ -4,6 +4,9 @@ import contextlib
 import os
 import signal
 import unittest.mock
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -11,17 +14,18 @@ from torch_fsdp_tests import accelerator, accelerator_probe, vendors
 from torch_fsdp_tests.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.common_distributed import requires_capability, requires_nccl, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.vendors import Vendor
 
 CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"device_index", "streams"}))
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
 
 
-def describe(backend, ranks):
+def describe(backend: str | None, ranks: int | None) -> Accelerator:
     """What a vendor's package would say of its device."""
     return Accelerator("abacus", backend or "beads", 8, ranks or 8)
 
 
-def under_test(value):
+def under_test(value: Accelerator) -> AbstractContextManager[object]:
     return unittest.mock.patch.object(accelerator, "current", lambda: value)
 
 
@@ -52,7 +56,7 @@ class TestValue(TestCase):
 
 
 class TestChoice(TestCase):
-    def chosen(self, declared, **variables):
+    def chosen(self, declared: dict[str, Vendor], **variables: str) -> Accelerator:
         names = {f"TORCH_FSDP_TESTS_{name}": value for name, value in variables.items()}
         with unittest.mock.patch.object(vendors, "load", declared.get):
             with unittest.mock.patch.dict(os.environ, names):
@@ -111,11 +115,13 @@ class TestChoice(TestCase):
 class TestSharing(TestCase):
     """One device and several ranks: which backend is taken, decided from what probes of each have found."""
 
-    def chosen(self, *, count, own, gloo, backend=None, ranks=None):
+    def chosen(
+        self, *, count: int, own: bool, gloo: bool, backend: str | None = None, ranks: int | None = None
+    ) -> tuple[Accelerator, list[str]]:
         facts = {"xccl": own, "gloo": gloo}
         asked = []
 
-        def probe(device_type, name):
+        def probe(device_type: str, name: str) -> dict[str, Any]:
             asked.append(name)
             return {"count": count, "capabilities": ["shared_device"] * facts[name]}
 
@@ -154,7 +160,7 @@ class TestSharing(TestCase):
 class Module:
     """What ``torch.get_device_module`` gives, of a device that can do what its attributes say."""
 
-    def __init__(self, count, **parts):
+    def __init__(self, count: int, **parts: object) -> None:
         self.device_count = lambda: count
         vars(self).update(parts)
 
@@ -162,7 +168,7 @@ class Module:
 class TestProbe(TestCase):
     """What the probing process finds out, with a stand-in for the device."""
 
-    def described(self, module, backend="nccl", **answers):
+    def described(self, module: object, backend: str = "nccl", /, **answers: bool) -> dict[str, Any]:
         always = {"_computes_after_fork": False, "_shares_a_device": False, "_has_symmetric_memory": False}
         always |= {"_collective_works": False} | answers
         with contextlib.ExitStack() as patches:
@@ -217,7 +223,7 @@ class TestProbe(TestCase):
 
 
 class TestRequirements(TestCase):
-    def reason(self, decorator, device):
+    def reason(self, decorator: Callable[[Callable], Callable], device: Accelerator) -> str:
         @decorator
         def test(self):
             return "ran"

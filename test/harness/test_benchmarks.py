@@ -3,6 +3,7 @@
 import contextlib
 import io
 import unittest.mock
+from typing import Any
 
 from torch_fsdp_tests.benchmarks import harness
 from torch_fsdp_tests.common_utils import TestCase, run_tests
@@ -15,7 +16,7 @@ class FakeRun(harness.Run):
 
     made: list
 
-    def __init__(self, prefix, ranks, tests):
+    def __init__(self, prefix: str, ranks: int, tests: int) -> None:
         self.made.append(prefix)
         slow = UPSTREAM_AT if prefix == harness.UPSTREAM else 1.0
         self.seconds = 2.0 * slow
@@ -25,7 +26,7 @@ class FakeRun(harness.Run):
                 alone = stage in ("begin", "end")
                 for rank in [-1] if alone else range(ranks):
                     late = 0.0 if alone or rank == ranks - 1 else -0.05  # the slowest rank counts
-                    self._stamps.append([stage, rank, str(100.0 * test + (at + late) * slow)])
+                    self._stamps.append([stage, str(rank), str(100.0 * test + (at + late) * slow)])
 
 
 class TestHarnessBenchmark(TestCase):
@@ -39,7 +40,7 @@ class TestHarnessBenchmark(TestCase):
         self._stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
 
     def test_both_figures_and_the_stages(self):
-        row = harness.measure(ranks=2, tests=3, pairs=3)
+        row: dict[str, Any] = harness.measure(ranks=2, tests=3, pairs=3)
         self.assertEqual((row["further_ratio"], row["file_ratio"]), (UPSTREAM_AT, UPSTREAM_AT), atol=1e-6, rtol=0)
         self.assertEqual(row["further"], [0.4, 4.0], atol=1e-6, rtol=0)
         self.assertEqual(row["file"], [2.0, 20.0])

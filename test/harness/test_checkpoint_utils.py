@@ -6,6 +6,8 @@ import logging
 import os
 import tempfile
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +29,14 @@ class Method:
     temp_dir: str
 
     @with_temp_dir
-    def write_and_list(self, rank, after=lambda: None):
+    def write_and_list(self, rank: int, after: Callable[[], object] = lambda: None) -> tuple[str | None, list[str]]:
         with open(os.path.join(self.temp_dir, str(rank)), "x"):
             pass
         after()
         return self.temp_dir, sorted(os.listdir(self.temp_dir))
 
     @with_temp_dir
-    def fail(self):
+    def fail(self) -> None:
         raise LookupError(self.temp_dir)
 
 
@@ -45,13 +47,13 @@ class TestSharedDirectory(MultiProcessTestCase):
         super().setUp()
         self._spawn_processes()
 
-    def init(self):
+    def init(self) -> None:
         dist.init_process_group("gloo", rank=self.rank, world_size=2, store=dist.FileStore(self.file_name, 2))
         self.addCleanup(dist.destroy_process_group)
 
-    def told(self, value):
+    def told(self, value: object) -> list[Any]:
         """What every rank passes here, by rank."""
-        values = [None, None]
+        values: list[Any] = [None, None]
         dist.all_gather_object(values, value)
         return values
 
@@ -103,7 +105,8 @@ class TestSharedDirectory(MultiProcessTestCase):
         self.assertEqual(loaded, wanted)
 
     def test_threads_share_it_and_it_goes(self):
-        paths, names = [None] * 3, [None] * 3
+        paths: list[Any] = [None] * 3
+        names: list[Any] = [None] * 3
         store = dist.HashStore()
 
         def run(rank):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,12 +38,12 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import (
 TOKENS = (4, 8)  # batch and sequence
 
 
-def transformer(**kwargs):
+def transformer(**kwargs: Any) -> Transformer:
     torch.manual_seed(7)
     return Transformer(ModelArgs(dropout_p=0.0, **kwargs)).to(accelerator.current().type)
 
 
-def tokens(length=TOKENS[1]):
+def tokens(length: int = TOKENS[1]) -> torch.Tensor:
     torch.manual_seed(11)
     return torch.randint(0, 8, (TOKENS[0], length), device=accelerator.current().type)
 
@@ -115,7 +117,8 @@ class TestModels(TestCase):
                 model(x).sum().backward()
             self.assertEqual(forward.call_count, calls)
             gradients.append([param.grad for param in model.parameters()])
-        self.assertEqual(*gradients)
+        once, twice = gradients
+        self.assertEqual(once, twice)
 
     def test_experts_are_summed(self):
         experts = Experts(dim=3, hidden_dim=5, num_experts=2)
@@ -127,7 +130,9 @@ class TestModels(TestCase):
 class TestParallelModels(DTensorTestBase):
     world_size = 4
 
-    def compare(self, plain, parallel, x, local):
+    def compare(
+        self, plain: nn.Module, parallel: nn.Module, x: torch.Tensor, local: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         """Compare outputs and all gradients; ``local(x)`` is what of the input this rank gets."""
         expected = plain(x)
         expected.square().sum().backward()
@@ -155,7 +160,9 @@ class TestParallelModels(DTensorTestBase):
             self._test_tensor_parallelism,
         )
 
-    def _test_tensor_parallelism(self, use_seq_parallel, local_output_for_attn, kwargs):
+    def _test_tensor_parallelism(
+        self, use_seq_parallel: bool, local_output_for_attn: bool, kwargs: dict[str, Any]
+    ) -> None:
         plain = transformer(**kwargs)
         parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel, local_output_for_attn)
         heads = 1 if local_output_for_attn else 4
@@ -177,7 +184,7 @@ class TestParallelModels(DTensorTestBase):
     def test_expert_and_tensor_parallelism(self):
         self.run_subtests({"use_seq_parallel": [False, True]}, self._test_expert_and_tensor_parallelism)
 
-    def _test_expert_and_tensor_parallelism(self, use_seq_parallel):
+    def _test_expert_and_tensor_parallelism(self, use_seq_parallel: bool) -> None:
         mesh = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
         plain = transformer(num_experts=4)
         parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], use_seq_parallel, ep_mesh=mesh["ep"])
@@ -207,7 +214,7 @@ class TestParallelModels(DTensorTestBase):
 
 class TestProcesses(DTensorTestBase):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 2
 
     def test_without_comms_there_is_no_group(self):
@@ -238,11 +245,12 @@ class TestProcesses(DTensorTestBase):
         self.assertFalse(dist.is_initialized())
 
     def test_an_exception_waits_for_nobody(self):
-        self.init_pg, self.destroy_pg = mock.Mock(), mock.Mock()
+        init_pg, destroy_pg = mock.Mock(), mock.Mock()
+        self.__dict__.update(init_pg=init_pg, destroy_pg=destroy_pg)
         with self.assertRaises(ZeroDivisionError):
             with_comms(eager_init=True, backend="some")(mock.Mock(__name__="body", side_effect=ZeroDivisionError))(self)
-        self.init_pg.assert_called_once_with(True, "some")
-        self.destroy_pg.assert_not_called()
+        init_pg.assert_called_once_with(True, "some")
+        destroy_pg.assert_not_called()
 
     def test_a_case_without_init_pg_is_passed_through(self):
         body = mock.Mock(__name__="body")
@@ -258,7 +266,7 @@ class TestProcesses(DTensorTestBase):
             # Not an elementwise function of the full tensor: it knows its rank's rows only.
             self._test_op_on_dtensor(self._local_sum, x)
 
-    def _local_sum(self, x):
+    def _local_sum(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):
             return x + x.sum()
         return DTensor.from_local(x.to_local() + x.to_local().sum(), self.mesh, [Shard(0)])
@@ -276,7 +284,7 @@ class TestContinuous(DTensorContinuousTestBase):
     world_size = 2
     ids: dict = {}
 
-    def check(self):
+    def check(self) -> None:
         self.assertEqual(self.device_type, accelerator.current().type)
         self.assertEqual(self.mesh.size(), 2)
         self.ids.setdefault(self.rank, os.getpid())
@@ -292,7 +300,7 @@ class TestContinuous(DTensorContinuousTestBase):
 
 class TestThreads(DTensorOpTestBase):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 4
 
     def test_mesh_and_operators(self):

@@ -11,6 +11,8 @@ import inspect
 import itertools
 import time
 import unittest
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -41,6 +43,7 @@ from torch_fsdp_tests.common_fsdp import (
     DummyProcessGroup,
     FSDPInitMode,
     FSDPTest,
+    FSDPTestModel,
     FSDPTestMultiThread,
     FullyShardMode,
     MixtureOfExperts,
@@ -69,7 +72,7 @@ HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buf
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 # Each model with the number of FSDP instances that RECURSIVE makes of it.
-MODELS = {
+MODELS: dict[type[FSDPTestModel], int] = {
     TransformerWithSharedParams: 5,
     NestedWrappedModule: 3,
     AlwaysWrapNestedWrappedModule: 8,
@@ -81,10 +84,17 @@ MODELS = {
 
 class TwoRanks(FSDPTest):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 2
 
-    def build(self, model_class, fsdp_mode=NO_FSDP, device_mode=BEFORE, fsdp_kwargs=None, **kwargs):
+    def build(
+        self,
+        model_class: type[FSDPTestModel],
+        fsdp_mode: FSDPInitMode = NO_FSDP,
+        device_mode: DEVICEInitMode = BEFORE,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
         return model_class.init(self.process_group, fsdp_mode, device_mode, fsdp_kwargs, deterministic=True, **kwargs)
 
 
@@ -95,7 +105,9 @@ class TestModels(TwoRanks):
             self._test_mode,
         )
 
-    def _test_mode(self, model_class, fsdp_mode, device_mode):
+    def _test_mode(
+        self, model_class: type[FSDPTestModel], fsdp_mode: FSDPInitMode, device_mode: DEVICEInitMode
+    ) -> None:
         # Freezing by name needs the original names.
         kwargs = {"use_orig_params": model_class is NonUniformReqGradNWM}
         model, again = (self.build(model_class, fsdp_mode, device_mode, kwargs) for _ in range(2))
@@ -114,7 +126,7 @@ class TestModels(TwoRanks):
     def test_unknown_mode_is_refused(self):
         for model_class in MODELS:
             with self.assertRaisesRegex(ValueError, "init mode"):
-                self.build(model_class, fsdp_mode="elsewhere")
+                self.build(model_class, fsdp_mode="elsewhere")  # type: ignore[arg-type]
 
     def test_initial_values_follow_the_seed(self):
         torch.manual_seed(0)
@@ -262,6 +274,7 @@ class TestLayers(TestCase):
         x = torch.randn(3, 4)
         expected = torch.relu(torch.relu(x @ mlp.in_proj.weight.T) @ mlp.out_proj.weight.T) + mlp.buffer
         self.assertEqual(mlp(x), expected)
+        assert mlp.buffer is not None
         before = mlp.buffer.clone()
         mlp.reset_parameters()
         self.assertNotEqual(mlp.buffer, before)
@@ -295,14 +308,19 @@ class TestLayers(TestCase):
         self.assertEqual([name for name in common_fsdp.__all__ if not hasattr(common_fsdp, name)], [])
 
 
-def not_averaged(output, input, *args, **kwargs):
+def not_averaged(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """A reduce-scatter that keeps this rank's own part and hears nobody."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     output.copy_(input.chunk(world_size)[rank] * world_size)
 
 
 class TestTraining(TwoRanks):
-    def parity(self, model_class=NestedWrappedModule, device_mode=BEFORE, **kwargs):
+    def parity(
+        self,
+        model_class: type[FSDPTestModel] = NestedWrappedModule,
+        device_mode: DEVICEInitMode = BEFORE,
+        **kwargs: Any,
+    ) -> None:
         self._test_fsdp_parity(model_class, RECURSIVE, device_mode, **kwargs)
 
     def test_parity_of_every_model(self):
@@ -366,7 +384,7 @@ class TestTraining(TwoRanks):
         with self.assertRaisesRegex(AssertionError, "FSDP and its reference differ"):
             self._assert_moves()
 
-    def _assert_moves(self):
+    def _assert_moves(self) -> None:
         model, reference = (
             FSDP(self.build(NestedWrappedModule)),
             nn.parallel.DistributedDataParallel(self.build(NestedWrappedModule)),
@@ -425,7 +443,7 @@ class TestTraining(TwoRanks):
         self.assertEqual(scaled, 4 * plain)
 
 
-def patches():
+def patches() -> dict[Callable, tuple[Any, str]]:
     """Each patch with the owner and the name of what it replaces."""
     group = param_group.FSDPParamGroup
     return {
@@ -441,10 +459,16 @@ def patches():
     }
 
 
-class PatchTests:
+if TYPE_CHECKING:
+    from torch_fsdp_tests.common_distributed.case import RankTestCase as Case
+else:
+    Case = object
+
+
+class PatchTests(Case):
     """For ranks that are processes, and for ranks that are threads and share what is patched."""
 
-    def step(self):
+    def step(self) -> None:
         """A step of three FSDP2 modules over a 2 by 1 mesh, so that gradients are reduced over both dimensions."""
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         model = nn.Sequential(MLP(4), MLP(4)).to(accelerator.current().device(self.rank))
@@ -468,7 +492,7 @@ class PatchTests:
         for patch, (owner, name) in patches().items():
             stored = inspect.getattr_static(owner, name)
             original = getattr(owner, name)
-            calls = []
+            calls: list[int] = []
 
             def counting(*args, calls=calls, original=original, **kwargs):
                 calls.append(dist.get_rank())
@@ -478,7 +502,7 @@ class PatchTests:
                 self.step()
             self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
             # Of the threads' lists only one was written; together they are right either way.
-            of_all = [[] for _ in range(4)]
+            of_all: list[list[int]] = [[] for _ in range(4)]
             dist.all_gather_object(of_all, calls)
             by_rank = collections.Counter(itertools.chain(*of_all))
             self.assertEqual(sorted(by_rank), [0, 1, 2, 3], msg=name)
@@ -515,7 +539,7 @@ class PatchTests:
 
 class TestPatches(PatchTests, FSDPTest):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 4
 
     def test_a_lone_exception_does_not_wait_for_the_others(self):
@@ -532,7 +556,7 @@ class TestPatches(PatchTests, FSDPTest):
                 dist.barrier()
 
     def test_reduce_scatter_with_assert(self):
-        seen = []
+        seen: list[torch.Tensor] = []
         wrapped = functools.partial(
             reduce_scatter_with_assert, self, getattr(dist, torch_facts.reduce_scatter_name()), seen.append
         )
@@ -550,7 +574,7 @@ class TestPatches(PatchTests, FSDPTest):
 
 class TestPatchesInThreads(PatchTests, FSDPTestMultiThread):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 4
 
 
@@ -561,14 +585,14 @@ class TestPatchesAlone(TestCase):
 
 
 class TestShardedParity(TwoRanks):
-    def pair(self, **kwargs):
+    def pair(self, **kwargs: Any) -> tuple[MLP, MLP]:
         torch.manual_seed(0)
         reference = MLP(5, **kwargs).to(self.device)  # 20 rows split evenly, 5 do not
         sharded = copy.deepcopy(reference)
         fully_shard(sharded)
         return reference, sharded
 
-    def differs(self, reference, sharded, message, **kwargs):
+    def differs(self, reference: nn.Module, sharded: nn.Module, message: str, **kwargs: Any) -> None:
         with self.assertRaisesRegex(AssertionError, message):
             check_sharded_parity(self, reference, sharded, **kwargs)
 
@@ -578,7 +602,7 @@ class TestShardedParity(TwoRanks):
         self.backward(reference, sharded)
         check_sharded_parity(self, reference, sharded)
 
-    def backward(self, reference, sharded):
+    def backward(self, reference: nn.Module, sharded: nn.Module) -> None:
         x = torch.full((2, 5), float(self.rank + 1), device=self.device)
         for module in (reference, sharded):
             module(x).sum().backward()
@@ -695,7 +719,7 @@ class TestStates(TwoRanks):
 
 
 class TestSubstitutes(TwoRanks):
-    def originals(self):
+    def originals(self) -> dict[str, Any]:
         names = ((FSDP, "__init__"), (FlatParamHandle, "prepare_gradient_for_backward"), (torch.Tensor, "pin_memory"))
         return {name: inspect.getattr_static(owner, name) for owner, name in names}
 
@@ -744,7 +768,7 @@ class TestSubstitutes(TwoRanks):
             with self.assertRaisesRegex(RuntimeError, "needs a non-CPU accelerator"):
                 FSDP(nn.Linear(2, 2))
 
-    def offloaded_gradients(self, no_sync, **kwargs):
+    def offloaded_gradients(self, no_sync: bool, **kwargs: Any) -> list[torch.Tensor]:
         """The unsharded gradients after two backwards, of which the first may be without communication."""
         offload = CPUOffload(offload_params=True)
         model = FSDP(self.build(NestedWrappedModule, device_mode=NEVER), cpu_offload=offload, **kwargs)
@@ -803,7 +827,7 @@ class TestCompiled(TwoRanks):
     modes: list
 
     @compiled_fsdp_test(compile_compute_on_module=MLP)
-    def body(self, fail_in=None):
+    def body(self, fail_in: FullyShardMode | None = None) -> None:
         mode = FullyShardMode.EAGER if fully_shard is ORIGINAL else FullyShardMode.COMPILED_COMPUTE
         model = nn.Sequential(MLP(2)).to(self.device)
         with mock.patch.object(nn.Module, "compile", autospec=True) as compile:
@@ -832,14 +856,14 @@ class TestCompiled(TwoRanks):
         self.assertEqual([mode for mode, _ in self.modes], [FullyShardMode.EAGER])
 
     def test_a_module_without_the_name_is_refused(self):
-        elsewhere = {"__name__": "elsewhere"}
+        elsewhere: dict[str, Any] = {"__name__": "elsewhere"}
         exec("def body(): pass", elsewhere)
         with self.assertRaisesRegex(AssertionError, "no global 'fully_shard'"):
             compiled_fsdp_test()(elsewhere["body"])()
 
     def test_the_older_name_is_no_test(self):
         self.assertIs(common_fsdp.test_compiled_fsdp, compiled_fsdp_test)
-        self.assertFalse(common_fsdp.test_compiled_fsdp.__test__)
+        self.assertFalse(getattr(common_fsdp.test_compiled_fsdp, "__test__", True))
         loaded = unittest.defaultTestLoader.loadTestsFromModule(common_fsdp)
         self.assertEqual(loaded.countTestCases(), 0)
 

@@ -14,6 +14,7 @@ import tempfile
 import unittest
 import unittest.mock
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class EqualityTest(TestCase):
-    def failure(self, x, y, *args, **kwargs):
+    def failure(self, x: object, y: object, *args: Any, **kwargs: Any) -> str:
         with self.assertRaises(AssertionError) as caught:
             self.assertEqual(x, y, *args, **kwargs)
         return str(caught.exception)
@@ -305,7 +306,7 @@ class RunTestsTest(TestCase):
         cls.ours.write_text(SUITE.format(**ours, run="run_tests()"))
         cls.plain.write_text(SUITE.format(**plain))
 
-    def start(self, *command, **environment):
+    def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
         """The real command, in an interpreter of its own."""
         return subprocess.Popen(
             [sys.executable, *map(str, command)],
@@ -316,18 +317,18 @@ class RunTestsTest(TestCase):
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         )
 
-    def finish(self, process):
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str]:
         text, _ = process.communicate(timeout=60)
         return process.returncode, text
 
-    def call(self, file, *arguments, **environment):
+    def call(self, file: Path, *arguments: str, **environment: str) -> tuple[int, str]:
         """The same as the real command, in a fork of this process where that can be: it need not import torch again."""
         if not host.can_fork():
             return self.finish(self.start(file, *arguments, **environment))
         output = self.ours.with_suffix(".out")
         child = os.fork()
         if child == 0:
-            status = 70
+            status: str | int = 70
             try:
                 descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(descriptor, 1)
@@ -346,7 +347,7 @@ class RunTestsTest(TestCase):
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status), output.read_text()
 
-    def normal(self, text):
+    def normal(self, text: str) -> str:
         text = re.sub(r"in [\d.]+s", "in Ns", text).replace("plain.py", "ours.py")
         return re.sub(r"line \d+", "line N", text)
 
@@ -472,7 +473,8 @@ class SmallThingsTest(TestCase):
                 test = skipping(lambda self: None)
 
             with unittest.mock.patch("torch_fsdp_tests.common_utils.flags.TEST_WITH_TORCHDYNAMO", True):
-                result = Skipped("test").run()
+                result = unittest.TestResult()
+                Skipped("test").run(result)
             self.assertEqual([reason for _, reason in result.skipped], ["why"])
 
     def test_swap_tensors_flag_is_put_back(self):

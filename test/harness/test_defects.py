@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,33 +35,34 @@ of_this_source = unittest.skipUnless(
 )
 
 
-def run(*arguments, beside=INPUTS, **variables):
+def run(*arguments: str, beside: Path = INPUTS, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command, as a user runs it."""
     return run_beside(beside, "-m", "torch_fsdp_tests.defects", *arguments, **variables)
 
 
-def said(*arguments):
+def said(*arguments: str) -> tuple[str | int | None, str, str]:
     """Exit status, stdout and stderr of the command, run in this process: for what tries no defect."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = command.main(arguments)
+            status: str | int | None = command.main(arguments)
         except SystemExit as leaving:
             status = leaving.code
     return status, out.getvalue(), err.getvalue()
 
 
-def named_in_tests():
+def named_in_tests() -> dict[str, set[str]]:
     """The tests that are decorated with each defect's id: by id, as ``FILE::CLASS::TEST``."""
-    found = collections.defaultdict(set)
+    found: dict[str, set[str]] = collections.defaultdict(set)
     for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
         file = str(path.relative_to(ROOT / "test").with_suffix(""))
-        for cls in ast.parse(path.read_text(encoding="utf-8")).body:
-            for method in cls.body if isinstance(cls, ast.ClassDef) else ():
-                for decorator in getattr(method, "decorator_list", ()):
-                    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "torch_defect":
-                        for id in decorator.args:
-                            found[ast.literal_eval(id)].add(f"{file}::{cls.name}::{method.name}")
+        classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+        methods = [(cls, node) for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
+        for cls, method in methods:
+            for decorator in method.decorator_list:
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "torch_defect":
+                    for id in decorator.args:
+                        found[ast.literal_eval(id)].add(f"{file}::{cls.name}::{method.name}")
     return found
 
 
@@ -170,10 +173,10 @@ class TestCommand(TestCase):
 class TestScripts(TestCase):
     """What ``--show`` prints needs torch alone. One of the scripts here; all of them where slow tests are asked for."""
 
-    def _ids(self):
+    def _ids(self) -> list[str]:
         return registry.ids() if TEST_WITH_SLOW else ["fsdp2_divides_twice"]
 
-    def _run(self, id, *command):
+    def _run(self, id: str, *command: str) -> bool:
         entry = registry.entry(id)
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, f"{id}.py")
@@ -213,7 +216,7 @@ class TestRepairs(TestCase):
         present = {id for id in REPAIRS if registry.entry(id).defect.expected(torch.__version__) is Answer.PRESENT}
         tried = {id: answers[id] for id in present if answers[id] != Answer.CANNOT_BE_TRIED.value}
         self.assertGreater(len(tried), 40)
-        self.assertEqual(set(tried.values()), {Answer.ABSENT.value}, tried)
+        self.assertEqual(set(tried.values()), {Answer.ABSENT.value}, str(tried))
 
 
 TEST_FILE = """
@@ -262,7 +265,9 @@ if __name__ == "__main__":
 class TestInTheSuite(TestCase):
     """What a run says of tests that show defects. The file is for a torch that divides twice (2.10 and newer)."""
 
-    def _run(self, *arguments, patterns=()):
+    def _run(
+        self, *arguments: str, patterns: Sequence[str] = ()
+    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], dict[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
             tests = Path(folder, "tests")
             tests.mkdir()
@@ -312,8 +317,7 @@ class TestInTheSuite(TestCase):
     def test_a_repaired_torch_leaves_the_suite_green(self):
         """A whole class of the suite, on a torch in which a defect is repaired in memory."""
         name = "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1"
-        arguments = [ROOT / "run_test.py", "-i", name]
-        done = run_beside(REPAIRED, *arguments, REPAIRED_DEFECTS="fsdp2_divides_twice")
+        done = run_beside(REPAIRED, ROOT / "run_test.py", "-i", name, REPAIRED_DEFECTS="fsdp2_divides_twice")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("repaired in this torch: fsdp2_divides_twice", done.stdout)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import unittest
 import unittest.mock
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.accelerator import Accelerator
 from torch_fsdp_tests.common_cuda import get_compute_capability
 from torch_fsdp_tests.common_device_type import (
     dtypes,
@@ -29,7 +32,7 @@ class Recording(unittest.TestCase):
     calls: list
 
 
-def made_for(under_test, body, **options):
+def made_for(under_test: Accelerator, body: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Instantiate a class ``TestX`` with this body for a device; returns the scope that it was in."""
     scope = {"TestX": type("TestX", (Recording,), {**body, "__module__": __name__, "calls": []})}
     with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
@@ -37,14 +40,14 @@ def made_for(under_test, body, **options):
     return scope
 
 
-def run(cls, under_test):
+def run(cls: type[unittest.TestCase], under_test: Accelerator) -> unittest.TestResult:
     result = unittest.TestResult()
     with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
         unittest.TestLoader().loadTestsFromTestCase(cls).run(result)
     return result
 
 
-def named_test_y():
+def named_test_y() -> Callable:
     """A new function each time, since decorators write on it."""
 
     def test_y(self, dtype, a):
@@ -54,7 +57,7 @@ def named_test_y():
 
 
 class DeviceTypeTest(TestCase):
-    def names(self, cls):
+    def names(self, cls: type[unittest.TestCase]) -> Sequence[str]:
         return unittest.TestLoader().getTestCaseNames(cls)
 
     def test_names_and_device_of_each_rank(self):
@@ -80,7 +83,7 @@ class DeviceTypeTest(TestCase):
 
     def test_a_class_derived_earlier_keeps_what_it_inherits(self):
         generic = type("TestX", (Recording,), {"calls": [], "test_y": lambda self: self.calls.append("y")})
-        derived = type("TestDerived", (generic,), {"test_z": lambda self: self.calls.append("z")})
+        derived: Any = type("TestDerived", (generic,), {"test_z": lambda self: self.calls.append("z")})
         scope = {"TestX": generic, "TestDerived": derived}
         with unittest.mock.patch.object(accelerator, "current", lambda: FOO):
             instantiate_device_type_tests(generic, scope)
@@ -126,10 +129,11 @@ class DeviceTypeTest(TestCase):
 
     def test_devices_left_out_skip_and_say_why(self):
         body = {"test_y": lambda self, device: None}
-        for options, reason in [
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"only_for": ("bar", "baz")}, "written for bar, baz only, and the device under test is foo"),
             ({"except_for": "foo"}, "written for all devices except foo, and the device under test is foo"),
-        ]:
+        ]
+        for options, reason in cases:
             cls = made_for(FOO, body, **options)["TestXFOO"]
             self.assertEqual([why for _, why in run(cls, FOO).skipped], [reason])
             with unittest.mock.patch.dict(os.environ, {"PYTORCH_TESTING_DEVICE_FOR_CUSTOM": "foo"}):

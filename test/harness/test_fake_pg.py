@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import time
 import unittest.mock
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ ROWS, COLUMNS = 1030, 3
 class Watched(list):
     """Sizes, in elements, of the buffers that pass through some collectives of torch.distributed."""
 
-    def around(self, name):
+    def around(self, name: str) -> AbstractContextManager[object]:
         original = getattr(dist, name)
 
         def watched(output, input, *args, **kwargs):
@@ -47,11 +49,11 @@ class TestFakeWorld(MultiProcessTestCase):
         super().setUp()
         self._spawn_processes()
 
-    def fake(self, rank, world_size=WORLD, **kwargs):
+    def fake(self, rank: int, world_size: int = WORLD, **kwargs: Any) -> None:
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore(), **kwargs)
         self.addCleanup(dist.destroy_process_group)
 
-    def device(self):
+    def device(self) -> torch.device:
         return accelerator.current().device(0)
 
     def test_init_is_instant_for_any_size(self):
@@ -84,7 +86,7 @@ class TestFakeWorld(MultiProcessTestCase):
         with self.assertRaisesRegex(RuntimeError, "error_on_collective"):
             dist.all_reduce(torch.ones(1, device=self.device()))
 
-    def fully_sharded(self, rank, **kwargs):
+    def fully_sharded(self, rank: int, **kwargs: Any) -> nn.Module:
         with torch.device("meta"):
             model = nn.Linear(COLUMNS, ROWS, bias=False)
         fully_shard(model, **kwargs)
@@ -92,7 +94,7 @@ class TestFakeWorld(MultiProcessTestCase):
         nn.init.ones_(model.weight)
         return model
 
-    def check_shards(self, rank, local_rows):
+    def check_shards(self, rank: int, local_rows: int) -> None:
         self.fake(rank)
         mesh = init_device_mesh(self.device().type, (WORLD,))
         model = self.fully_sharded(rank, mesh=mesh)

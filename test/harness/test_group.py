@@ -3,6 +3,7 @@
 import collections
 import selectors
 import time
+from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
@@ -20,52 +21,52 @@ class Nowhere:
 
     file_name = "nowhere"
 
-    def __init__(self, starts=True, ends=True):
+    def __init__(self, starts: bool = True, ends: bool = True) -> None:
         self.starts, self.ends = starts, ends
         self.selector = selectors.DefaultSelector()
-        self.events = []
-        self.told = collections.defaultdict(list)  # orders, by process
-        self.asked = []
+        self.events: list[Any] = []
+        self.told: dict[int, list[Any]] = collections.defaultdict(list)  # orders, by process
+        self.asked: list[str] = []
         self.there = range(0)
 
-    def start(self, task, processes):
+    def start(self, task: protocol.Task, processes: range) -> None:
         self.there = processes
         if self.starts:
             pids = tuple(1000 + each for each in processes)
             self.events.append(protocol.Started(0, tuple(processes), "here", pids, time.monotonic()))
 
-    def arrived(self):
+    def arrived(self) -> list[Any]:
         events, self.events = self.events, []
         return events
 
-    def tell(self, process, order):
+    def tell(self, process: int, order: Any) -> None:
         self.told[process].append(order)
         if isinstance(order, protocol.Go | protocol.Leave):
             self.passes(process)
 
-    def passes(self, *processes):
+    def passes(self, *processes: int) -> None:
         for each in processes:
             report = protocol.Reported(each, Outcome(each, Kind.PASSED), 1.0, False)
             self.events += [report, protocol.Ended(0, each, 0, 1.0)]
 
-    def ask_for_stacks(self):
+    def ask_for_stacks(self) -> None:
         self.asked.append("stacks")
         self.events += [protocol.WroteStacks(each) for each in self.there]
 
-    def end(self):
+    def end(self) -> None:
         self.asked.append("end")
         self.events += [protocol.Over(0, tuple(self.there))] if self.ends else []
 
-    def give_up(self):
+    def give_up(self) -> None:
         self.asked.append("give up")
 
-    def collect(self, close=False):
+    def collect(self, close: bool = False) -> protocol.Collected:
         self.asked += ["close"] if close else []
         return protocol.Collected(tuple(protocol.Remains(each, f"stack {each}", "") for each in self.there))
 
 
 class TestGroup(TestCase):
-    def group(self, world_size, place, test="test_x"):
+    def group(self, world_size: int, place: Any, test: str | None = "test_x") -> RankGroup:
         made = RankGroup(type(self), test, world_size, place=place)
         self.addCleanup(made.close)
         return made
@@ -79,8 +80,8 @@ class TestGroup(TestCase):
         place.events.append(protocol.Waits(0))
         reports = made.wait(AT_ONCE)
         self.assertEqual(dict(place.told), {each: [protocol.Go()] for each in range(MANY)})
-        self.assertEqual([(each.rank, each.outcome.kind, each.ending.code) for each in reports],
-                         [(rank, Kind.PASSED, 0) for rank in range(MANY)])  # fmt: skip
+        self.assertEqual([(each.rank, each.outcome, each.ending.code) for each in reports],
+                         [(rank, Outcome(rank, Kind.PASSED), 0) for rank in range(MANY)])  # fmt: skip
         self.assertEqual(place.asked, ["end"])
         made.close()
         self.assertEqual(place.asked, ["end", "close"])
@@ -100,7 +101,7 @@ class TestGroup(TestCase):
         with mock.patch.object(place, "ask_for_stacks", ask_and_hear_of_rank_1):
             first, second = made.wait(LIMIT)
         self.assertEqual(dict(place.told), {})
-        self.assertEqual((first.outcome.kind, first.ending.code), (Kind.PASSED, 0))
+        self.assertEqual((first.outcome, first.ending.code), (Outcome(0, Kind.PASSED), 0))
         self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 

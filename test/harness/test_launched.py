@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import launcher
@@ -36,7 +37,7 @@ WELL = ["TestAll.test_passes", "TestFewer", "TestMore", "TestStaying.test_1_begi
 class Launch:
     """One torchrun, begun at once; :meth:`end` waits for it and reads what its ranks and it have printed."""
 
-    def __init__(self, options, tests, **variables):
+    def __init__(self, options: Sequence[str], tests: Sequence[str], **variables: str) -> None:
         self._scratch = tempfile.TemporaryDirectory()
         self._output = tempfile.TemporaryFile()
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": self._scratch.name, "OMP_NUM_THREADS": "1"}
@@ -46,15 +47,15 @@ class Launch:
             command, env=os.environ | own | limit | variables, stdout=self._output, stderr=subprocess.STDOUT
         )
 
-    def _folders(self):
+    def _folders(self) -> list[str]:
         return [name for name in os.listdir(self._scratch.name) if name.startswith("torch_fsdp_tests")]
 
-    def stop(self):
+    def stop(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()  # torchrun ends its ranks then
             self._process.wait()
 
-    def end(self):
+    def end(self) -> "Launch":
         try:
             self.code = self._process.wait(timeout=LIMIT)
         finally:
@@ -68,7 +69,7 @@ class Launch:
         self.left = left
         self._scratch.cleanup()
         name = r"(\w+) \((?:__main__\.)?(\w+)(?:\.\w+)?\)"  # with the test's own name since Python 3.11
-        self.outcomes = {}
+        self.outcomes: dict[str, list[str]] = {}
         for test, cls, outcome in re.findall(
             rf"^{name} \.\.\. (?:.*\n)*?(ok|ERROR|FAIL|skipped .+|expected failure)$", self.text, re.MULTILINE
         ):
@@ -82,7 +83,7 @@ class Launch:
 
 
 @functools.cache
-def started():
+def started() -> dict[str, Launch]:
     node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{find_free_port()}"]
     show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
     patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end a test that nobody ended
@@ -96,7 +97,7 @@ def started():
 
 
 @functools.cache
-def launched(name):
+def launched(name: str) -> Launch:
     return started()[name].end()
 
 

@@ -1,6 +1,7 @@
 """No module of the package imports one that stands higher: read from the syntax trees, imports inside functions too."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch_fsdp_tests
@@ -25,11 +26,11 @@ TOP = len(LAYERS)
 OF_DISPATCH = LAYERS[0] | LAYERS[1] | {"dispatch"}
 
 
-def layer(name):
+def layer(name: str) -> int:
     return next((number for number, names in enumerate(LAYERS) if name in names), TOP)
 
 
-def imports(source, package):
+def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
     """The parts of the package that a module imports: the first name below it. ``package`` holds the module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -46,7 +47,7 @@ def imports(source, package):
                 yield rest[0]
 
 
-def modules():
+def modules() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     """Each module: its path below the package, the package that holds it, its part of the whole."""
     for path in sorted(PACKAGE.rglob("*.py")):
         below = path.relative_to(PACKAGE)

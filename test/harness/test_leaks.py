@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torch_fsdp_tests import host
@@ -34,7 +35,7 @@ OTHERS = ["ProcessGroupLeak", "ProcessDying", "StayingOrphan"]
 
 
 @functools.cache
-def started():
+def started() -> dict[str, Run]:
     strict = [f"{kind}Leaks.test_files" for kind in KINDS]
     return {
         "many": Run(INPUTS / "many.py"),
@@ -45,7 +46,7 @@ def started():
 
 
 @functools.cache
-def ended(name):
+def ended(name: str) -> Run:
     return started()[name].end()
 
 
@@ -131,8 +132,9 @@ class TestChildren(TestCase):
         for _ in range(200):
             self._look_at_one()
 
-    def _look_at_one(self):
-        forked, may_end = queue.SimpleQueue(), threading.Event()
+    def _look_at_one(self) -> None:
+        forked: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+        may_end = threading.Event()
 
         def fork():
             forked.put(subprocess.Popen(["sleep", "60"]))
@@ -156,7 +158,7 @@ class TestManyTests(TestCase):
         run = ended("many")
         self.assertEqual(run.code, 0, run.text[-2000:])
         self.assertIn("Ran 500 tests", run.text)
-        measured = {}
+        measured: dict[tuple[str, ...], dict[int, int]] = {}
         for kind, who, what, number, value in re.findall(r"^(\w+) (\w+) (\w+) (\d+) (\d+)$", run.stdout, re.M):
             measured.setdefault((kind, who, what), {})[int(number)] = int(value)
         self.assertEqual(len(measured), 3 * 2 * 4)
@@ -170,7 +172,7 @@ class TestManyTests(TestCase):
 class TestEndOfTheTestProcess(TestCase):
     """However the test process ends, its ranks and its files go with it."""
 
-    def hang(self, number, **environment):
+    def hang(self, number: int, **environment: str) -> tuple[int, str, list[str]]:
         with tempfile.TemporaryDirectory(dir="/tmp") as scratch, tempfile.TemporaryFile() as said:
             variables = {"TMPDIR": scratch, "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)} | environment
             run = Process(FAULTS, ["-v", "EveryKind"], variables, scratch, said, said)
@@ -187,13 +189,13 @@ class TestEndOfTheTestProcess(TestCase):
             finally:
                 run.kill()
 
-    def wait_until(self, condition):
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         give_up = time.monotonic() + GONE
         while not condition():
             self.assertLess(time.monotonic(), give_up)
             time.sleep(0.02)
 
-    def relatives(self, scratch):
+    def relatives(self, scratch: str) -> list[str]:
         """Processes that stand in the scratch directory: the test process and all that came of it."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):

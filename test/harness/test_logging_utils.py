@@ -75,7 +75,7 @@ class SettingsTest(LoggingTestCase):
         self.assertIn("FSDP::line", stderr.decode())
 
     def test_every_handler_is_watched(self):
-        records = []
+        records: list[logging.LogRecord] = []
         with log_settings("+fsdp,+dynamo"), self._handler_watcher(records):
             for name in ("torch._dynamo", FSDP.name):
                 logging.getLogger(name).error("from %s", name)

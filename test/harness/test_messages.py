@@ -43,7 +43,7 @@ INNER = Inner((1, 2), Kind.SKIPPED)
 
 
 class TestMessages(TestCase):
-    def pair(self, *expected):
+    def pair(self, *expected: type) -> tuple[Connection, Connection]:
         self.ends = ours, theirs = socket.socketpair()
         for end in self.ends:
             end.settimeout(10)
@@ -77,7 +77,9 @@ class TestMessages(TestCase):
             os.close(read)
         for text in (b"first", b"second"):
             self.assertEqual(other.receive(), Plain("before"))
-            (read,) = other.receive().descriptors
+            files = other.receive()
+            assert isinstance(files, Files)
+            (read,) = files.descriptors
             self.assertEqual(os.read(read, 100), text)
             os.close(read)
 

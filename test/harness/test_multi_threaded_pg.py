@@ -7,7 +7,9 @@ import threading
 import time
 import unittest
 import unittest.mock
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +54,7 @@ REDUCIBLE = {
 HOST = torch.device("cpu")  # the CPU is the subject: gloo's tensors live there
 
 
-def sample(rank, dtype, *shape):
+def sample(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Data of a rank: different on every rank, the same in every process."""
     source = torch.Generator(HOST).manual_seed(100 + rank)
     if dtype.is_floating_point or dtype.is_complex:
@@ -63,20 +65,20 @@ def sample(rank, dtype, *shape):
     return torch.randint(0, 100, shape, generator=source).to(dtype)
 
 
-def chunks(tensor, count):
+def chunks(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [chunk.clone() for chunk in tensor.chunk(count)]
 
 
 # Each of these runs one collective in one rank and returns what that rank ends up with.
 
 
-def all_reduce(rank, size, dtype, op):
+def all_reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     tensor = sample(rank, dtype, 3, 5)
     dist.all_reduce(tensor, op)
     return [tensor]
 
 
-def all_reduce_coalesced(rank, size, dtype, op):
+def all_reduce_coalesced(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     tensors = [sample(rank, dtype, 3), sample(rank, dtype, 2, 2)]
     with dist._coalescing_manager():
         for tensor in tensors:
@@ -84,26 +86,26 @@ def all_reduce_coalesced(rank, size, dtype, op):
     return tensors
 
 
-def reduce(rank, size, dtype, op):
+def reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     tensor = sample(rank, dtype, 7)
     dist.reduce(tensor, 1, op)
     return [tensor] if rank == 1 else []
 
 
-def reduce_scatter(rank, size, dtype, op):
+def reduce_scatter(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     output = torch.zeros(2, 3, dtype=dtype)
     dist.reduce_scatter(output, chunks(sample(rank, dtype, 2 * size, 3), size), op)
     return [output]
 
 
-def reduce_scatter_tensor(rank, size, dtype, op):
+def reduce_scatter_tensor(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     output = torch.zeros(2, 3, dtype=dtype)
     work = dist.reduce_scatter_tensor(output, sample(rank, dtype, 2 * size, 3), op, async_op=True)
     work.wait()
     return [output]
 
 
-def reduce_scatter_in_place(rank, size, dtype, op):
+def reduce_scatter_in_place(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     # The output is a slice of the input, as FSDP1 has it.
     whole = sample(rank, dtype, 2 * size)
     mine = whole.chunk(size)[rank]
@@ -111,7 +113,7 @@ def reduce_scatter_in_place(rank, size, dtype, op):
     return [mine]
 
 
-def functional_all_reduce(rank, size, dtype, op):
+def functional_all_reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
     return [funcol.all_reduce(sample(rank, dtype, 4), op.name.lower(), dist.group.WORLD) + 0]
 
 
@@ -126,32 +128,32 @@ REDUCING = [
 ]
 
 
-def broadcast(rank, size, dtype):
+def broadcast(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     tensor = sample(rank, dtype, 5)
     dist.broadcast(tensor, size - 1)
     return [tensor]
 
 
-def all_gather(rank, size, dtype):
+def all_gather(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
     dist.all_gather(outputs, sample(rank, dtype, 2, 3))
     return outputs
 
 
-def all_gather_coalesced(rank, size, dtype):
+def all_gather_coalesced(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     outputs = [[torch.zeros(2, dtype=dtype), torch.zeros(3, 1, dtype=dtype)] for _ in range(size)]
     inputs = [sample(rank, dtype, 2), sample(rank, dtype, 3, 1)]
     dist.group.WORLD.allgather_coalesced(outputs, inputs).wait()
     return [tensor for tensors in outputs for tensor in tensors]
 
 
-def all_gather_into_tensor(rank, size, dtype):
+def all_gather_into_tensor(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     output = torch.zeros(size * 2, 3, dtype=dtype)
     dist.all_gather_into_tensor(output, sample(rank, dtype, 2, 3))
     return [output]
 
 
-def all_gather_in_place(rank, size, dtype):
+def all_gather_in_place(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     # The input is a slice of the output, as both FSDPs have it.
     output = torch.zeros(size * 3, dtype=dtype)
     mine = output.chunk(size)[rank]
@@ -160,7 +162,7 @@ def all_gather_in_place(rank, size, dtype):
     return [output]
 
 
-def all_gather_into_tensor_coalesced(rank, size, dtype):
+def all_gather_into_tensor_coalesced(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     outputs = [torch.zeros(size * 2, dtype=dtype), torch.zeros(size, 3, dtype=dtype)]
     with dist._coalescing_manager(async_ops=True) as pending:
         dist.all_gather_into_tensor(outputs[0], sample(rank, dtype, 2))
@@ -169,31 +171,31 @@ def all_gather_into_tensor_coalesced(rank, size, dtype):
     return outputs
 
 
-def gather(rank, size, dtype):
+def gather(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     outputs = [torch.zeros(3, dtype=dtype) for _ in range(size)] if rank == 2 else None
     dist.gather(sample(rank, dtype, 3), outputs, dst=2)
     return outputs or []
 
 
-def scatter(rank, size, dtype):
+def scatter(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     output = torch.zeros(3, dtype=dtype)
     dist.scatter(output, chunks(sample(rank, dtype, 3 * size), size) if rank == 1 else None, src=1)
     return [output]
 
 
-def all_to_all(rank, size, dtype):
+def all_to_all(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
     dist.all_to_all(outputs, chunks(sample(rank, dtype, 2 * size, 3), size))
     return outputs
 
 
-def all_to_all_single(rank, size, dtype):
+def all_to_all_single(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     output = torch.zeros(2 * size, 3, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, 2 * size, 3))
     return [output]
 
 
-def all_to_all_single_uneven(rank, size, dtype):
+def all_to_all_single_uneven(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     # Rank i sends i + j rows to rank j, and so receives as many from it.
     splits = [rank + peer for peer in range(size)]
     output = torch.zeros(sum(splits), 2, dtype=dtype)
@@ -201,7 +203,7 @@ def all_to_all_single_uneven(rank, size, dtype):
     return [output]
 
 
-def ring(rank, size, dtype):
+def ring(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     output = torch.zeros(4, dtype=dtype)
     sent = dist.isend(sample(rank, dtype, 4), (rank + 1) % size, tag=7)
     dist.recv(output, (rank - 1) % size, tag=7)
@@ -209,7 +211,7 @@ def ring(rank, size, dtype):
     return [output]
 
 
-def functional(rank, size, dtype):
+def functional(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     group = dist.group.WORLD
     given = sample(rank, dtype, size, 2)
     results = [
@@ -222,7 +224,7 @@ def functional(rank, size, dtype):
     return [result.clone() for result in results]
 
 
-def sub_groups(rank, size, dtype):
+def sub_groups(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     # Two groups that are not halves in order, so that group ranks and global ranks differ.
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
     tensor = sample(rank, dtype, 3)
@@ -252,9 +254,9 @@ MOVING = [
 GLOO_LACKS = {(case, torch.complex64) for case in (gather, all_gather_coalesced, functional)}
 
 
-def objects(rank, size):
+def objects(rank: int, size: int) -> list[Any]:
     """Everything that travels pickled, in one list."""
-    everyone = [None] * size
+    everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, {"rank": rank, "pad": "x" * rank})
     gathered = [None] * size if rank == 3 else None
     dist.gather_object((rank, rank**2), gathered, dst=3)
@@ -266,34 +268,34 @@ def objects(rank, size):
     return [everyone, gathered, received, told]
 
 
-def every_case(rank, size):
+def every_case(rank: int, size: int) -> dict[tuple[Any, ...], list[torch.Tensor]]:
     """All results of one rank, by the name of the case."""
-    results = {}
-    for case in REDUCING:
+    results: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for reduction in REDUCING:
         for name, dtypes in REDUCIBLE.items():
             op = getattr(dist.ReduceOp, name)
             for dtype in dtypes:
                 # funcol passes complex numbers on as they are, and gloo has no reduction for those.
-                if not (case is functional_all_reduce and dtype.is_complex):
-                    results[case.__name__, name, dtype] = case(rank, size, dtype, op)
-    for case in MOVING:
+                if not (reduction is functional_all_reduce and dtype.is_complex):
+                    results[reduction.__name__, name, dtype] = reduction(rank, size, dtype, op)
+    for move in MOVING:
         for dtype in MOVABLE:
-            if (case, dtype) in GLOO_LACKS:
+            if (move, dtype) in GLOO_LACKS:
                 continue
             try:
-                results[case.__name__, dtype] = case(rank, size, dtype)
+                results[move.__name__, dtype] = move(rank, size, dtype)
             except RuntimeError as error:
                 # The gloo of torch before 2.13, which says so before anything is sent.
-                if case is not all_to_all or "does not support alltoall" not in str(error):
+                if move is not all_to_all or "does not support alltoall" not in str(error):
                     raise
     return results
 
 
-def in_threads(size, body, *, init=True):
+def in_threads(size: int, body: Callable[[int], Any], *, init: bool = True) -> list[Any]:
     """Run `body(rank)` in one thread a rank; return, by rank, what it returned or the exception that ended it."""
     _install_threaded_pg()
     store = dist.HashStore()
-    outcomes = [None] * size
+    outcomes: list[Any] = [None] * size
 
     def run(rank):
         try:
@@ -319,7 +321,7 @@ def in_threads(size, body, *, init=True):
     return outcomes
 
 
-def results_of(size, body):
+def results_of(size: int, body: Callable[[int], Any]) -> list[Any]:
     """The returned values of `in_threads`, where no rank may have failed."""
     outcomes = in_threads(size, body)
     for outcome in outcomes:
@@ -337,7 +339,7 @@ class TestBesideGloo(MultiProcessTestCase):
         super().setUp()
         self._spawn_processes()
 
-    def gloo(self, body):
+    def gloo(self, body: Callable[[int, int], Any]) -> Any:
         dist.init_process_group(
             "gloo", rank=self.rank, world_size=self.world_size, store=dist.FileStore(self.file_name, self.world_size)
         )
@@ -346,7 +348,7 @@ class TestBesideGloo(MultiProcessTestCase):
         finally:
             dist.destroy_process_group()
 
-    def threaded(self, body):
+    def threaded(self, body: Callable[[int, int], Any]) -> Any:
         return results_of(self.world_size, lambda rank: body(rank, self.world_size))[self.rank]
 
     def test_every_collective(self):
@@ -382,7 +384,7 @@ class ThreadsTestCase(MultiProcessTestCase):
 class TestArithmetic(ThreadsTestCase):
     """Reductions that gloo has not got."""
 
-    def reduce(self, size, make, op):
+    def reduce(self, size: int, make: Callable[..., torch.Tensor], op: Any) -> list[torch.Tensor]:
         def body(rank):
             tensor = make(rank)
             dist.all_reduce(tensor, op(rank) if callable(op) and not hasattr(op, "name") else op)
@@ -703,7 +705,7 @@ class TestFailures(ThreadsTestCase):
         in_threads(2, body)
         self.assertEqual(results_of(2, lambda rank: dist.barrier()), [None, None])
 
-    def mismatch(self, size, body, *words):
+    def mismatch(self, size: int, body: Callable[[int], object], *words: str) -> None:
         """Every rank sees the mismatch itself, since each catches it, and each of `words` is in each message."""
 
         def caught(rank):
@@ -839,7 +841,7 @@ class TestFakeModes(ThreadsTestCase):
 class TestSpawnThreads(TestCase):
     """The decorator for a method of an ordinary test case, whose ranks are threads of this very process."""
 
-    def total(self):
+    def total(self) -> int:
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         return int(tensor.item())

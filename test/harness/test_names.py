@@ -1,12 +1,14 @@
 """Names that a test class shares with the harness by accident: refused when the class is made."""
 
+from typing import Any
+
 from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiThreadedTestCase
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 
 class TestNames(TestCase):
-    def made(self, name, *bases):
+    def made(self, name: str, *bases: type) -> Any:
         return type("TestX", bases, {name: lambda self, *args: None})
 
     @parametrize(

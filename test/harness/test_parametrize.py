@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import unittest
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,15 +28,17 @@ def tests_of(cls):
     return unittest.TestLoader().getTestCaseNames(cls)
 
 
-def run(cls):
+def run(cls: type[unittest.TestCase]) -> unittest.TestResult:
     result = unittest.TestResult()
     unittest.TestLoader().loadTestsFromTestCase(cls).run(result)
     return result
 
 
-def class_with(*decorators, base=unittest.TestCase):
+def class_with(
+    *decorators: Callable[[Callable], Callable], base: type[unittest.TestCase] = unittest.TestCase
+) -> tuple[Any, list[dict[str, Any]]]:
     """A class whose only method ``test_x`` is under these decorators, and the list of what it is called with."""
-    calls = []
+    calls: list[dict[str, Any]] = []
 
     def test_x(self, **arguments):
         calls.append(arguments)

@@ -6,6 +6,8 @@ import collections
 import itertools
 import math
 import unittest
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,7 +16,7 @@ from torch_fsdp_tests.common_distributed import MultiProcessTestCase, run_subtes
 from torch_fsdp_tests.common_distributed.case import run_in_rank
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.common_utils.parametrization import dtype_name
-from torch_fsdp_tests.ranks import Kind
+from torch_fsdp_tests.ranks import Kind, Outcome
 
 try:
     from hypothesis import HealthCheck, assume, given, settings
@@ -22,7 +24,7 @@ try:
 except ImportError:  # the file can be read all the same, and its tests say why they skip
     HealthCheck = assume = settings = st = mock.MagicMock()
 
-    def given(*_, **__):
+    def given(*_: object, **__: object) -> Callable[[Callable], Callable]:
         return unittest.skip("hypothesis is not installed: pip install -e .[dev]")
 
 
@@ -64,13 +66,13 @@ nested = st.recursive(
 
 
 @st.composite
-def tensors(draw, dtypes=(*FLOATS, *INTEGERS, torch.bool)):
+def tensors(draw: Callable, dtypes: Sequence[torch.dtype] = (*FLOATS, *INTEGERS, torch.bool)) -> torch.Tensor:
     dtype, shape, seed = draw(st.sampled_from(dtypes)), draw(shapes), draw(st.integers(0, 2**31))
     values = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed))
     return values.bool() if dtype is torch.bool else values.to(dtype)
 
 
-def place_in(tensor, number):
+def place_in(tensor: torch.Tensor, number: int) -> tuple[int, ...]:
     """The index of an element of a tensor by its number in order."""
     index = []
     for size in reversed(tensor.shape):
@@ -80,7 +82,7 @@ def place_in(tensor, number):
 
 
 class EqualityTest(TestCase):
-    def message(self, x, y, **kwargs):
+    def message(self, x: object, y: object, **kwargs: Any) -> str:
         with self.assertRaises(AssertionError) as caught:
             self.assertEqual(x, y, **kwargs)
         return str(caught.exception)
@@ -175,7 +177,7 @@ class EqualityTest(TestCase):
             self.assertNotIn("more differ", text)
 
 
-def case_in_rank():
+def case_in_rank() -> MultiProcessTestCase:
     """A test case as a rank has it."""
 
     class Case(MultiProcessTestCase):
@@ -193,7 +195,9 @@ configurations = st.dictionaries(
 
 
 class SubtestsTest(TestCase):
-    def run_in_rank(self, configuration, test_fn, *args, **kwargs):
+    def run_in_rank(
+        self, configuration: dict[str, Sequence[Any]], test_fn: Callable, *args: Any, **kwargs: Any
+    ) -> Outcome:
         return run_in_rank(0, lambda: run_subtests(case_in_rank(), configuration, test_fn, *args, **kwargs))
 
     @given(configurations, st.tuples(st.integers()), st.dictionaries(st.just("d"), st.integers()))
@@ -255,9 +259,9 @@ values = st.one_of(
 )
 
 
-def class_with(decorators):
+def class_with(decorators: Sequence[Callable[[Callable], Callable]]) -> tuple[Any, list[dict[str, Any]]]:
     """A class whose test is under these decorators, the first on top, and the list of what it is called with."""
-    calls = []
+    calls: list[dict[str, Any]] = []
 
     def test_x(self, **arguments):
         calls.append(arguments)
@@ -267,7 +271,7 @@ def class_with(decorators):
     return instantiate_parametrized_tests(type("T", (unittest.TestCase,), {"test_x": test_x})), calls
 
 
-def upstreams_name(index, name, value):
+def upstreams_name(index: int, name: str, value: object) -> str:
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     return f"{name}_{value}" if isinstance(value, (int, str)) else f"{name}{index}"

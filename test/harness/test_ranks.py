@@ -10,7 +10,9 @@ import os
 import re
 import sys
 import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
@@ -36,7 +38,7 @@ HANGS = (
 FSDP = ("Deaths", "Words", "Skips", "Hangs", "Fixtures", "Flood")  # classes that there are for the FSDP test cases too
 
 
-def only(kinds, words):
+def only(kinds: str, words: str) -> dict[str, str]:
     return {kind: words for kind in KINDS if kind[0] in kinds}
 
 
@@ -44,7 +46,7 @@ P, T, S = (functools.partial(only, kind) for kind in "PTS")
 
 # Class, test, outcome, words. A case whose words are a mapping differs by kind, and is none of the kinds that it lacks.
 # DEAD stands for whom a crash of rank 1 befalls: the threads of a process die together.
-CASES = [
+CASES: list[tuple[Any, ...]] = [
     ("Deaths", "exit", "ERROR", "DEAD left with exit code 3 before reporting"),
     ("Deaths", "sys_exit", "ERROR", only("PS", "rank 1 of 2 left with exit code 5 before reporting")),
     ("Deaths", "sys_exit", "ERROR", T("rank 1 of 2 raised:"), "SystemExit: 5"),
@@ -127,11 +129,11 @@ CASES = [
 ]  # fmt: skip
 
 
-def cases_of(kind):
+def cases_of(kind: str) -> Iterator[tuple[str, str, str, list[str]]]:
     """The cases that ranks of this kind meet: class, test, outcome, words."""
     dead, were = ("rank 1 of 2", "was") if kind != "Thread" else ("ranks 0-1 of 2", "were")
     for cls, test, outcome, *words in CASES:
-        mine = [each.get(kind) if isinstance(each, dict) else each for each in words]
+        mine: list[Any] = [each.get(kind) if isinstance(each, dict) else each for each in words]
         if None in mine:
             continue
         mine = [each.replace("DEAD was", f"{dead} {were}").replace("DEAD", dead) for each in mine]
@@ -140,29 +142,29 @@ def cases_of(kind):
 
 
 @functools.cache
-def started():
+def started() -> dict[tuple[str, bool], Run]:
     """All runs, by the kind of ranks and whether they are those that hang."""
     runs = {}
     for kind in KINDS:
         classes = dict.fromkeys([*(cls for cls, *_ in cases_of(kind)), f"{kind}ClassFixture"])
         hanging = [cls for cls in classes if cls.removeprefix(kind) in HANGS]
-        show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"} if kind == "Staying" else {}
+        show: dict[str, Any] = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"} if kind == "Staying" else {}
         runs[kind, True] = Run(FAULTS, *hanging)
         runs[kind, False] = Run(FAULTS, *(cls for cls in classes if cls not in hanging), **show)
     return runs
 
 
-def faults(kind, hanging=False):
+def faults(kind: str, hanging: bool = False) -> Run:
     """One run of faults that ranks of a kind meet, for all tests of this file."""
     return ended(kind, hanging)
 
 
 @functools.cache
-def ended(kind, hanging):
+def ended(kind: str, hanging: bool) -> Run:
     return started()[kind, hanging].end()
 
 
-def run_of(kind, cls):
+def run_of(kind: str, cls: str) -> Run:
     return faults(kind, cls.removeprefix(kind) in HANGS)
 
 
@@ -191,7 +193,7 @@ class TestVerdict(TestCase):
             else:
                 self.assertIn(each, told)
 
-    def assert_ended_at_limit(self, told, words):
+    def assert_ended_at_limit(self, told: str, words: str) -> None:
         moments = re.findall(rf"{re.escape(words)}(\d+\.\d) s \(the limit is {HANG_LIMIT} s\)", told)
         self.assertNotEqual(moments, [], told)
         for moment in moments:
@@ -290,8 +292,10 @@ class TestVerdict(TestCase):
 
 
 class TestRanksThatStay(TestCase):
-    def pid(self, test, rank):
-        return re.search(rf"--- output of rank {rank} ---\npid (\d+)\n", faults("Staying").printed[test])[1]
+    def pid(self, test: str, rank: int) -> str:
+        found = re.search(rf"--- output of rank {rank} ---\npid (\d+)\n", faults("Staying").printed[test])
+        assert found is not None
+        return found[1]
 
     @parametrize("cls,others", [("StayingPids", "df"), ("StayingFsdp", "dgj")], name_fn=lambda cls, others: cls)
     def test_process_ids(self, cls, others):

@@ -8,7 +8,9 @@ import collections
 import re
 import sys
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from torch.distributed.fsdp import FSDPModule
@@ -47,10 +49,10 @@ class TestRenamed(TestCase):
         self.assertIn("the installed torch has no ", renamed["text"])
         self.assertIn("torch_fsdp_tests/fsdp/internals.py asks for: mend it there", renamed["text"])
 
-    def _run(self, file, names):
+    def _run(self, file: str, names: str) -> dict[str, Any]:
         done = run_beside(INPUTS / "renamed", ROOT / "run_test.py", "-i", file, "-v", RENAMED_IN_FSDP=names)
         counts = re.search(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", done.stdout, re.MULTILINE)
-        self.assertIsNotNone(counts, done.stdout + done.stderr)
+        assert counts is not None, done.stdout + done.stderr
         numbers = zip(("passed", "failed", "skipped"), map(int, counts.groups()))
         return {**dict(numbers), "text": done.stdout + done.stderr}
 
@@ -108,14 +110,16 @@ class TestWherePrivateNamesStand(TestCase):
         found = []
         for path in [*(ROOT / "test").rglob("*.py"), *(ROOT / "torch_fsdp_tests").rglob("*.py")]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+                if not isinstance(node, ast.Compare):
+                    continue
+                sides = [node.left, *node.comparators]
                 if any(re.match(r"torch\.__version__|torch_facts\.VERSION", ast.unparse(side)) for side in sides):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
         facts = "torch_fsdp_tests/torch_facts.py", "test/harness/test_torch_names.py"
         self.assertEqual([place for place in found if not place.startswith(facts)], [])
 
 
-def _private_names(tree):
+def _private_names(tree: ast.Module) -> Iterator[str]:
     """The private attributes that a file reads off objects other than ``self`` and ``cls``, and what it imports."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in ast.walk(tree):

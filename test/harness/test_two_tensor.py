@@ -14,7 +14,7 @@ class TwoTensorTest(TestCase):
         super().setUp()
         self.parts = torch.rand(4, 3), torch.rand(4, 3)
 
-    def assertParts(self, two, a, b):
+    def assertParts(self, two: TwoTensor, a: torch.Tensor, b: torch.Tensor) -> None:
         self.assertIs(type(two), TwoTensor)
         self.assertEqual(two.a, a)
         self.assertEqual(two.b, b)

@@ -78,11 +78,11 @@ class TestProcesses(MultiProcessTestCase):
             pass
 
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 3
 
     @property
-    def device(self):
+    def device(self) -> int:
         return self.rank
 
     @requires_nccl()
@@ -103,12 +103,12 @@ class TestProcesses(MultiProcessTestCase):
 
     @requires_world_size(2)
     def test_requires_world_size(self):
-        self.assertEqual(type(self).test_requires_world_size._required_world_size, 2)
+        self.assertEqual(vars(type(self).test_requires_world_size)["_required_world_size"], 2)
 
 
 class TestBase(DistributedTestBase):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 2
 
     def test_create_pg(self, device):
@@ -120,7 +120,7 @@ class TestBase(DistributedTestBase):
 
 class TestThreads(MultiThreadedTestCase):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 2
 
     def setUp(self):
@@ -149,13 +149,13 @@ class TestContinuous(MultiProcContinuousTest):
 
 class TestFSDP(FSDPTest):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 2
 
-    def _sharded(self):
+    def _sharded(self) -> FSDP:
         return FSDP(torch.nn.Linear(4, 4, device=get_devtype()), self.process_group)
 
-    def _test_step(self, scale, offset):
+    def _test_step(self, scale: float, offset: float) -> None:
         model = self._sharded()
         model(torch.full((1, 4), float(scale * self.rank + offset), device=get_devtype())).sum().backward()
         with FSDP.summon_full_params(model):
@@ -195,7 +195,7 @@ class TestFSDPContinuous(FSDPTestContinuous):
 
 class TestFSDPThreads(FSDPTestMultiThread):
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return 2
 
     def test_run_subtests(self):

@@ -11,7 +11,9 @@ import os
 import re
 import sys
 import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +32,7 @@ WISHES = {"device": NAME, "backend": "gloo", "ranks": 3}
 
 
 @contextlib.contextmanager
-def installed(**variables):
+def installed(**variables: str) -> Iterator[None]:
     """The vendor's package on the path of this process, and nothing asked for but what is given."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
     with (
@@ -104,7 +106,7 @@ class TestNewDevice(TestCase):
 class TestWishes(TestCase):
     """The dispatcher's options, the variables, and what the harness makes of them agree."""
 
-    def of_dispatcher(self, arguments, environment):
+    def of_dispatcher(self, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
         run = options.parse(arguments, environment, ROOT)
         return {name: getattr(run, name) for name in WISHES}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 from torch_fsdp_tests import host
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence
+from torch_fsdp_tests.dispatch.devices import cores
 
 EPILOG = """\
 exit status: 0 when every answer is what the registry expects of this version of torch, 1 when one is not (a defect was
@@ -108,7 +108,7 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
     findings = []
     if not options.json:
         print(f"{heading}; {len(ids)} defects", flush=True)
-    for finding in trial.try_all(ids, at_a_time=max(1, len(os.sched_getaffinity(0)))):
+    for finding in trial.try_all(ids, at_a_time=cores()):
         findings.append(finding)
         if not options.json:
             print(f"[{len(findings)}/{len(ids)}] {texts.line(finding)}", flush=True)

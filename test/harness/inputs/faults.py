@@ -14,6 +14,8 @@ import tempfile
 import threading
 import time
 import unittest
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -40,10 +42,24 @@ if "FAULTS_OWN_HANDLER" in os.environ:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 
 
-class Timed:
+if TYPE_CHECKING:
+    from torch_fsdp_tests.common_distributed.case import RankTestCase
+
+    class Case(RankTestCase):
+        """What the classes below find in the test case that they are mixed into."""
+
+        def connect(self) -> None: ...
+
+    class ThreadCase(Case, MultiThreadedTestCase): ...
+
+else:
+    Case = ThreadCase = object
+
+
+class Timed(Case):
     """Tells how long a test took, as the test process saw it."""
 
-    def run(self, result=None):
+    def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
         began = time.monotonic()
         try:
             return super().run(result)
@@ -58,17 +74,17 @@ class Processes(Timed, MultiProcessTestCase):
         super().setUp()
         self._spawn_processes()
 
-    def connect(self):
+    def connect(self) -> None:
         store = dist.FileStore(self.file_name, self.world_size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
 
 
-class Connected:
+class Connected(Case):
     """For FSDP: two ranks, with a group before the test begins."""
 
     world_size = 2
 
-    def connect(self):
+    def connect(self) -> None:
         pass
 
 
@@ -91,7 +107,7 @@ class Threads(Timed, MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def connect(self):
+    def connect(self) -> None:
         pass
 
 
@@ -99,14 +115,14 @@ class Staying(Timed, MultiProcContinuousTest):
     world_size = 2
 
     @classmethod
-    def backend_str(cls):
+    def backend_str(cls) -> str:
         return "gloo"
 
-    def connect(self):
+    def connect(self) -> None:
         pass
 
 
-def only_rank_1(case, fault):
+def only_rank_1(case: Case, fault: Callable[[], object]) -> None:
     """Rank 1 meets its fault once all are connected; the others wait for it in a collective."""
     case.connect()
     if case.rank == 1:
@@ -117,7 +133,7 @@ def only_rank_1(case, fault):
 # --- the faults -------------------------------------------------------------------------------------------------------
 
 
-class Deaths:
+class Deaths(Case):
     def test_exit(self):
         only_rank_1(self, lambda: os._exit(3))
 
@@ -152,14 +168,14 @@ class Deaths:
         os._exit(3)
 
 
-class EarlyDeaths:
+class EarlyDeaths(Case):
     """For ranks that have a group before the test begins: one dies before they have it."""
 
     def test_before_rendezvous(self):
         dist.barrier()
 
 
-class Words:
+class Words(Case):
     def test_passes(self):
         only_rank_1(self, lambda: None)
 
@@ -221,7 +237,7 @@ class Words:
         pass
 
 
-class Flood:
+class Flood(Case):
     def test_flood(self):
         for _ in range(60_000):
             print("x" * 50)
@@ -229,7 +245,7 @@ class Flood:
         raise ValueError("m" * 50_000_000)
 
 
-class Meeting:
+class Meeting(Case):
     """For processes, whose groups connect: rank 0 is done at once, and its group stays until the other is done too."""
 
     def test_groups_end_together(self):
@@ -238,7 +254,7 @@ class Meeting:
         ends_together(self, dist.distributed_c10d._get_default_store())
 
 
-class Skips:
+class Skips(Case):
     def test_all(self):
         raise unittest.SkipTest("for a reason")
 
@@ -255,7 +271,7 @@ class Skips:
         self.fail("the other")
 
 
-class Hangs:
+class Hangs(Case):
     def test_hang_in_python(self):
         only_rank_1(self, lambda: time.sleep(FOREVER))
 
@@ -263,8 +279,11 @@ class Hangs:
         only_rank_1(self, lambda: ctypes.PyDLL(None).sleep(FOREVER))  # PyDLL keeps the GIL
 
     def test_hang_stopped(self):
-        # Of several threads the one that sends the signal may run on for a moment.
-        only_rank_1(self, lambda: time.sleep(FOREVER) if not os.kill(os.getpid(), signal.SIGSTOP) else None)
+        def fault():
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(FOREVER)  # of several threads the one that sends the signal may run on for a moment
+
+        only_rank_1(self, fault)
 
     def test_hang_in_a_collective_of_some(self):
         self.connect()
@@ -279,7 +298,7 @@ class Hangs:
         time.sleep(FOREVER)
 
 
-class Fixtures:
+class Fixtures(Case):
     """Failures around the test method: in the test process, and in the ranks."""
 
     @classmethod
@@ -300,7 +319,7 @@ class Fixtures:
         super().tearDown()
 
     @staticmethod
-    def broken(place):
+    def broken(place: str) -> None:
         raise ValueError(f"in {place}")
 
     def test_set_up(self):
@@ -326,7 +345,7 @@ class Fixtures:
         self.addCleanup(self.broken, "a rank's clean-up")
 
 
-class ClassFixture:
+class ClassFixture(Case):
     @classmethod
     def setUpClass(cls):
         raise ValueError("in setUpClass")
@@ -335,7 +354,7 @@ class ClassFixture:
         pass
 
 
-class Leaks:
+class Leaks(Case):
     def test_a_child(self):
         if self.rank == 1:
             subprocess.Popen(["sleep", "999"], start_new_session=True)
@@ -378,7 +397,7 @@ class Leaks:
             subprocess.run(["sh", "-c", "sleep 999 >/dev/null 2>&1 &"])
 
 
-class Essentials:
+class Essentials(Case):
     """What the kinds of test cases for FSDP must get right too, though they share all with the others."""
 
     def test_a_passes(self):
@@ -443,7 +462,8 @@ class ProcessCodes(Processes):
 
 
 class ProcessCodesHangs(ProcessCodes):
-    test_special = test_special_missed_by_one_that_raises = test_any = test_any_of_one_that_raises = None
+    test_special = test_special_missed_by_one_that_raises = None  # type: ignore[assignment]
+    test_any = test_any_of_one_that_raises = None  # type: ignore[assignment]
 
     def test_hang_special(self):
         time.sleep(FOREVER) if self.rank == 1 else os.kill(os.getpid(), signal.SIGKILL)
@@ -471,7 +491,7 @@ class ProcessDying(Processes):
 
 class ProcessFsdpDeaths(Deaths, EarlyDeaths, FsdpProcesses):
     @classmethod
-    def _run(cls, rank, test_name, *arguments, **kwargs):
+    def _run(cls, rank: int, test_name: str, *arguments: Any, **kwargs: Any) -> None:
         if rank == 1 and test_name == "test_before_rendezvous":
             os._exit(4)
         super()._run(rank, test_name, *arguments, **kwargs)
@@ -571,7 +591,7 @@ class ProcessZServer(Processes):
 # --- met by threads ---------------------------------------------------------------------------------------------------
 
 
-class ThreadEarlyDeaths(Deaths, EarlyDeaths):
+class ThreadEarlyDeaths(Deaths, EarlyDeaths, ThreadCase):
     def perThreadSetUp(self):
         if self._testMethodName == "test_before_rendezvous" and self.rank == 1:
             os._exit(4)
@@ -614,7 +634,7 @@ class ThreadHangs(Hangs, Threads):
     pass
 
 
-class ThreadedFixtures(Fixtures):
+class ThreadedFixtures(Fixtures, ThreadCase):
     def perThreadSetUp(self):
         super().perThreadSetUp()
         if "set_up_of_a_thread" in self._testMethodName and self.rank == 1:
@@ -678,22 +698,23 @@ class ThreadZServer(Threads):
 
 
 class StayingDeaths(Deaths, EarlyDeaths, Staying):
-    test_after_success = None  # see StayingLate
+    test_after_success = None  # type: ignore[assignment]  # see StayingLate
 
     @classmethod
-    def _init_pg(cls, rank, world_size, rdvz_file):
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         if rank == 1 and cls.first_test(rdvz_file) == "test_before_rendezvous":
             os._exit(4)
         super()._init_pg(rank, world_size, rdvz_file)
 
     @staticmethod
-    def first_test(rdvz_file):
+    def first_test(rdvz_file: str) -> str:
         with open(os.path.join(os.path.dirname(rdvz_file), "first")) as file:
             return file.read()
 
     def setUp(self):
         super().setUp()
-        with open(os.path.join(os.path.dirname(type(self).rdvz_file), "first"), "w") as file:
+        assert self.rdvz_file is not None
+        with open(os.path.join(os.path.dirname(self.rdvz_file), "first"), "w") as file:
             file.write(self._testMethodName)
 
 
@@ -746,7 +767,7 @@ class StayingClassFixture(ClassFixture, Staying):
 
 
 class StayingLeaks(Leaks, Staying):
-    test_an_orphan = None  # see StayingOrphan
+    test_an_orphan = None  # type: ignore[assignment]  # see StayingOrphan
 
     def test_groups(self):
         dist.new_group([0, 1])
@@ -810,12 +831,15 @@ class StayingLater(Staying):
         super().tearDown()
         group = type(self)._group
         if self._testMethodName == "test_a":
+            assert group is not None
             os.kill(self.victim(group), signal.SIGKILL)
             while group.ready():
                 time.sleep(0.01)
 
-    def victim(self, group):
-        return group.processes[1].pid
+    def victim(self, group: RankGroup) -> int:
+        pid = group.processes[1].pid
+        assert pid is not None
+        return pid
 
     def test_a(self):
         dist.barrier()
@@ -827,7 +851,8 @@ class StayingLater(Staying):
 class StayingServer(StayingLater):
     """The rank server dies between two tests."""
 
-    def victim(self, group):
+    def victim(self, group: RankGroup) -> int:
+        assert server._server is not None
         return server._server._pid
 
 

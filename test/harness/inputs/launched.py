@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import unittest
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,14 +18,14 @@ from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestM
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.ranks.launched import LaunchedRanks
 from torch_fsdp_tests.ranks.local import LocalRanks
-from torch_fsdp_tests.ranks.protocol import EndRank
+from torch_fsdp_tests.ranks.protocol import EndRank, Task
 
 LAUNCHED, RANK = os.getpid(), os.environ.get("RANK")  # forked ranks keep the id of the process that the launcher made
 FOREVER = 1000  # seconds
 TIMEOUT_OVERRIDE["test_hangs"] = 3
 
 
-def total(rank):
+def total(rank: int) -> int:
     """The sum of one tensor a rank, which tells how many there are."""
     tensor = torch.ones(1, device=accelerator.current().device(rank))
     dist.all_reduce(tensor)
@@ -86,14 +87,14 @@ class TestHeardAtTheLimit(FSDPTest):
 start, ask_for_stacks = LocalRanks.start, LaunchedRanks.ask_for_stacks
 
 
-def start_and_be_late(place, task, *arguments):
+def start_and_be_late(place: Any, task: Task, *arguments: Any) -> None:
     start(place, task, *arguments)
     place.cls = task.qualname
     if place.cls == "TestHeardLate" and RANK == "1":
         time.sleep(2)
 
 
-def ask_and_hear_of_an_end(place):
+def ask_and_hear_of_an_end(place: Any) -> None:
     ask_for_stacks(place)
     if place._here.cls == "TestHeardAtTheLimit":
         rank_1 = place._seats[0]
@@ -118,7 +119,7 @@ class TestFewer(MultiProcessTestCase):
         self.addCleanup(os.environ.pop, "SET_BY_RANK_0")
         self._spawn_processes()
 
-    def connect(self):
+    def connect(self) -> dist.Store:
         store = FileStore(self.file_name, 2)
         self.assertIsInstance(store, dist.PrefixStore)
         dist.init_process_group(accelerator.current().backend, store=store, rank=self.rank, world_size=2)

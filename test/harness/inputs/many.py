@@ -3,31 +3,34 @@
 import gc
 import os
 import re
+import unittest
 from pathlib import Path
 
 from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiProcessTestCase, MultiThreadedTestCase
+from torch_fsdp_tests.common_distributed.case import RankTestCase
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.ranks import server
 
 MEASURED = (40, 90, 140)  # numbers of the tests before which it is measured
 
 
-def measure(kind, number):
+def measure(kind: str, number: int) -> None:
     gc.collect()
+    assert server._server is not None
     for who, pid in (("test_process", os.getpid()), ("server", server._server._pid)):
         folder = Path("/proc", str(pid))
-        status = (folder / "status").read_text()
+        status = dict(re.findall(r"^(\w+):\s+(\d+)", (folder / "status").read_text(), re.MULTILINE))
         held = {
             "descriptors": len(list((folder / "fd").iterdir())),
-            "threads": int(re.search(r"Threads:\s+(\d+)", status)[1]),
+            "threads": int(status["Threads"]),
             "children": sum(len(path.read_text().split()) for path in folder.glob("task/*/children")),
-            "kilobytes": int(re.search(r"RssAnon:\s+(\d+)", status)[1]),
+            "kilobytes": int(status["RssAnon"]),
         }
         for what, value in held.items():
             print(kind, who, what, number, value, flush=True)
 
 
-class Measured:
+class Measured(RankTestCase):
     world_size = 1
 
     def setUp(self):
@@ -51,11 +54,11 @@ class Threads(Measured, MultiThreadedTestCase):
 
 class Staying(Measured, MultiProcContinuousTest):
     @classmethod
-    def backend_str(cls):
+    def backend_str(cls) -> str:
         return "gloo"
 
 
-def passes(self):
+def passes(self: unittest.TestCase) -> None:
     print("a line of output")
 
 

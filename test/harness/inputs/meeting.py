@@ -1,13 +1,16 @@
 """What ranks of other files here do to see that the harness ends their groups together. Not a test file."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from torch_fsdp_tests.common_distributed.case import RankTestCase
 
 WAIT = 1.0  # seconds in which a group that is not waited for would have ended
 
 
-def ends_together(case, store):
+def ends_together(case: RankTestCase, store: dist.Store) -> None:
     """Fail unless the group of rank 0, which is done at once, stays until the other ranks are done too."""
     if case.rank > 0:
         with case.assertRaises(RuntimeError):
@@ -15,7 +18,7 @@ def ends_together(case, store):
         return
     end = dist.destroy_process_group
 
-    def tell_and_end(*arguments):
+    def tell_and_end(*arguments: Any) -> None:
         dist.destroy_process_group = end
         store.set("ended", "yes")
         end(*arguments)

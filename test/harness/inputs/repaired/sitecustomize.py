@@ -12,6 +12,7 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
     import importlib.abc
     import importlib.machinery
     import sys
+    from collections.abc import Sequence
     from types import ModuleType
 
     def repair(*ids: str) -> None:
@@ -28,7 +29,7 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
             if module.__name__ == "torch.distributed.fsdp":
                 repair(*NAMES)
             else:  # the part of the command by which a rank looks its defect up
-                entry = module.entry  # type: ignore[attr-defined]
+                entry = module.entry
 
                 def repaired_entry(id: str) -> object:
                     from multiprocessing import parent_process
@@ -40,7 +41,9 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
                 module.entry = repaired_entry  # type: ignore[attr-defined]
 
     class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
+        def find_spec(
+            self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        ) -> importlib.machinery.ModuleSpec | None:
             wanted = "torch_fsdp_tests.defects.registry" if NAMES == ["each"] else "torch.distributed.fsdp"
             if fullname != wanted:
                 return None

@@ -3,37 +3,42 @@
 import contextlib
 import os
 import types
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C  # type: ignore[attr-defined]  # compiled from device.cpp
 
 _C.begin(int(os.environ.get("ABACUS_DEVICES", "4")))
 torch.utils.rename_privateuse1_backend("abacus")
 
+_Device: TypeAlias = int | str | torch.device | None
 
-def _index(device):
+
+def _index(device: _Device) -> int:
     if device is None:
         return _C.current_device()
-    device = torch.device("abacus", device) if isinstance(device, int) else torch.device(device)
-    return _C.current_device() if device.index is None else device.index
+    found = torch.device("abacus", device) if isinstance(device, int) else torch.device(device)
+    return _C.current_device() if found.index is None else found.index
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device=None, priority=0, **given):
+    def __new__(cls, device: _Device = None, priority: int = 0, **given: Any) -> "Stream":
         if given:
             return super().__new__(cls, priority=priority, **given)
         return super().__new__(cls, device=torch.device("abacus", _index(device)), priority=priority)
 
 
 class Event(torch.Event):
-    def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
         return super().__new__(cls, device="abacus", enable_timing=enable_timing, blocking=blocking)
 
 
 @contextlib.contextmanager
-def device(which):
+def device(which: _Device) -> Iterator[None]:
     before = _C.current_device()
     index = _index(which)
     if index >= 0:
@@ -45,7 +50,7 @@ def device(which):
 
 
 @contextlib.contextmanager
-def stream(which):
+def stream(which: torch.Stream | None) -> Iterator[None]:
     if which is None:
         yield
         return
@@ -57,16 +62,16 @@ def stream(which):
         torch.accelerator.set_stream(before)
 
 
-def current_stream(device=None):
+def current_stream(device: _Device = None) -> torch.Stream:
     return torch.accelerator.current_stream(torch.device("abacus", _index(device)))
 
 
-def default_stream(device=None):
+def default_stream(device: _Device = None) -> torch.Stream:
     index = _index(device)
     return torch.Stream(stream_id=0, device_index=index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
 
 
-def memory_stats(device=None):
+def memory_stats(device: _Device = None) -> dict[str, int]:
     index = _index(device)
     return {
         "allocated_bytes.all.current": _C.memory_allocated(index),
@@ -83,15 +88,15 @@ def memory_stats(device=None):
 default_generators = tuple(_C.generator(index) for index in range(_C.device_count()))
 
 
-def get_rng_state(device="abacus"):
+def get_rng_state(device: _Device = "abacus") -> torch.Tensor:
     return default_generators[_index(device)].get_state()
 
 
-def set_rng_state(state, device="abacus"):
+def set_rng_state(state: torch.Tensor, device: _Device = "abacus") -> None:
     default_generators[_index(device)].set_state(state)
 
 
-def manual_seed_all(seed):
+def manual_seed_all(seed: int) -> None:
     for generator in default_generators:
         generator.manual_seed(seed)
 
@@ -137,7 +142,7 @@ torch._register_device_module("abacus", _module)
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def _ledger(store, rank, size, timeout):
+def _ledger(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     return _C.ledger(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
 
@@ -145,5 +150,5 @@ if dist.is_available():
     dist.Backend.register_backend("ledger", _ledger, devices=["abacus"])
 
 
-def autoload():
+def autoload() -> None:
     """For torch's entry point: the import has done it."""

@@ -5,24 +5,26 @@ All else is its own: its name, how many there are, what they can do, and how a r
 
 import os
 
+import torch
+
 from torch_fsdp_tests.accelerator import Accelerator
 
 from . import FRAMES, VISIBLE
 
 
-def frames():
+def frames() -> list[int]:
     """The frames that this process may use."""
     return [int(name) for name in os.environ.get(VISIBLE, ",".join(map(str, range(FRAMES)))).split(",")]
 
 
 class Soroban(Accelerator):
-    def bind(self, rank):
+    def bind(self, rank: int) -> torch.device:
         device = self.device(rank)
         print(f"rank {rank} of the soroban counts on frame {frames()[rank % self.count]}")
         return device
 
 
-def describe(backend, ranks):
+def describe(backend: str | None, ranks: int | None) -> Soroban:
     tensors, count = "cpu", len(frames())  # the CPU is the subject
     capabilities = frozenset({"fork", "shared_device", "bf16_collectives", "fp16_collectives"})
     return Soroban(tensors, backend or "gloo", count, ranks or count, capabilities, vendor_name="soroban")
