@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.junit import clean
+from torch_fsdp_tests.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
 _STYLE = """
@@ -138,7 +139,7 @@ def _failure(test: Mapping[str, Any]) -> str:
     """One test: its state and why, a row for each of its ranks, and everything that was raised."""
     phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
     head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {_code(test["test"])}'
-    ranks = [RankResult.from_json(rank) for rank in test["ranks"]]
+    ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
     table = ""
     if ranks:
         titles, *rows = rank_rows(ranks)

@@ -27,7 +27,7 @@ from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.reaper import Reaper
-from torch_fsdp_tests.dispatch.result import Attempt, FileResult, Stopped
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_SLOW_AFTER, RunTests
 from torch_fsdp_tests.verdict import Scope, State
@@ -186,44 +186,14 @@ class Runner:
         job, run = waiting.job, self._run
         part = job.part
         lent = self._pool.lend(job.slots)
-        orders = Orders(
-            dispatcher=os.getpid(),
-            file=part.name,
-            included=tuple(sorted(part.test.included)),
-            excluded=tuple(sorted(part.test.excluded)),
-            only=waiting.only,
-            patterns=run.patterns,
-            shard=part.shard,
-            num_shards=part.num_shards,
-            seed=run.seed,
-            shuffle=run.shuffle,
-            list_only=run.list_tests,
-            show_locals=run.show_locals,
-            entries=self._entries,
-            run_slow=run.run_slow,
-            rerun_disabled=run.rerun_disabled,
-            device=self._devices.type,
-        )
+        orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
         environment = {**self._environment, **self._devices.environment(lent)}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
-        limit = limit_of(run, part)
         try:
-            started = TestProcess(
-                job=job,
-                path=self._paths[part.name],
-                orders=orders,
-                arguments=run.arguments,
-                environment=environment,
-                directory=self._directory,
-                cwd=run.test_directory,
-                lent=lent,
-                began=now,
-                limit=limit,
-                measure=self._measure,
-                forkserver=self._forkserver,
-            )
+            started = TestProcess(job, lent, now, limit_of(run, part), self._directory)
+            started.start(self._paths[part.name], orders, environment, self._measure, self._forkserver)
         except (OSError, subprocess.SubprocessError) as error:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
@@ -288,17 +258,11 @@ class Runner:
     def _stop(self) -> None:
         self._stopping = True
         for running, _ in self._running.values():
-            running.stop(Stopped(), self._now())
+            running.stop(Ending(How.STOPPED), self._now())
 
     def _collect(self) -> None:
         """Take every child that has ended; one that is no job was left behind by one."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in host.ended_children():
             if pid in self._running:
                 self._conclude(pid, status)
 

@@ -64,12 +64,6 @@ class _Seat:
     def rank(self) -> int:
         return self.hello.rank
 
-    def tell(self, message: Any) -> None:
-        try:
-            self.connection.send(message)
-        except OSError:
-            pass  # its end of the connection is closed, which is heard soon
-
 
 class Crew:
     """Rank 0's view of the launch: all other processes, in order of rank."""
@@ -166,7 +160,7 @@ class Crew:
         self.conclude(self.status)
         for seat in self._seats.values():
             os.dup(seat.connection.fileno())  # the interpreter closes its sockets long before the process is gone
-            seat.tell(protocol.Dismiss(self.status))
+            seat.connection.tell(protocol.Dismiss(self.status))
 
 
 def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank) -> dict[str, str]:
@@ -198,7 +192,7 @@ class LaunchedRanks:
         for seat in self._seats:
             seat.over = False
             self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
-            seat.tell(order)
+            seat.connection.tell(order)
 
     def arrived(self) -> list[protocol.Event]:
         ready = {key.data for key, _ in self.selector.select(0)}
@@ -224,17 +218,17 @@ class LaunchedRanks:
             self._here.tell(process, order)
         for seat in self._seats:
             if seat.rank == process:
-                seat.tell(order)
+                seat.connection.tell(order)
 
     def ask_for_stacks(self) -> None:
         self._here.ask_for_stacks()
         for seat in self._seats:
-            seat.tell(protocol.AskForStacks())
+            seat.connection.tell(protocol.AskForStacks())
 
     def end(self) -> None:
         self._here.end()
         for seat in self._seats:
-            seat.tell(protocol.EndRank())
+            seat.connection.tell(protocol.EndRank())
 
     def give_up(self) -> None:
         if not self._here.over:
@@ -244,7 +238,7 @@ class LaunchedRanks:
         """Raises :class:`HarnessError` when a seat is gone or does not answer in time, unless all is over anyway."""
         for seat in self._seats:
             seat.answer = None
-            seat.tell(protocol.Collect(close))
+            seat.connection.tell(protocol.Collect(close))
         self._await_answers()
         if self._crew.lost is not None and not close:
             raise HarnessError(self._crew.lost)

@@ -52,13 +52,6 @@ class Outcome:
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
 
-    def to_json(self) -> dict:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping) -> Outcome:
-        return cls(**{**fields, "kind": Kind(fields["kind"]), "skipped_subtests": tuple(fields["skipped_subtests"])})
-
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
@@ -117,20 +110,20 @@ class RankReport:
         return dataclasses.replace(self, outcome=outcome, ending=Ending(code=0))
 
 
-class RanksFailed(AssertionError):
-    """An assertion of the test failed in one or more ranks; the message tells rank by rank."""
+class _ToldByRanks(Exception):
+    """The message tells rank by rank."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.text)
         self.verdict = verdict
 
 
-class RanksErred(RuntimeError):
-    """A rank raised something else, died, or ran past its limit; the message tells rank by rank."""
+class RanksFailed(_ToldByRanks, AssertionError):
+    """An assertion of the test failed in one or more ranks."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.text)
-        self.verdict = verdict
+
+class RanksErred(_ToldByRanks, RuntimeError):
+    """A rank raised something else, died, or ran past its limit."""
 
 
 class HarnessError(RuntimeError):
@@ -207,11 +200,11 @@ def shorten_stacks(text: str) -> str:
     return shorten("\n".join(kept).strip())
 
 
-def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
+def shorten(text: str) -> str:
     """Head and tail of an overlong text, with the number of bytes left out between them."""
-    if len(text) <= limit:
+    if len(text) <= TEXT_LIMIT:
         return text
-    head, tail = text[: limit // 2], text[-(limit // 2) :]
+    head, tail = text[: TEXT_LIMIT // 2], text[-(TEXT_LIMIT // 2) :]
     left_out = len(text.encode(errors="replace")) - len((head + tail).encode(errors="replace"))
     return f"{head}\n... {left_out} bytes left out ...\n{tail}"
 
