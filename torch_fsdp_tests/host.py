@@ -183,6 +183,13 @@ def ended_children(options: int = 0) -> Iterator[tuple[int, int]]:
             yield found
 
 
+def exit_status(leaving: SystemExit) -> int:
+    """The exit status that the interpreter itself would give."""
+    if leaving.code is None:
+        return 0
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
+
+
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

@@ -115,14 +115,13 @@ class Run:
             reason = verdicts["skip"].get(names[index])
             if reason is not None and not self.orders.run.rerun_disabled:
                 _skip(tests[index], reason)
-        announced = [names[index] for index in picked]
         by_class: dict[str, list[str]] = {}
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
         events.emit(
             "announced",
-            tests=announced,
+            tests=[names[index] for index in picked],
             selected=selected,
             unknown=remarks,
             matched=verdicts["matched"],
@@ -209,7 +208,7 @@ def main(argv: Sequence[str]) -> None:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:
         if not run.happened:
-            events.emit("left", status=left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
+            events.emit("left", status=host.exit_status(left))
         raise
     except BaseException as error:
         trace = _below(error.__traceback__, file)

@@ -341,11 +341,6 @@ class _Follower:
 _crew: Crew | None = None
 
 
-def meant() -> bool:
-    """Whether this process is one of a launch."""
-    return launcher.found() is not None
-
-
 def is_follower() -> bool:
     """Whether this process only follows: rank 0's runs the tests and reports."""
     launch = launcher.found()

@@ -137,7 +137,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         code = 0
         atexit._run_exitfuncs()
     except SystemExit as leaving:
-        code = _exit_code(leaving)
+        code = host.exit_status(leaving)
         os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
     except LookupError as error:
         code = LEFT_WITHOUT_CLASS
@@ -148,13 +148,6 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
-
-
-def _exit_code(leaving: SystemExit) -> int:
-    """The exit status that the interpreter itself would give."""
-    if leaving.code is None:
-        return 0
-    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
 
 
 def _settle(request: Start, index: int, last_words: int, server: int) -> None:
