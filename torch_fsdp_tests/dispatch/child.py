@@ -114,7 +114,8 @@ class Run:
         for index in picked:
             reason = verdicts["skip"].get(names[index])
             if reason is not None and not self.orders.run.rerun_disabled:
-                _skip(tests[index], reason)
+                # Before its fixtures, as the decorator would.
+                setattr(tests[index], tests[index]._testMethodName, unittest.skip(reason)(lambda: None))
         by_class: dict[str, list[str]] = {}
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
@@ -152,15 +153,6 @@ class Run:
                 elif not self.orders.run.run_slow:
                     verdicts["skip"][names[index]] = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
         return verdicts
-
-
-def _skip(test: unittest.TestCase, reason: str) -> None:
-    """Have unittest skip one instance, before its fixtures, as its decorator would."""
-
-    @unittest.skip(reason)
-    def skipped() -> None: ...
-
-    setattr(test, test._testMethodName, skipped)
 
 
 def install(orders: Orders) -> Run:

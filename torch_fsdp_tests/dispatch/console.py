@@ -57,7 +57,6 @@ class Console:
         self._width = len(str(total))
 
     def say(self, text: str = "") -> None:
-        """Print whole lines."""
         if not self._introduced:
             self.introduce()
         self._clear()

@@ -267,7 +267,6 @@ def _sums(data: Mapping[str, Any]) -> str:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of a report, from its data."""
     about = [f"torch {data['torch']}", f"Python {data['python']}", f"device {data['device']}"]
     about += [f"{name} {data[name]}" for name in ("backend", "ranks") if data[name]]
     about += ["devices shared" if data["shared"] else "devices not shared", f"{data['cores']} cores"]

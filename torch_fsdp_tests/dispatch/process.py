@@ -60,12 +60,7 @@ class TestProcess:
         self._kill_at: float | None = None
 
     def start(
-        self,
-        path: Path,
-        orders: Orders,
-        environment: Mapping[str, str],
-        measure: tuple[str, ...] = (),
-        forkserver: ForkServer | None = None,
+        self, orders: Orders, environment: Mapping[str, str], measure: tuple[str, ...], forkserver: ForkServer | None
     ) -> None:
         """Start it, as a fork where one can be had. Raises ``OSError`` or ``SubprocessError`` when that fails."""
         scratch = self.directory / "tmp"
@@ -74,6 +69,7 @@ class TestProcess:
         orders_path.write_bytes(messages.encode(orders))
         self.events_descriptor, write = os.pipe()
         os.set_blocking(self.events_descriptor, False)
+        path = orders.run.test_directory / f"{orders.part.name}.py"
         command = [str(path), str(orders_path), "--", *orders.run.arguments]
         environment = {**environment, "TMPDIR": str(scratch)}
         try:
@@ -253,7 +249,6 @@ def _about_file(state: State, reason: str, text: str = "") -> TestResult:
 
 
 def not_started(job: Job, why: str, now: float) -> Attempt:
-    """The attempt of a job whose process could not be started."""
     ending = Ending(How.NOT_STARTED, why)
     blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=str(ending))
     return Attempt(job=job, ending=ending, tests=(blame,), began=now, ended=now)

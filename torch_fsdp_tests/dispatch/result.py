@@ -111,10 +111,6 @@ class Attempt:
     def is_bad(self) -> bool:
         return any(test.outcome.is_bad for test in self.tests)
 
-    @property
-    def was_stopped(self) -> bool:
-        return self.ending.how is How.STOPPED
-
 
 @dataclasses.dataclass(frozen=True)
 class FileResult:
@@ -164,7 +160,7 @@ class FileResult:
 
     @property
     def was_stopped(self) -> bool:
-        return self.attempts[-1].was_stopped
+        return self.attempts[-1].ending.how is How.STOPPED
 
     @property
     def seconds(self) -> float:

@@ -106,11 +106,8 @@ class Results:
 
     def facts(self) -> dict[str, Any]:
         """What the files have said of torch and the device; the first word on each counts, else what was expected."""
-        found: dict[str, Any] = {}
-        for file in self.files:
-            for attempt in file.attempts:
-                found = {**attempt.facts, **found}
-        return {**self.under_test, **found}
+        said = (attempt.facts for file in self.files for attempt in file.attempts)
+        return dict(collections.ChainMap(*said, dict(self.under_test)))
 
     def list_remarks(self) -> list[str]:
         """Entries of the lists that match nothing, or whose test passes by now."""
@@ -134,7 +131,7 @@ class Results:
 
     def exit_code(self) -> ExitStatus:
         if self.signal is not None:
-            return ExitStatus.of_signal(self.signal)
+            return ExitStatus(128 + self.signal)  # as shells count it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
             return ExitStatus.FAILED
         if self.unknown():

@@ -65,7 +65,6 @@ def prepare() -> None:
         living_server()  # before the launcher's store is opened, which may start threads
     atexit.register(_close)
     _launched.begin()
-    atexit.register(_launched.leave)
     _take_sigterm()
 
 
@@ -106,17 +105,12 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
             for group in list(_group.active):
                 print(group.stacks(), file=sys.stderr, flush=True)
     finally:
-        _pass_on(number, frame)
-
-
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Do with the signal what the test file wants, which by default is to die of it."""
-    if _files_handler is not None:
-        _files_handler(number, frame)
-        return
-    try:
-        if not in_rank():
-            _close()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if _files_handler is not None:
+            _files_handler(number, frame)
+        else:
+            try:
+                if not in_rank():
+                    _close()
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)

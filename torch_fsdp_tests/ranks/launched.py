@@ -12,6 +12,7 @@ a connection is news at once, and a store would have to be asked again and again
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import secrets
@@ -21,7 +22,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch_fsdp_tests import accelerator, launcher
@@ -239,7 +239,12 @@ class LaunchedRanks:
         for seat in self._seats:
             seat.answer = None
             seat.connection.tell(protocol.Collect(close))
-        self._await_answers()
+        give_up = time.monotonic() + ANSWER_LIMIT
+        while self._crew.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
+            self.selector.select(max(0.0, give_up - time.monotonic()))
+            self._events = self.arrived()
+            if time.monotonic() > give_up:
+                self._crew.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
         if self._crew.lost is not None and not close:
             raise HarnessError(self._crew.lost)
         told = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
@@ -247,14 +252,6 @@ class LaunchedRanks:
             tuple(remains for each in told for remains in each.remains),
             tuple(leak for each in told for leak in each.leaks),
         )
-
-    def _await_answers(self) -> None:
-        give_up = time.monotonic() + ANSWER_LIMIT
-        while self._crew.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
-            self.selector.select(max(0.0, give_up - time.monotonic()))
-            self._events = self.arrived()
-            if time.monotonic() > give_up:
-                self._crew.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
 
 
 class _Follower:
@@ -363,13 +360,14 @@ def begin() -> None:
         return
     if launch.rank == 0:
         _crew = Crew(launch)
+        atexit.register(_crew.leave)
     else:
         _follow(launch)
 
 
 def _follow(launch: launcher.Launch) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's business
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_LOST))
     status, follower = _LOST, None
     try:
         follower = _Follower(launch)
@@ -386,19 +384,9 @@ def _follow(launch: launcher.Launch) -> NoReturn:
         os._exit(status)
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(_LOST)
-
-
 def conclude(status: int) -> int:
     """The exit status for this process, given the one that its tests earned it; all of a launch leave with it."""
     return status if _crew is None else _crew.conclude(status)
-
-
-def leave() -> None:
-    """At the end of rank 0's process: let the others go."""
-    if _crew is not None:
-        _crew.leave()
 
 
 def start_ranks(cls: type, test: str | None, world_size: int) -> RankGroup:

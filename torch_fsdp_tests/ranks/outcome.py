@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import re
 import signal
 import socket
@@ -67,9 +68,8 @@ class Ending:
 
     @classmethod
     def from_wait_status(cls, status: int) -> Ending:
-        if status & 0x7F:
-            return cls(signal=status & 0x7F)
-        return cls(code=status >> 8)
+        code = os.waitstatus_to_exitcode(status)
+        return cls(code=code) if code >= 0 else cls(signal=-code)
 
     @property
     def exitcode(self) -> int | None:
@@ -96,11 +96,6 @@ class RankReport:
     stacks: str = ""
     output: str = ""
     host: str = dataclasses.field(default_factory=socket.gethostname)
-
-    @property
-    def waited(self) -> bool:
-        """True for a rank that was ended by us without a word of its own: a victim, or the one that hung."""
-        return self.outcome is None and self.ending.ours
 
     def with_any_ending(self) -> RankReport:
         """As if the rank had left in order, and passed unless it said otherwise; one that had to be ended has not."""
@@ -153,7 +148,6 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
 
 
 def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
-    """The outcome of a rank that raised an exception."""
     place = getattr(error, "__subtest__", None)
     return Outcome(
         rank,
@@ -236,7 +230,6 @@ def judge(
 
 
 def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
-    """What became of one rank, judged alone."""
     outcome, ending = report.outcome, report.ending
     kind = None if outcome is None else outcome.kind
     skip_reason = None if expected_code else _skip_reason(report, skip_codes)
