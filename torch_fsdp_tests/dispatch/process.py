@@ -97,15 +97,12 @@ class TestProcess:
 
     def listen(self) -> bool:
         """Take in what the process has said; False once it will say no more."""
-        while True:
-            try:
-                data = os.read(self.events_descriptor, 1 << 16)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            for event in self._reader.feed(data):
-                self._take(event)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.events_descriptor, 1 << 16):
+                for event in self._reader.feed(data):
+                    self._take(event)
+            return False
+        return True
 
     def _take(self, event: dict[str, Any]) -> None:
         match event["event"]:
