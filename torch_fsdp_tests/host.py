@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 LINUX = sys.platform.startswith("linux")
@@ -160,6 +161,33 @@ def shared_memory() -> set[str]:
 def shared_memory_of(pids: set[int]) -> list[Path]:
     """Files that torch left in shared memory for the given processes (it writes their ids into the names)."""
     return [path for pid in pids for path in Path(SHARED_MEMORY).glob(f"torch_{pid}_*")]
+
+
+def head_and_tail(path: Path, limit: int, start: int = 0) -> str:
+    """The text of a file from byte ``start`` on; of more than ``limit`` bytes only the first and the last half."""
+    half = limit // 2
+    with path.open("rb") as file:
+        left_out = file.seek(0, os.SEEK_END) - start - 2 * half
+        file.seek(start)
+        data = file.read(half if left_out > 0 else limit)
+        if left_out > 0:
+            file.seek(-half, os.SEEK_END)
+            data += b"\n... %d bytes left out ...\n" % left_out + file.read()
+    return data.decode(errors="backslashreplace")
+
+
+def ended_children(options: int = 0) -> Iterator[tuple[int, int]]:
+    """Process id and wait status of every child that has ended by now, or has stopped if the options ask for that."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG | options)) != (0, 0):
+            yield found
+
+
+def exit_status(leaving: SystemExit) -> int:
+    """The exit status that the interpreter itself would give."""
+    if leaving.code is None:
+        return 0
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
 
 
 def signal_name(number: int) -> str:

@@ -8,14 +8,17 @@ else that arrives is an error with words. A message with a field ``descriptors``
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import enum
 import functools
 import json
+import os
 import socket
 import types
 import typing
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 _INT = array.array("i")  # as the kernel passes descriptors
@@ -29,7 +32,11 @@ class MessageError(ValueError):
 
 def encode(message: Any) -> bytes:
     """One line without its end."""
-    return json.dumps([type(message).__name__, dataclasses.asdict(message)]).encode()
+    return json.dumps([type(message).__name__, dataclasses.asdict(message)], default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else os.fspath(value)
 
 
 def decode(line: bytes, expected: Iterable[type]) -> Any:
@@ -43,7 +50,7 @@ def decode(line: bytes, expected: Iterable[type]) -> Any:
         names = ", ".join(each.__name__ for each in expected)
         raise MessageError(f"a message of the type {name!r} was not expected here (expected: {names})")
     try:
-        return _value(found, fields)
+        return from_data(found, fields)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise MessageError(f"this is not a valid message of the type {name}: {line[:200]!r} ({error})") from error
 
@@ -51,19 +58,21 @@ def decode(line: bytes, expected: Iterable[type]) -> Any:
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _value(hint: Any, data: Any) -> Any:
-    """What an annotation makes of JSON data. Raises what comes when they do not fit."""
+def from_data(hint: Any, data: Any) -> Any:
+    """What an annotation, such as a dataclass, makes of JSON data. Raises what comes when they do not fit."""
     inner = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Union | types.UnionType:
-            return None if data is None else _value(inner[0], data)
-        case origin if origin is tuple:
-            return tuple(_value(inner[0], each) for each in data)
+            return None if data is None else from_data(inner[0], data)
+        case origin if origin in (tuple, frozenset):
+            return origin(from_data(inner[0], each) for each in data)
         case origin if origin is dict:
-            return {key: _value(inner[1], each) for key, each in data.items()}
+            return {key: from_data(inner[1], each) for key, each in data.items()}
     if hasattr(hint, "__dataclass_fields__"):
-        return hint(**{name: _value(_hints(hint)[name], each) for name, each in data.items()})
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(**{name: from_data(_hints(hint)[name], each) for name, each in data.items()})
+    if hint is Any:
+        return data
+    if isinstance(hint, type) and issubclass(hint, (enum.Enum, Path)):
         return hint(data)
     if isinstance(hint, type) and not isinstance(data, (int, float) if hint is float else hint):
         raise TypeError(f"{data!r} is not of the type {hint.__name__}")
@@ -95,6 +104,11 @@ class Connection:
         descriptors = getattr(message, "descriptors", ())
         sent = socket.send_fds(self._end, [line], descriptors) if descriptors else 0
         self._end.sendall(line[sent:])
+
+    def tell(self, message: Any) -> None:
+        """As :meth:`send`, but nothing happens when the other side is gone: whoever listens to it will hear that."""
+        with contextlib.suppress(OSError):
+            self.send(message)
 
     def arrived(self) -> Iterator[Any]:
         """Every whole message that is there already, read as it is asked for; ``closed`` when no more can come."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 DEATH_NEWS = 1.0  # seconds that the news of a rank's death may come after what it caused
@@ -84,11 +84,6 @@ class RankResult:
     limit: float | None = None  # seconds that it was given, when it took them all
     expected_code: int | None = None  # with which it was to leave and did not
     host: str = ""
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> RankResult:
-        phase = fields["phase"] and Phase(fields["phase"])
-        return cls(**{**fields, "state": State(fields["state"]), "phase": phase})
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

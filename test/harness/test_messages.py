@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch_fsdp_tests import messages
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
@@ -34,6 +35,14 @@ class Files:
 
 
 @dataclasses.dataclass(frozen=True)
+class Values:
+    names: frozenset[str]
+    folder: Path
+    others: tuple[Path, ...] | None
+    anything: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Plain:
     text: str
 
@@ -54,6 +63,7 @@ class TestMessages(TestCase):
         "message",
         [
             Outer(INNER, {"a": INNER}, None, 1.5),
+            Values(frozenset("ab"), Path("a folder"), (Path("x"), Path("y")), {"a": [1, None]}),
             Plain("line\nof \udcff and \u2603"),
             protocol.Reported(1, Outcome(3, Kind.FAILED, "text", 0.5, 2, ("why",), True), 12.5, True),
             protocol.Started(1, (0, 1), "here", (None, 17), 0.25),
@@ -82,6 +92,15 @@ class TestMessages(TestCase):
             (read,) = files.descriptors
             self.assertEqual(os.read(read, 100), text)
             os.close(read)
+
+    def test_nothing_is_told_to_one_that_has_left(self):
+        mine, other = self.pair(Plain)
+        mine.tell(Plain("first"))
+        self.assertEqual(other.receive(), Plain("first"))
+        other.close()
+        mine.tell(Plain("second"))
+        with self.assertRaises(OSError):
+            mine.send(Plain("second"))
 
     def test_reading_what_is_there_never_waits(self):
         mine, other = self.pair(Plain)

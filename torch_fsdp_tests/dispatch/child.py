@@ -11,7 +11,6 @@ import dataclasses
 import faulthandler
 import fnmatch
 import hashlib
-import json
 import os
 import runpy
 import signal
@@ -23,40 +22,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch_fsdp_tests import events, host
+from torch_fsdp_tests import events, host, messages
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
+from torch_fsdp_tests.dispatch.plan import ShardedTest
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import in_one_line
 
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """What the dispatcher wants of one process. Names of tests are ``Class`` or ``Class.test``."""
+    """What the dispatcher wants of one process."""
 
     dispatcher: int  # its process id
-    file: str  # the file's name below the test directory
-    included: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
+    run: RunTests
+    part: ShardedTest
     only: tuple[str, ...] | None = None  # full names, for a rerun
-    patterns: tuple[str, ...] = ()
-    shard: int = 1
-    num_shards: int = 1
-    seed: int = 0
-    shuffle: bool = False
-    list_only: bool = False
-    show_locals: bool = False
     entries: tuple[Entry, ...] = ()  # of the disabled, slow and known-failure lists
-    run_slow: bool = False
-    rerun_disabled: bool = False
     device: str | None = None  # type of the device under test, as far as the dispatcher knows
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Orders:
-        data = json.loads(text)
-        data["entries"] = tuple(Entry(**entry) for entry in data["entries"])
-        return cls(**data)
 
 
 def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str], int]:
@@ -66,9 +48,10 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     """
     chosen = set(range(len(names)))
     remarks: list[str] = []
-    if orders.included:
+    run, part = orders.run, orders.part
+    if part.test.included:
         found: set[int] = set()
-        for wanted in orders.included:
+        for wanted in sorted(part.test.included):
             matches = _named(wanted, names)
             found |= matches
             if not matches:
@@ -77,19 +60,19 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
                 remarks.append(f"{wanted!r} is no test here" + f"; nearest: {', '.join(near)}" * bool(near))
         chosen &= found
-    for unwanted in orders.excluded:
+    for unwanted in part.test.excluded:
         chosen -= _named(unwanted, names)
-    if orders.patterns:
-        chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in orders.patterns)}
+    if run.patterns:
+        chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in run.patterns)}
     selected = len(chosen)
-    if orders.num_shards > 1:
+    if part.num_shards > 1:
         # By position among the selected tests, so that the parts together are the whole, whatever was left out before.
-        chosen = {i for place, i in enumerate(sorted(chosen)) if place % orders.num_shards == orders.shard - 1}
+        chosen = {i for place, i in enumerate(sorted(chosen)) if place % part.num_shards == part.shard - 1}
     if orders.only is not None:
         chosen = {index for index in chosen if names[index] in orders.only}
     picked = sorted(chosen)
-    if orders.shuffle:
-        picked.sort(key=lambda index: _shuffled(names[index], orders.seed))
+    if run.shuffle:
+        picked.sort(key=lambda index: _shuffled(names[index], run.seed))
     return picked, remarks, selected
 
 
@@ -126,20 +109,20 @@ class Run:
         names = [events.test_name(test) for test in tests]
         picked, remarks, selected = select_tests(names, self.orders)
         verdicts = self._apply_lists(tests, names, picked)
-        if self.orders.rerun_disabled:
+        if self.orders.run.rerun_disabled:
             picked = [index for index in picked if names[index] in verdicts["disabled"]]
         for index in picked:
             reason = verdicts["skip"].get(names[index])
-            if reason is not None and not self.orders.rerun_disabled:
-                _skip(tests[index], reason)
-        announced = [names[index] for index in picked]
+            if reason is not None and not self.orders.run.rerun_disabled:
+                # Before its fixtures, as the decorator would.
+                setattr(tests[index], tests[index]._testMethodName, unittest.skip(reason)(lambda: None))
         by_class: dict[str, list[str]] = {}
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
         events.emit(
             "announced",
-            tests=announced,
+            tests=[names[index] for index in picked],
             selected=selected,
             unknown=remarks,
             matched=verdicts["matched"],
@@ -156,7 +139,7 @@ class Run:
         verdicts: dict[str, Any] = {"skip": {}, "known": {}, "disabled": [], "matched": []}
         facts = events.file_facts()
         for position, entry in enumerate(self.orders.entries):
-            named = {index for index, name in enumerate(names) if entry.names(self.orders.file, name)}
+            named = {index for index, name in enumerate(names) if entry.names(self.orders.part.name, name)}
             if named:
                 verdicts["matched"].append(position)
             for index in sorted(named.intersection(picked)):
@@ -167,18 +150,9 @@ class Run:
                 elif entry.action == "disable":
                     verdicts["disabled"].append(names[index])
                     verdicts["skip"][names[index]] = f"disabled: {entry.words}"
-                elif not self.orders.run_slow:
+                elif not self.orders.run.run_slow:
                     verdicts["skip"][names[index]] = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
         return verdicts
-
-
-def _skip(test: unittest.TestCase, reason: str) -> None:
-    """Have unittest skip one instance, before its fixtures, as its decorator would."""
-
-    @unittest.skip(reason)
-    def skipped() -> None: ...
-
-    setattr(test, test._testMethodName, skipped)
 
 
 def install(orders: Orders) -> Run:
@@ -190,12 +164,12 @@ def install(orders: Orders) -> Run:
 
     def run_suite(self: Any, suite: Any) -> Any:
         suite = run.prepare(suite)
-        if orders.list_only:
+        if orders.run.list_tests:
             suite = unittest.TestSuite()
         if not issubclass(self.resultclass, events.Reporting):
             self.resultclass = type("EventResult", (events.Reporting, self.resultclass), {})
         self.verbosity = 2  # the output is shown when something failed, and then names help
-        self.tb_locals = self.tb_locals or orders.show_locals
+        self.tb_locals = self.tb_locals or orders.run.show_locals
         return original(self, suite)
 
     runner.run = run_suite
@@ -213,7 +187,7 @@ def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
 def main(argv: Sequence[str]) -> None:
     """Run the file. Leaves with the status that the file leaves with."""
     file, orders_path, *arguments = argv
-    orders = Orders.from_json(Path(orders_path).read_text())
+    orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     host.die_with_parent(orders.dispatcher)
     events.attach()
     faulthandler.enable()
@@ -226,7 +200,7 @@ def main(argv: Sequence[str]) -> None:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:
         if not run.happened:
-            events.emit("left", status=left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
+            events.emit("left", status=host.exit_status(left))
         raise
     except BaseException as error:
         trace = _below(error.__traceback__, file)

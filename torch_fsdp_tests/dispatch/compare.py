@@ -32,14 +32,8 @@ def tests_of(report: Any) -> Tests:
 
 def lines(before: Tests, after: Tests) -> list[str]:
     """A line for each test that is gone, new, newly skipped, newly failing or slower."""
-    kinds: dict[str, list[str]] = {}
-    for name in sorted(before.keys() | after.keys()):
-        if name not in after:
-            kinds.setdefault("gone", []).append(name)
-            continue
-        if name not in before:
-            kinds.setdefault("new", []).append(name)
-            continue
+    kinds = {"gone": sorted(before.keys() - after.keys()), "new": sorted(after.keys() - before.keys())}
+    for name in sorted(before.keys() & after.keys()):
         was, now = before[name], after[name]
         earlier, state = State(was["outcome"]), State(now["outcome"])
         if earlier.is_executed and not state.is_executed:

@@ -13,7 +13,7 @@ from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult, TestResult
+from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
@@ -57,7 +57,6 @@ class Console:
         self._width = len(str(total))
 
     def say(self, text: str = "") -> None:
-        """Print whole lines."""
         if not self._introduced:
             self.introduce()
         self._clear()
@@ -120,11 +119,9 @@ class Console:
             for test in tests:
                 reason = f": {clean(test.reason)}" if test.reason else ""
                 self.say(f"    {test.outcome.value:12s} {test.name}  {seconds(test.seconds)}{reason}")
-        for note in dict.fromkeys(note for attempt in file.attempts for note in attempt.notes):
+        notes = dict.fromkeys(note for attempt in file.attempts for note in attempt.notes)
+        for note in (*notes, *(note for test in tests for note in test.notes)):
             self.say(f"    note: {note}")
-        for test in tests:
-            for note in test.notes:
-                self.say(f"    note: {note}")
         if file.is_bad:
             self._failures += 1
             self._failure(file)
@@ -188,12 +185,13 @@ class Console:
         self.say()
         self._reasons("skipped, by reason:", results.skips_by_reason())
         self._reasons("skipped subtests of tests that ran, by reason:", results.skipped_subtests_by_reason())
-        bad = [(file, test) for file in results.files for test in file.tests() if test.outcome.is_bad]
+        bad = [(file, test) for file, test in results.tests() if test.outcome.is_bad]
         if bad:
             ways = ", ".join(f"{state.value}: {count}" for state, count in results.failures().items())
             self.say(f"failed ({ways}):" if {*results.failures()} - {State.FAILED} else "failed:")
             for file, test in bad:
-                self._failed_test(file, test)
+                self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
+                self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
         for words in results.flaky():
             self.say(f"flaky (failed, and passed in a later process): {words}")
         not_run = results.count(State.NOT_RUN)
@@ -219,8 +217,3 @@ class Console:
         if known := results.known_defects():
             self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
         self.say(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped")
-
-    def _failed_test(self, file: FileResult, test: TestResult) -> None:
-        name = f"{file.name} {FILE_ITSELF}" if test.name == FILE_ITSELF else f"{file.name}::{test.name}"
-        self.say(f"  {test.outcome.value}: {name}")
-        self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")

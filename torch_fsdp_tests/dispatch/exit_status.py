@@ -23,8 +23,3 @@ class ExitStatus(enum.IntEnum):
     NOTHING_RAN = 5, "nothing ran: the selection is empty, or no test of it was executed"
     INTERRUPTED = 130, "interrupted (SIGINT)"
     TERMINATED = 143, "terminated (SIGTERM)"
-
-    @classmethod
-    def of_signal(cls, number: int) -> ExitStatus:
-        """The status after a signal that ended the run, as shells count it."""
-        return cls(128 + number)

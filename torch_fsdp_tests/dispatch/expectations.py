@@ -22,7 +22,8 @@ from typing import Any
 from torch_fsdp_tests.dispatch import devices
 
 ACTIONS = ("disable", "slow", "fail")
-_FIELDS = {"test", "action", "reason", "link", "device", "torch", "world_size"}
+_REQUIRED = {"test", "action", "reason"}
+_FIELDS = _REQUIRED | {"link", "device", "torch", "world_size"}
 _COMPARE = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt
 }  # fmt: skip
@@ -142,27 +143,20 @@ def read_own(path: Path) -> list[Entry]:
         raise MalformedList(f'{path} has not the shape {{"version": 1, "entries": [...]}}')
     entries = []
     for number, fields in enumerate(data["entries"], 1):
-        if (
-            not isinstance(fields, dict)
-            or not fields.keys() <= _FIELDS
-            or not {"test", "action", "reason"} <= fields.keys()
-        ):
-            raise MalformedList(
-                f"{path}: entry {number} needs test, action and reason, and knows only {sorted(_FIELDS)}"
-            )
+        where = f"{path}: entry {number}"
+        if not isinstance(fields, dict) or not _REQUIRED <= fields.keys() <= _FIELDS:
+            raise MalformedList(f"{where} needs test, action and reason, and knows only {sorted(_FIELDS)}")
         for name, value in fields.items():
             kind = int if name == "world_size" else str
-            if not isinstance(value, kind) and not (value is None and name not in ("test", "action", "reason")):
-                raise MalformedList(f"{path}: entry {number} has {value!r} for {name}, which is no {kind.__name__}")
+            if not isinstance(value, kind) and not (value is None and name not in _REQUIRED):
+                raise MalformedList(f"{where} has {value!r} for {name}, which is no {kind.__name__}")
         entry = Entry(**(fields | {"link": fields.get("link") or ""}))
         if entry.action not in ACTIONS:
-            raise MalformedList(
-                f"{path}: entry {number} has the action {entry.action!r}; there are {', '.join(ACTIONS)}"
-            )
+            raise MalformedList(f"{where} has the action {entry.action!r}; there are {', '.join(ACTIONS)}")
         try:
             version_fits("0", entry.torch or ">0")
         except ValueError as error:
-            raise MalformedList(f"{path}: entry {number}: {error}") from error
+            raise MalformedList(f"{where}: {error}") from error
         entries.append(entry)
     return entries
 

@@ -77,15 +77,12 @@ class ForkServer:
 
         ``output`` becomes its two outputs, and ``stream`` what its environment calls the event stream.
         """
-        forked = None
-        try:
+        with contextlib.suppress(OSError, MessageError):
             self._control.send(Fork(tuple(command), dict(environment), (output, stream)))
-            forked = self._control.receive()
-        except (OSError, MessageError):
-            pass
-        if forked is None:
-            self.close()
-        return forked and forked.pid
+            if (forked := self._control.receive()) is not None:
+                return forked.pid
+        self.close()
+        return None
 
     def close(self) -> None:
         """Let the server go. What it has forked stays."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.junit import clean
+from torch_fsdp_tests.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
 _STYLE = """
@@ -79,14 +80,14 @@ def _names(what: str, names: Sequence[str]) -> str:
 
 
 def _table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
-    """Columns are given by title and class; cells are HTML."""
+    """Columns are given by title and class; cells are HTML. Nothing where there are no rows."""
     kinds = [kind for _, kind in columns]
     head = "".join(f'<th class="{kind}">{escape(title)}</th>' for title, kind in columns)
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
         for row in rows
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<table><tr>{head}</tr>{body}</table>" if body else ""
 
 
 def _bar(value: float, longest: float) -> str:
@@ -138,12 +139,10 @@ def _failure(test: Mapping[str, Any]) -> str:
     """One test: its state and why, a row for each of its ranks, and everything that was raised."""
     phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
     head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {_code(test["test"])}'
-    ranks = [RankResult.from_json(rank) for rank in test["ranks"]]
-    table = ""
-    if ranks:
-        titles, *rows = rank_rows(ranks)
-        columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
-        table = _table(columns, [[escape(clean(cell)) for cell in row] for row in rows])
+    ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
+    titles, *rows = rank_rows(ranks) or [()]
+    columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
+    table = _table(columns, [[escape(clean(cell)) for cell in row] for row in rows])
     text = clean(tell(ranks, test["text"]))
     text = f"<pre tabindex=0>{escape(text)}</pre>" if text else ""
     return _folded(head, f"<p>{escape(clean(test['reason']))}</p>{table}{text}", is_open=True)
@@ -183,9 +182,7 @@ def _flaky(data: Mapping[str, Any]) -> str:
 def _slowest(data: Mapping[str, Any]) -> str:
     tests = [(file, test) for file in data["files"] for test in file["tests"] if test["seconds"] > 0]
     slowest = sorted(tests, key=lambda item: -item[1]["seconds"])[:_SLOWEST]
-    if not slowest:
-        return ""
-    longest = slowest[0][1]["seconds"]
+    longest = max((test["seconds"] for _, test in slowest), default=0.0)
     rows = [
         [
             f"{_code(test['test'])}<br><span class=dim>{escape(_name(file))}</span>",
@@ -202,7 +199,7 @@ def _skips(data: Mapping[str, Any]) -> str:
     rows = [
         [str(item["tests"] or ""), str(item["subtests"] or ""), escape(clean(item["reason"]))] for item in data["skips"]
     ]
-    return _table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows) if rows else ""
+    return _table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows)
 
 
 def _defects(defects: Sequence[Mapping[str, Any]]) -> str:
@@ -216,9 +213,7 @@ def _defects(defects: Sequence[Mapping[str, Any]]) -> str:
         ]
         for defect in defects
     ]
-    return (
-        _table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows) if rows else ""
-    )
+    return _table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows)
 
 
 def _notes(data: Mapping[str, Any]) -> str:
@@ -227,7 +222,7 @@ def _notes(data: Mapping[str, Any]) -> str:
     notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
     notes += [("lists", remark) for remark in data["list_remarks"]]
     rows = [[_code(about), escape(clean(note))] for about, note in dict.fromkeys(notes)]
-    return _table([("about", ""), ("note", "")], rows) if rows else ""
+    return _table([("about", ""), ("note", "")], rows)
 
 
 def _files(data: Mapping[str, Any]) -> str:
@@ -272,7 +267,6 @@ def _sums(data: Mapping[str, Any]) -> str:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of a report, from its data."""
     about = [f"torch {data['torch']}", f"Python {data['python']}", f"device {data['device']}"]
     about += [f"{name} {data[name]}" for name in ("backend", "ranks") if data[name]]
     about += ["devices shared" if data["shared"] else "devices not shared", f"{data['cores']} cores"]

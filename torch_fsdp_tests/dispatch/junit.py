@@ -27,19 +27,15 @@ def write(folder: Path, results: Results) -> None:
     """One file for each test class of each job. Raises ``OSError``."""
     for file in results.files:
         dotted = file.job.part.name.replace("/", ".")
-        for cls, tests in _by_class(file).items():
+        by_class: dict[str, list[list[TestResult]]] = {}
+        for attempts in file.history().values():
+            by_class.setdefault(attempts[-1].class_name or OF_FILE, []).append(attempts)
+        for cls, tests in by_class.items():
             suite = _suite(file, f"{dotted}.{cls}", cls, tests)
             part = f"-{file.job.part.shard}" if file.job.part.num_shards > 1 else ""
             text = ET.tostring(suite, encoding="unicode", xml_declaration=False)
             name = re.sub(r"[^\w.-]", "_", f"TEST-{dotted}.{cls}{part}.xml")
             write_text(folder / dotted / name, f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n')
-
-
-def _by_class(file: FileResult) -> dict[str, list[list[TestResult]]]:
-    found: dict[str, list[list[TestResult]]] = {}
-    for attempts in file.history().values():
-        found.setdefault(attempts[-1].class_name or OF_FILE, []).append(attempts)
-    return found
 
 
 def _suite(file: FileResult, name: str, cls: str, tests: list[list[TestResult]]) -> ET.Element:

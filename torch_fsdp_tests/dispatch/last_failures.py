@@ -36,15 +36,13 @@ def save(directory: Path, results: Results, remarks: list[str]) -> None:
     for file in results.files:
         name = file.job.part.name
         tests = file.tests()
-        if not file.is_bad:
-            # A run of some of its tests says nothing about the others.
-            left = [test for test in failed.get(name, []) if test not in {result.name for result in tests}]
-            failed.pop(name, None)
-            if left:
-                failed[name] = left
-            continue
-        bad = [test for test in tests if test.outcome.is_bad or test.outcome is State.NOT_RUN]
-        failed[name] = [test.name for test in bad] if all(test.scope is Scope.TEST for test in bad) else []
+        before = failed.pop(name, [])
+        if file.is_bad:
+            bad = [test for test in tests if test.outcome.is_bad or test.outcome is State.NOT_RUN]
+            failed[name] = [test.name for test in bad] if all(test.scope is Scope.TEST for test in bad) else []
+        # A run of some of its tests says nothing about the others.
+        elif left := [test for test in before if test not in {result.name for result in tests}]:
+            failed[name] = left
     try:
         write_text(directory / FILE, json.dumps(failed, indent=1, sort_keys=True) + "\n")
     except OSError as error:

@@ -14,7 +14,6 @@ from torch_fsdp_tests.dispatch import devices, expectations, listing, options, p
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.needs import Needs
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -33,7 +32,7 @@ NOTHING = "0 passed, 0 failed, 0 skipped"
 def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
     """Run the dispatcher and return its exit status. ``checkout`` is put first on the children's path."""
     try:
-        return _main(options.parse(argv, os.environ, checkout), checkout)
+        return _main(options.parse(argv, os.environ, checkout))
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
@@ -47,7 +46,7 @@ def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
         return ExitStatus.BROKEN
 
 
-def _main(run: RunTests, checkout: Path) -> ExitStatus:
+def _main(run: RunTests) -> ExitStatus:
     files = {file.name: file for file in discover(run.test_directory)}
     sources: dict[str, str] = {}
 
@@ -65,7 +64,10 @@ def _main(run: RunTests, checkout: Path) -> ExitStatus:
     if selection and device_set.remark is not None:
         _remark(device_set.remark)
     ranks = run.ranks or DEFAULT_RANKS
-    needs = _needs(run, selection, files, device_set)
+    few = FEW_RANKS if device_set.lendable is None else ranks
+    # The CPU lends no devices, so there the needs of files matter only where they are shown.
+    read = selection if run.list_files or device_set.lendable is not None else []
+    needs = {test.file: files[test.file].needs(ranks, few) for test in read}
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(run.jobs or options.default_jobs(ranks))])
     devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
     jobs, default = _plan(run, selection, known, devices_needed, pool, device_set)
@@ -81,8 +83,7 @@ def _main(run: RunTests, checkout: Path) -> ExitStatus:
     elif not jobs:
         print(NOTHING, file=sys.stderr if run.list_tests else sys.stdout)
     else:
-        paths = {name: file.path for name, file in files.items()}
-        return _run(run, jobs, paths, device_set, pool, entries, checkout)
+        return _run(run, jobs, device_set, pool, entries)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
@@ -97,17 +98,6 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
         failed = last_failures.load(run.reports)
         selection = [last_failures.narrow(test, failed[test.file]) for test in selection if test.file in failed]
     return selection
-
-
-def _needs(
-    run: RunTests, selection: Sequence[TestRun], files: Mapping[str, TestFile], device_set: DeviceSet
-) -> dict[str, Needs]:
-    """What each selected file needs; nothing on the CPU, which lends no devices, unless the needs are to be shown."""
-    if device_set.lendable is None and not run.list_files:
-        return {}
-    ranks = run.ranks or DEFAULT_RANKS
-    few = FEW_RANKS if device_set.lendable is None else ranks
-    return {test.file: files[test.file].needs(ranks, few) for test in selection}
 
 
 def _entries(run: RunTests) -> list[expectations.Entry]:
@@ -135,13 +125,7 @@ def _plan(
 
 
 def _run(
-    run: RunTests,
-    jobs: Sequence[Job],
-    paths: Mapping[str, Path],
-    device_set: DeviceSet,
-    pool: DevicePool,
-    entries: Sequence[expectations.Entry],
-    checkout: Path,
+    run: RunTests, jobs: Sequence[Job], device_set: DeviceSet, pool: DevicePool, entries: Sequence[expectations.Entry]
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import compare
     from torch_fsdp_tests.dispatch.console import Console
@@ -152,14 +136,13 @@ def _run(
         times.check(run.save_times, os.environ)
     stream = sys.stderr if run.list_tests else sys.stdout
     console = Console(run, stream, len(jobs), _under_test(run, device_set), pool.size)
-    runner = Runner(run, jobs, paths, device_set, pool, entries, console, checkout)
+    runner = Runner(run, jobs, device_set, pool, entries, console)
     with runner.taking_signals():
         results = runner.run()
         if run.list_tests:
             return _print_tests(results)
         remarks, all_written = _record(run, results, earlier)
         console.end(results, remarks)
-    runner.heed_late_signals()
     return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
 
 
@@ -210,15 +193,11 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
         if said:
             remarks.append(said)
 
-    def write_report(folder: Path) -> str:
-        report.write(folder, results)
-        return f"report: {os.path.relpath(folder / 'report.html')}"
-
     last_failures.save(run.reports, results, remarks)
     attempt(run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be)
     attempt(run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
     attempt(run.save_times, lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ))
-    attempt(run.report, lambda: write_report(run.report or Path()))
+    attempt(run.report, lambda: f"report: {os.path.relpath(report.write(run.report or Path(), results))}")
     if earlier is not None:
         remarks += compare.lines(earlier, compare.tests_of(report.as_json(results)))
     return remarks, complete

@@ -43,13 +43,6 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-class _Shard(argparse.Action):
-    """Sets two fields, ``shard`` and ``num_shards``."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        namespace.shard, namespace.num_shards = values
-
-
 def _whole(least: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -113,7 +106,7 @@ def make_parser() -> _Parser:
     add("--json", **flag, dest="as_json", help="with --dry-run: the plan as JSON, alone on stdout")
 
     add = parser.add_argument_group("where and how many at a time").add_argument
-    add("--shard", nargs=2, action=_Shard, type=_whole(1), metavar=("N", "M"), help="the Nth of M parts, from 1")
+    add("--shard", nargs=2, type=_whole(1), metavar=("N", "M"), help="the Nth of M parts, from 1")
     words = f"split files by tests that take longer than S seconds (default: {RunTests.split_threshold:g})"
     add("--split-threshold", type=_positive, metavar="S", help=words)
     add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
@@ -196,6 +189,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(parser.parse_args(argv[:dashes])).items()
     }
+    if "shard" in given:
+        given["shard"], given["num_shards"] = given["shard"]
     _refuse_launches(parser, environment)
     default_directory = (root / DEFAULT_DIRECTORY).absolute()
     fields = {

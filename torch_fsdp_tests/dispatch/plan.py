@@ -188,25 +188,19 @@ def calculate_shards(
     default = assumed(parts)
     weights = weights or {}
     shards: list[list[ShardedTest]] = [[] for _ in range(num_shards)]
-    loads = [0.0] * num_shards
-    if not sort_by_time:
-        for index, part in enumerate(parts):
-            where = index * num_shards // len(parts)
-            shards[where].append(part)
-            loads[where] += part.get_time(default)
-        return list(zip(loads, shards, strict=True))
 
     def cost(part: ShardedTest) -> float:
         return part.get_time(default) * weights.get(part.name, 1)
 
     # Ties go to the shard with fewer parts, then to the lower number, so that parts without length spread as well.
     heap = [(0.0, 0, shard) for shard in range(num_shards)]
-    for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)):
+    for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)) if sort_by_time else ():
         load, count, shard = heapq.heappop(heap)
         shards[shard].append(part)
-        loads[shard] += part.get_time(default)
         heapq.heappush(heap, (load + cost(part), count + 1, shard))
-    return list(zip(loads, shards, strict=True))
+    for index, part in enumerate(() if sort_by_time else parts):
+        shards[index * num_shards // len(parts)].append(part)
+    return [(sum((part.get_time(default) for part in shard), 0.0), shard) for shard in shards]
 
 
 def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:

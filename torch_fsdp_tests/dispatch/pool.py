@@ -20,7 +20,6 @@ class DevicePool:
 
     @property
     def free(self) -> int:
-        """How many can be lent now."""
         return len(self._free)
 
     def lend(self, count: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Nothing here waits. The runner's loop tells it of bytes, of the process' end and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,24 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import events
+from torch_fsdp_tests import events, host, messages
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.result import (
-    FILE_ITSELF,
-    Attempt,
-    Ending,
-    Exited,
-    Killed,
-    NotStarted,
-    Stopped,
-    TestResult,
-    TimedOut,
-)
+from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, Ending, How, TestResult
 from torch_fsdp_tests.forkserver import start_fresh
-from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
+from torch_fsdp_tests.verdict import Phase, Scope, State
 
 GRACE = 5.0  # seconds between the polite signal, on which stacks are written, and the kill
 OUTPUT_SHOWN = 1 << 20  # bytes of a file's output that a report holds; head and tail of what is longer
@@ -44,22 +35,8 @@ class TestProcess:
 
     __test__ = False
 
-    def __init__(
-        self,
-        job: Job,
-        path: Path,
-        orders: Orders,
-        arguments: tuple[str, ...],
-        environment: Mapping[str, str],
-        directory: Path,
-        cwd: Path,
-        lent: tuple[int, ...],
-        began: float,
-        limit: float,
-        measure: tuple[str, ...] = (),
-        forkserver: ForkServer | None = None,
-    ) -> None:
-        self.job, self.orders, self.lent, self.began, self.limit = job, orders, lent, began, limit
+    def __init__(self, job: Job, lent: tuple[int, ...], began: float, limit: float, directory: Path) -> None:
+        self.job, self.lent, self.began, self.limit = job, lent, began, limit
         self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=directory))
         self.output_path = self.directory / "output"
         self.running: str | None = None
@@ -81,24 +58,19 @@ class TestProcess:
         self._over = False
         self._stop: Ending | None = None
         self._kill_at: float | None = None
-        self.pid, self.events_descriptor = self._start(path, arguments, environment, cwd, measure, forkserver)
 
-    def _start(
-        self,
-        path: Path,
-        arguments: tuple[str, ...],
-        environment: Mapping[str, str],
-        cwd: Path,
-        measure: tuple[str, ...],
-        forkserver: ForkServer | None,
-    ) -> tuple[int, int]:
+    def start(
+        self, orders: Orders, environment: Mapping[str, str], measure: tuple[str, ...], forkserver: ForkServer | None
+    ) -> None:
+        """Start it, as a fork where one can be had. Raises ``OSError`` or ``SubprocessError`` when that fails."""
         scratch = self.directory / "tmp"
         scratch.mkdir()
         orders_path = self.directory / "orders.json"
-        orders_path.write_text(self.orders.to_json())
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        command = [str(path), str(orders_path), "--", *arguments]
+        orders_path.write_bytes(messages.encode(orders))
+        self.events_descriptor, write = os.pipe()
+        os.set_blocking(self.events_descriptor, False)
+        path = orders.run.test_directory / f"{orders.part.name}.py"
+        command = [str(path), str(orders_path), "--", *orders.run.arguments]
         environment = {**environment, "TMPDIR": str(scratch)}
         try:
             with open(self.output_path, "wb") as output:
@@ -113,27 +85,24 @@ class TestProcess:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        cwd=cwd,
+                        cwd=orders.run.test_directory,
                         start_new_session=True,
                     )
+                self.pid = pid
         except BaseException:
-            os.close(read)
+            os.close(self.events_descriptor)
             raise
         finally:
             os.close(write)
-        return pid, read
 
     def listen(self) -> bool:
         """Take in what the process has said; False once it will say no more."""
-        while True:
-            try:
-                data = os.read(self.events_descriptor, 1 << 16)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            for event in self._reader.feed(data):
-                self._take(event)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.events_descriptor, 1 << 16):
+                for event in self._reader.feed(data):
+                    self._take(event)
+            return False
+        return True
 
     def _take(self, event: dict[str, Any]) -> None:
         match event["event"]:
@@ -163,26 +132,12 @@ class TestProcess:
 
     def _take_end(self, event: dict[str, Any]) -> None:
         name = event["test"]
-        outcome = State(event["outcome"])
-        if outcome.is_bad and outcome is not State.UNEXPECTED_SUCCESS and name in self._known:
-            outcome = State.KNOWN_FAILURE
-        self.results.append(
-            TestResult(
-                name=name,
-                outcome=outcome,
-                scope=Scope(event["scope"]),
-                phase=event["phase"] and Phase(event["phase"]),
-                seconds=event["seconds"],
-                reason=event["reason"],
-                text=event["text"],
-                ranks=tuple(map(RankResult.from_json, event["ranks"])),
-                is_left_out=name in self._left_out,
-                subtests=event["subtests"],
-                subtests_skipped=event["subtests_skipped"],
-                notes=tuple(self._notes.pop(name, ())),
-                facts=self._test_facts.pop(name, {}),
-            )
-        )
+        told = {field: value for field, value in event.items() if field not in ("event", "test")}
+        told |= {"is_left_out": name in self._left_out, "notes": self._notes.pop(name, ())}
+        result = messages.from_data(TestResult, {"name": name, "facts": self._test_facts.pop(name, {}), **told})
+        if result.outcome.is_bad and result.outcome is not State.UNEXPECTED_SUCCESS and name in self._known:
+            result = dataclasses.replace(result, outcome=State.KNOWN_FAILURE)
+        self.results.append(result)
         self.running = None
 
     def stop(self, why: Ending, now: float) -> None:
@@ -207,7 +162,7 @@ class TestProcess:
         if now < self.next_deadline():
             return
         if self._stop is None:
-            self.stop(TimedOut(self.limit), now)
+            self.stop(Ending(How.TIMED_OUT, self.limit), now)
         else:
             self.kill()
             self._kill_at = float("inf")
@@ -218,11 +173,14 @@ class TestProcess:
         self.listen()
         os.close(self.events_descriptor)
         code = os.waitstatus_to_exitcode(wait_status)
-        ending = self._stop or (Exited(code) if code >= 0 else Killed(-code))
+        ending = self._stop or (Ending(How.EXITED, code) if code >= 0 else Ending(How.KILLED, host.signal_name(-code)))
         notes = [*(note for found in self._notes.values() for note in found), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
-        output = self._output()
+        try:
+            output = host.head_and_tail(self.output_path, OUTPUT_SHOWN)
+        except OSError as error:
+            output = f"the output cannot be read: {error}"
         tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
         return Attempt(
             job=self.job,
@@ -244,17 +202,17 @@ class TestProcess:
         """A result for what went wrong outside of any test's own verdict; none when nothing did."""
         if self._unknown and not self._announced:
             return []  # the run says which names are wrong
-        state = State.TIMED_OUT if isinstance(ending, TimedOut) else State.CRASHED
+        state = State.TIMED_OUT if ending.how is How.TIMED_OUT else State.CRASHED
         if self.running is not None:
-            state = State.NOT_RUN if isinstance(ending, Stopped) else state
+            state = State.NOT_RUN if ending.how is How.STOPPED else state
             seconds = round(time.monotonic() - self._running_since, 3)
             reason = f"not run to its end: {ending}"
             return [TestResult(self.running, state, seconds=seconds, reason=reason, text=_tail(output))]
-        if isinstance(ending, Stopped):
+        if ending.how is How.STOPPED:
             return []
         if self._broken is not None:
             return [_about_file(State.ERROR, self._broken["reason"], self._broken["text"])]
-        if self._left == 0 and ending == Exited(0):
+        if self._left == 0 and ending == Ending(How.EXITED, 0):
             last = (output.strip().splitlines() or ["it says nothing"])[-1]
             return [_about_file(State.SKIPPED, f"the file left before its tests: {last}")]
         if not self._over:
@@ -263,7 +221,7 @@ class TestProcess:
         failed = any(test.outcome.is_bad or test.outcome is State.KNOWN_FAILURE for test in self.results)
         # Where a fixture failed, none of the announced tests may have run either.
         fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
-        if isinstance(ending, Exited) and ending.code in fine:
+        if ending.how is How.EXITED and ending.detail in fine:
             return []
         return [_about_file(state, f"{ending} ended the process after its tests", _tail(output))]
 
@@ -277,21 +235,6 @@ class TestProcess:
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first
             yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
 
-    def _output(self) -> str:
-        try:
-            size = self.output_path.stat().st_size
-            with open(self.output_path, "rb") as file:
-                if size <= OUTPUT_SHOWN:
-                    data = file.read()
-                else:
-                    half = OUTPUT_SHOWN // 2
-                    head = file.read(half)
-                    file.seek(size - half)
-                    data = head + b"\n... %d bytes left out ...\n" % (size - 2 * half) + file.read()
-        except OSError as error:
-            return f"the output cannot be read: {error}"
-        return data.decode("utf-8", errors="backslashreplace")
-
 
 def _tail(output: str, lines: int = 60) -> str:
     found = output.rstrip().splitlines()
@@ -303,7 +246,6 @@ def _about_file(state: State, reason: str, text: str = "") -> TestResult:
 
 
 def not_started(job: Job, why: str, now: float) -> Attempt:
-    """The attempt of a job whose process could not be started."""
-    ending = NotStarted(why)
+    ending = Ending(How.NOT_STARTED, why)
     blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=str(ending))
     return Attempt(job=job, ending=ending, tests=(blame,), began=now, ended=now)

@@ -43,8 +43,7 @@ class Reaper:
         self._connection = Connection(ours, [])
 
     def tell(self, group: int, there: bool) -> None:
-        with contextlib.suppress(OSError):  # a reaper that was killed is no reason to stop
-            self._connection.send(Group(group, there))
+        self._connection.tell(Group(group, there))  # a reaper that was killed is no reason to stop
 
     def close(self) -> None:
         """Let it remove the directory, and wait for it."""

@@ -17,7 +17,6 @@ VERSION = 2
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """The whole run as plain data."""
     facts, run = results.facts(), results.run
     return {
         "version": VERSION,
@@ -108,11 +107,12 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
     return files, classes
 
 
-def write(folder: Path, results: Results) -> None:
-    """Write both reports into the folder. Raises ``OSError``."""
+def write(folder: Path, results: Results) -> Path:
+    """Write both reports into the folder, and return where the one for people is. Raises ``OSError``."""
     data = as_json(results)
     write_text(folder / "report.json", json.dumps(data, indent=1, default=str) + "\n")
     write_text(folder / "report.html", html_report.render(data))
+    return folder / "report.html"
 
 
 def write_logs(results: Results) -> Path:

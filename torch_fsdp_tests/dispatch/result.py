@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
-from torch_fsdp_tests import host
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
@@ -61,55 +61,26 @@ class TestResult:
         return list(dict.fromkeys([*[self.reason] * skipped, *self.skipped_subtests]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Exited:
-    """The process left by itself."""
+class How(enum.Enum):
+    """How a process ended. The words take what is known beside that."""
 
-    code: int
-
-    def __str__(self) -> str:
-        return f"exit status {self.code}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Killed:
-    """A signal ended the process."""
-
-    signal: int
-
-    def __str__(self) -> str:
-        return host.signal_name(self.signal)
+    EXITED = "exit status {}"
+    KILLED = "{}"  # by the signal of this name
+    TIMED_OUT = "the file limit of {:g} s"
+    STOPPED = "the end of the run"  # by a person or by its caller, and this process with it
+    NOT_STARTED = "a failed start: {}"  # our fault, or the machine's
 
 
 @dataclasses.dataclass(frozen=True)
-class TimedOut:
-    """The file reached its limit, and was stopped."""
+class Ending:
+    """The end of a process: of an exit the status, of a kill the signal, of a time-out the limit, or why none began."""
 
-    limit: float
-
-    def __str__(self) -> str:
-        return f"the file limit of {self.limit:g} s"
-
-
-@dataclasses.dataclass(frozen=True)
-class Stopped:
-    """The run was stopped by a person or by its caller, and this process with it."""
+    how: How
+    detail: str | float = ""
 
     def __str__(self) -> str:
-        return "the end of the run"
+        return self.how.value.format(self.detail)
 
-
-@dataclasses.dataclass(frozen=True)
-class NotStarted:
-    """The process could not be started at all: our fault, or the machine's."""
-
-    why: str
-
-    def __str__(self) -> str:
-        return f"a failed start: {self.why}"
-
-
-Ending = Exited | Killed | TimedOut | Stopped | NotStarted
 
 FILE_ITSELF = "(the file itself)"  # stands for a test where no test is to blame
 
@@ -139,10 +110,6 @@ class Attempt:
     @property
     def is_bad(self) -> bool:
         return any(test.outcome.is_bad for test in self.tests)
-
-    @property
-    def was_stopped(self) -> bool:
-        return isinstance(self.ending, Stopped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +160,7 @@ class FileResult:
 
     @property
     def was_stopped(self) -> bool:
-        return self.attempts[-1].was_stopped
+        return self.attempts[-1].ending.how is How.STOPPED
 
     @property
     def seconds(self) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.result import FileResult
+from torch_fsdp_tests.dispatch.result import FileResult, TestResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State
 
@@ -28,6 +28,10 @@ class Results:
     under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # as expected before any file said so
     slots: Sequence[str] = ()
 
+    def tests(self) -> Iterator[tuple[FileResult, TestResult]]:
+        """What counts of each test, with its file."""
+        return ((file, test) for file in self.files for test in file.tests())
+
     def count(self, *outcomes: State) -> int:
         return sum(file.count(*outcomes) for file in self.files)
 
@@ -42,7 +46,7 @@ class Results:
 
     def failures(self) -> dict[State, int]:
         """How many failed in which way, the most frequent first."""
-        found = collections.Counter(t.outcome for f in self.files for t in f.tests() if t.outcome.is_bad)
+        found = collections.Counter(test.outcome for _, test in self.tests() if test.outcome.is_bad)
         return dict(found.most_common())
 
     @property
@@ -51,7 +55,7 @@ class Results:
 
     @property
     def executed(self) -> int:
-        return sum(test.outcome.is_executed for file in self.files for test in file.tests())
+        return sum(test.outcome.is_executed for _, test in self.tests())
 
     def known_defects(self) -> list[dict[str, Any]]:
         """The defects of torch that tests have shown, each with the names of those tests."""
@@ -63,11 +67,10 @@ class Results:
 
     def _by_defect(self, fact: str, outcome: State) -> list[dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for file in self.files:
-            for test in file.tests():
-                for defect in test.facts.get(fact, ()) if test.outcome is outcome else ():
-                    entry = found.setdefault(defect["id"], {**defect, "tests": []})
-                    entry["tests"].append(f"{file.job.part.name}::{test.name}")
+        for file, test in self.tests():
+            for defect in test.facts.get(fact, ()) if test.outcome is outcome else ():
+                entry = found.setdefault(defect["id"], {**defect, "tests": []})
+                entry["tests"].append(f"{file.job.part.name}::{test.name}")
         return [found[id] for id in sorted(found)]
 
     def unknown(self) -> list[str]:
@@ -79,16 +82,14 @@ class Results:
 
     def skips_by_reason(self) -> list[tuple[str, int]]:
         """Reasons with the number of tests, the most frequent first."""
-        reasons = (t.reason for f in self.files for t in f.tests() if t.outcome is State.SKIPPED)
+        reasons = (test.reason for _, test in self.tests() if test.outcome is State.SKIPPED)
         return sorted(collections.Counter(reasons).items(), key=lambda item: (-item[1], item[0]))
 
     def skipped_subtests_by_reason(self) -> list[tuple[str, int]]:
         """Reasons with the number of subtests that skipped inside tests that ran, the most frequent first."""
         counts: collections.Counter[str] = collections.Counter()
-        for file in self.files:
-            for test in file.tests():
-                if test.outcome is not State.SKIPPED:
-                    counts.update(test.skipped_subtests)
+        for _, test in self.tests():
+            counts.update({} if test.outcome is State.SKIPPED else test.skipped_subtests)
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
     def skips(self) -> list[dict[str, Any]]:
@@ -105,37 +106,32 @@ class Results:
 
     def facts(self) -> dict[str, Any]:
         """What the files have said of torch and the device; the first word on each counts, else what was expected."""
-        found: dict[str, Any] = {}
-        for file in self.files:
-            for attempt in file.attempts:
-                found = {**attempt.facts, **found}
-        return {**self.under_test, **found}
+        said = (attempt.facts for file in self.files for attempt in file.attempts)
+        return dict(collections.ChainMap(*said, dict(self.under_test)))
 
     def list_remarks(self) -> list[str]:
         """Entries of the lists that match nothing, or whose test passes by now."""
         matched = {index for file in self.files for attempt in file.attempts for index in attempt.matched or ()}
         remarks = []
-        for file in self.files:
-            known = file.attempts[-1].known
-            for test in file.tests():
-                if test.name in known and test.outcome is State.PASSED:
-                    words = self.entries[known[test.name]].words
-                    remarks.append(f"{file.name}::{test.name} passes, and is listed: {words}")
-                elif self.run.rerun_disabled and test.outcome is State.PASSED:
-                    remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
+        for file, test in self.tests():
+            entry = file.attempts[-1].known.get(test.name)
+            if test.outcome is State.PASSED and entry is not None:
+                remarks.append(f"{file.name}::{test.name} passes, and is listed: {self.entries[entry].words}")
+            elif test.outcome is State.PASSED and self.run.rerun_disabled:
+                remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
         # Only a run that came to all files that an entry may mean, and heard their tests, can call it stale.
         silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
         ran = {file.job.part.name for file in self.files} - silent
         complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
-        for index, entry in enumerate(self.entries):
-            its_file = entry.test.partition("::")[0].removesuffix(".py")
+        for index, listed in enumerate(self.entries):
+            its_file = listed.test.partition("::")[0].removesuffix(".py")
             if index not in matched and (its_file in ran or complete):
-                remarks.append(f"the entry {entry.test} ({entry.words}) matches no test")
+                remarks.append(f"the entry {listed.test} ({listed.words}) matches no test")
         return remarks
 
     def exit_code(self) -> ExitStatus:
         if self.signal is not None:
-            return ExitStatus.of_signal(self.signal)
+            return ExitStatus(128 + self.signal)  # as shells count it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
             return ExitStatus.FAILED
         if self.unknown():

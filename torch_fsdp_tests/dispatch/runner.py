@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,9 +27,9 @@ from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.reaper import Reaper
-from torch_fsdp_tests.dispatch.result import Attempt, FileResult, Stopped
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_SLOW_AFTER, RunTests
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
 
 UNKNOWN_LIMIT = 1800.0  # seconds of a file whose time is not known; upstream's
@@ -38,7 +38,7 @@ LIMIT_FACTOR = 10.0  # of the known time
 NO_LIMIT = 86400.0  # seconds; a limit is always on
 SLOW_FACTOR = 2.0  # of the known time, after which a running file may be called slow
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
-assert DEFAULT_SLOW_AFTER < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
+assert RunTests.slow_after < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
 
@@ -67,19 +67,17 @@ class Runner:
         self,
         run: RunTests,
         jobs: Sequence[Job],
-        paths: Mapping[str, Path],
         device_set: DeviceSet,
         pool: DevicePool,
         entries: Sequence[Entry],
         console: Console,
-        checkout: Path,
     ) -> None:
-        self._run, self._paths, self._devices, self._pool = run, paths, device_set, pool
+        self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
         self._default = plan.assumed(job.part for job in jobs)
         self._queue = [_Waiting(job) for job in jobs]
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
-        self._environment = self._make_environment(checkout)
+        self._environment = self._make_environment()
         self.results = Results(run, entries, under_test=console.under_test, slots=pool.names)
         self._stopping = False
         self._signals: list[int] = []
@@ -90,8 +88,9 @@ class Runner:
         self._epoch = time.monotonic()
         self._drawn = 0.0
 
-    def _make_environment(self, checkout: Path) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    def _make_environment(self) -> dict[str, str]:
+        checkout = str(self._run.default_directory.parent)
+        path = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
         wishes = {
             "PYTHONPATH": path,
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
@@ -143,7 +142,8 @@ class Runner:
     def taking_signals(self) -> Iterator[None]:
         """Have signals wake the loop, also where the caller has this program ignore them.
 
-        What comes while the reports are written waits for :meth:`heed_late_signals`: reports are short, and whole.
+        What comes after the last file, while the reports are written, only counts for the exit status: reports are
+        short, and whole.
         """
         read, write = os.pipe()
         os.set_blocking(read, False)
@@ -161,11 +161,7 @@ class Runner:
                 signal.signal(number, handler)
             os.close(read)
             os.close(write)
-
-    def heed_late_signals(self) -> None:
-        """Have a signal that came after the last file speak in the exit code."""
-        if self._signals and self.results.signal is None:
-            self.results.signal = self._signals[0]
+            self.results.signal = self.results.signal or next(iter(self._signals), None)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:
@@ -187,44 +183,14 @@ class Runner:
         job, run = waiting.job, self._run
         part = job.part
         lent = self._pool.lend(job.slots)
-        orders = Orders(
-            dispatcher=os.getpid(),
-            file=part.name,
-            included=tuple(sorted(part.test.included)),
-            excluded=tuple(sorted(part.test.excluded)),
-            only=waiting.only,
-            patterns=run.patterns,
-            shard=part.shard,
-            num_shards=part.num_shards,
-            seed=run.seed,
-            shuffle=run.shuffle,
-            list_only=run.list_tests,
-            show_locals=run.show_locals,
-            entries=self._entries,
-            run_slow=run.run_slow,
-            rerun_disabled=run.rerun_disabled,
-            device=self._devices.type,
-        )
+        orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
         environment = {**self._environment, **self._devices.environment(lent)}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
-        limit = limit_of(run, part)
         try:
-            started = TestProcess(
-                job=job,
-                path=self._paths[part.name],
-                orders=orders,
-                arguments=run.arguments,
-                environment=environment,
-                directory=self._directory,
-                cwd=run.test_directory,
-                lent=lent,
-                began=now,
-                limit=limit,
-                measure=self._measure,
-                forkserver=self._forkserver,
-            )
+            started = TestProcess(job, lent, now, limit_of(run, part), self._directory)
+            started.start(orders, environment, self._measure, self._forkserver)
         except (OSError, subprocess.SubprocessError) as error:
             self._pool.give_back(lent)
             self._finish(waiting, process.not_started(job, str(error), now))
@@ -284,22 +250,13 @@ class Runner:
                     running.kill()
             self.results.signal = self.results.signal or number
             self._console.say(f"{signal.Signals(number).name}: stopping {len(self._running)} running files")
-            self._stop()
-
-    def _stop(self) -> None:
-        self._stopping = True
-        for running, _ in self._running.values():
-            running.stop(Stopped(), self._now())
+            self._stopping = True
+            for running, _ in self._running.values():
+                running.stop(Ending(How.STOPPED), self._now())
 
     def _collect(self) -> None:
         """Take every child that has ended; one that is no job was left behind by one."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in host.ended_children():
             if pid in self._running:
                 self._conclude(pid, status)
 
@@ -361,12 +318,11 @@ class Runner:
 
     def _end_all_now(self) -> None:
         """Whatever happened, leave nothing running."""
-        for running, _ in list(self._running.values()):
+        while self._running:
+            pid, (running, _) = self._running.popitem()
             running.kill()
-        for pid in list(self._running):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-            self._running.pop(pid)
         for pid in set(host.children()) - self._helpers():  # let go by every file and named at none
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

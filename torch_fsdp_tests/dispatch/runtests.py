@@ -9,8 +9,6 @@ from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 
 DEFAULT_DIRECTORY = "test"  # below the checkout
 REPORTS = "test-reports"
-DEFAULT_SEED = 1234  # the harness' own, and upstream's
-DEFAULT_SLOW_AFTER = 60.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +38,11 @@ class RunTests:
     backend: str | None = None
     ranks: int | None = None
 
-    seed: int = DEFAULT_SEED
+    seed: int = 1234  # the harness' own, and upstream's
     shuffle: bool = False
     timeout: float | None = None
     no_limit: bool = False
-    slow_after: float = DEFAULT_SLOW_AFTER
+    slow_after: float = 60.0
     keep_going: bool = False
     reruns: int = 0
     fail_on_flaky: bool = False

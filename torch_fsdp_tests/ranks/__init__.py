@@ -19,46 +19,28 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator, events
+from torch_fsdp_tests import accelerator, events, launcher
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
-from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE, RankGroup
-from torch_fsdp_tests.ranks.launched import conclude, is_follower, start_ranks
-from torch_fsdp_tests.ranks.leaks import Belongings
-from torch_fsdp_tests.ranks.outcome import (
-    HarnessError,
-    Kind,
-    Outcome,
-    RanksErred,
-    RanksFailed,
-    Verdict,
-    capture,
-    judge,
-)
-from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
+from torch_fsdp_tests.ranks.group import COLLECTIVE_SHARE as COLLECTIVE_SHARE
+from torch_fsdp_tests.ranks.group import RankGroup as RankGroup
+from torch_fsdp_tests.ranks.launched import conclude as conclude
+from torch_fsdp_tests.ranks.launched import is_follower as is_follower
+from torch_fsdp_tests.ranks.launched import start_ranks as start_ranks
+from torch_fsdp_tests.ranks.leaks import Belongings as Belongings
+from torch_fsdp_tests.ranks.outcome import HarnessError as HarnessError
+from torch_fsdp_tests.ranks.outcome import Kind as Kind
+from torch_fsdp_tests.ranks.outcome import Outcome as Outcome
+from torch_fsdp_tests.ranks.outcome import RanksErred as RanksErred
+from torch_fsdp_tests.ranks.outcome import RanksFailed as RanksFailed
+from torch_fsdp_tests.ranks.outcome import Verdict as Verdict
+from torch_fsdp_tests.ranks.outcome import capture as capture
+from torch_fsdp_tests.ranks.outcome import judge as judge
+from torch_fsdp_tests.ranks.rank import Assignment as Assignment
+from torch_fsdp_tests.ranks.rank import in_rank as in_rank
+from torch_fsdp_tests.ranks.rank import register as register
 from torch_fsdp_tests.ranks.server import close_server, living_server
-
-__all__ = [
-    "COLLECTIVE_SHARE",
-    "Assignment",
-    "Belongings",
-    "HarnessError",
-    "Kind",
-    "Outcome",
-    "RankGroup",
-    "RanksErred",
-    "RanksFailed",
-    "Verdict",
-    "capture",
-    "conclude",
-    "in_rank",
-    "is_follower",
-    "judge",
-    "prepare",
-    "register",
-    "start_ranks",
-]
 
 _ready = False
 _files_handler: Callable[[int, FrameType | None], Any] | None = None  # of SIGTERM, as the test file had it
@@ -73,7 +55,7 @@ def prepare() -> None:
     global _ready
     package = __name__.partition(".")[0]
     wanted = any(module.partition(".")[0] != package for module, _ in _rank._classes)
-    launched = not in_rank() and _launched.meant()
+    launched = not in_rank() and launcher.found() is not None
     if _ready or in_rank() or not (wanted or launched):
         return
     _ready = True
@@ -83,7 +65,6 @@ def prepare() -> None:
         living_server()  # before the launcher's store is opened, which may start threads
     atexit.register(_close)
     _launched.begin()
-    atexit.register(_launched.leave)
     _take_sigterm()
 
 
@@ -124,17 +105,12 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
             for group in list(_group.active):
                 print(group.stacks(), file=sys.stderr, flush=True)
     finally:
-        _pass_on(number, frame)
-
-
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Do with the signal what the test file wants, which by default is to die of it."""
-    if _files_handler is not None:
-        _files_handler(number, frame)
-        return
-    try:
-        if not in_rank():
-            _close()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if _files_handler is not None:
+            _files_handler(number, frame)
+        else:
+            try:
+                if not in_rank():
+                    _close()
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)

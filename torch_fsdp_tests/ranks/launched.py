@@ -12,6 +12,7 @@ a connection is news at once, and a store would have to be asked again and again
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import secrets
@@ -21,7 +22,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch_fsdp_tests import accelerator, launcher
@@ -63,12 +63,6 @@ class _Seat:
     @property
     def rank(self) -> int:
         return self.hello.rank
-
-    def tell(self, message: Any) -> None:
-        try:
-            self.connection.send(message)
-        except OSError:
-            pass  # its end of the connection is closed, which is heard soon
 
 
 class Crew:
@@ -166,7 +160,7 @@ class Crew:
         self.conclude(self.status)
         for seat in self._seats.values():
             os.dup(seat.connection.fileno())  # the interpreter closes its sockets long before the process is gone
-            seat.tell(protocol.Dismiss(self.status))
+            seat.connection.tell(protocol.Dismiss(self.status))
 
 
 def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank) -> dict[str, str]:
@@ -198,7 +192,7 @@ class LaunchedRanks:
         for seat in self._seats:
             seat.over = False
             self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
-            seat.tell(order)
+            seat.connection.tell(order)
 
     def arrived(self) -> list[protocol.Event]:
         ready = {key.data for key, _ in self.selector.select(0)}
@@ -224,17 +218,17 @@ class LaunchedRanks:
             self._here.tell(process, order)
         for seat in self._seats:
             if seat.rank == process:
-                seat.tell(order)
+                seat.connection.tell(order)
 
     def ask_for_stacks(self) -> None:
         self._here.ask_for_stacks()
         for seat in self._seats:
-            seat.tell(protocol.AskForStacks())
+            seat.connection.tell(protocol.AskForStacks())
 
     def end(self) -> None:
         self._here.end()
         for seat in self._seats:
-            seat.tell(protocol.EndRank())
+            seat.connection.tell(protocol.EndRank())
 
     def give_up(self) -> None:
         if not self._here.over:
@@ -244,8 +238,13 @@ class LaunchedRanks:
         """Raises :class:`HarnessError` when a seat is gone or does not answer in time, unless all is over anyway."""
         for seat in self._seats:
             seat.answer = None
-            seat.tell(protocol.Collect(close))
-        self._await_answers()
+            seat.connection.tell(protocol.Collect(close))
+        give_up = time.monotonic() + ANSWER_LIMIT
+        while self._crew.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
+            self.selector.select(max(0.0, give_up - time.monotonic()))
+            self._events = self.arrived()
+            if time.monotonic() > give_up:
+                self._crew.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
         if self._crew.lost is not None and not close:
             raise HarnessError(self._crew.lost)
         told = [self._here.collect(close), *(seat.answer for seat in self._seats if seat.answer is not None)]
@@ -253,14 +252,6 @@ class LaunchedRanks:
             tuple(remains for each in told for remains in each.remains),
             tuple(leak for each in told for leak in each.leaks),
         )
-
-    def _await_answers(self) -> None:
-        give_up = time.monotonic() + ANSWER_LIMIT
-        while self._crew.lost is None and (absent := [seat.rank for seat in self._seats if seat.answer is None]):
-            self.selector.select(max(0.0, give_up - time.monotonic()))
-            self._events = self.arrived()
-            if time.monotonic() > give_up:
-                self._crew.lost = f"{ranks_in_words(absent)} did not answer within {ANSWER_LIMIT:g} s"
 
 
 class _Follower:
@@ -347,11 +338,6 @@ class _Follower:
 _crew: Crew | None = None
 
 
-def meant() -> bool:
-    """Whether this process is one of a launch."""
-    return launcher.found() is not None
-
-
 def is_follower() -> bool:
     """Whether this process only follows: rank 0's runs the tests and reports."""
     launch = launcher.found()
@@ -374,13 +360,14 @@ def begin() -> None:
         return
     if launch.rank == 0:
         _crew = Crew(launch)
+        atexit.register(_crew.leave)
     else:
         _follow(launch)
 
 
 def _follow(launch: launcher.Launch) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's business
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_LOST))
     status, follower = _LOST, None
     try:
         follower = _Follower(launch)
@@ -397,19 +384,9 @@ def _follow(launch: launcher.Launch) -> NoReturn:
         os._exit(status)
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(_LOST)
-
-
 def conclude(status: int) -> int:
     """The exit status for this process, given the one that its tests earned it; all of a launch leave with it."""
     return status if _crew is None else _crew.conclude(status)
-
-
-def leave() -> None:
-    """At the end of rank 0's process: let the others go."""
-    if _crew is not None:
-        _crew.leave()
 
 
 def start_ranks(cls: type, test: str | None, world_size: int) -> RankGroup:

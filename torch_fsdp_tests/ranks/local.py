@@ -148,18 +148,13 @@ class LocalRanks:
         if isinstance(order, protocol.RunTest):
             output = self._processes[process].output
             self._processes[process].output_start = output.stat().st_size if output.exists() else 0
-        with contextlib.suppress(OSError):  # it is gone, which the server will tell
-            self._processes[process].channel.send(order)
+        self._processes[process].channel.tell(order)
 
     def ask_for_stacks(self) -> None:
-        self._ask(protocol.Signal(self._start, STACKS_SIGNAL))
+        self._server.connection.tell(protocol.Signal(self._start, STACKS_SIGNAL))
 
     def end(self) -> None:
-        self._ask(protocol.End(self._start))
-
-    def _ask(self, request: protocol.Signal | protocol.End) -> None:
-        with contextlib.suppress(OSError):  # the server's death is heard
-            self._server.connection.send(request)
+        self._server.connection.tell(protocol.End(self._start))
 
     def give_up(self) -> None:
         self.over = True
@@ -170,7 +165,9 @@ class LocalRanks:
         for index, process in self._processes.items():
             process.read_words()
             stacks = shorten_stacks(process.words.decode(errors="backslashreplace"))
-            remains.append(protocol.Remains(index, stacks, _text_of(process.output, process.output_start)))
+            written = process.output.exists()
+            output = host.head_and_tail(process.output, TEXT_LIMIT, process.output_start) if written else ""
+            remains.append(protocol.Remains(index, stacks, output.strip()))
         leaks = self._remove_files()
         if close:
             while self._processes:
@@ -209,18 +206,3 @@ class LocalRanks:
 def environment_of_ranks() -> dict[str, str]:
     """This process' environment, and the loopback interface for gloo unless somebody has chosen another."""
     return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **accelerator.environment(), **os.environ}
-
-
-def _text_of(path: Path, start: int) -> str:
-    """Head and tail of an output file from byte ``start`` on, however large it is and whatever bytes are in it."""
-    try:
-        size = path.stat().st_size - start
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read(TEXT_LIMIT // 2 if size > TEXT_LIMIT else TEXT_LIMIT)
-            if size > TEXT_LIMIT:
-                file.seek(-(TEXT_LIMIT // 2), os.SEEK_END)
-                data += b"\n... %d bytes left out ...\n" % (size - TEXT_LIMIT // 2 * 2) + file.read()
-    except FileNotFoundError:
-        return ""
-    return data.decode(errors="backslashreplace").strip()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import re
 import signal
 import socket
@@ -52,13 +53,6 @@ class Outcome:
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
 
-    def to_json(self) -> dict:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping) -> Outcome:
-        return cls(**{**fields, "kind": Kind(fields["kind"]), "skipped_subtests": tuple(fields["skipped_subtests"])})
-
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
@@ -74,9 +68,8 @@ class Ending:
 
     @classmethod
     def from_wait_status(cls, status: int) -> Ending:
-        if status & 0x7F:
-            return cls(signal=status & 0x7F)
-        return cls(code=status >> 8)
+        code = os.waitstatus_to_exitcode(status)
+        return cls(code=code) if code >= 0 else cls(signal=-code)
 
     @property
     def exitcode(self) -> int | None:
@@ -104,11 +97,6 @@ class RankReport:
     output: str = ""
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
-    @property
-    def waited(self) -> bool:
-        """True for a rank that was ended by us without a word of its own: a victim, or the one that hung."""
-        return self.outcome is None and self.ending.ours
-
     def with_any_ending(self) -> RankReport:
         """As if the rank had left in order, and passed unless it said otherwise; one that had to be ended has not."""
         if self.ending.ours:
@@ -117,20 +105,20 @@ class RankReport:
         return dataclasses.replace(self, outcome=outcome, ending=Ending(code=0))
 
 
-class RanksFailed(AssertionError):
-    """An assertion of the test failed in one or more ranks; the message tells rank by rank."""
+class _ToldByRanks(Exception):
+    """The message tells rank by rank."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.text)
         self.verdict = verdict
 
 
-class RanksErred(RuntimeError):
-    """A rank raised something else, died, or ran past its limit; the message tells rank by rank."""
+class RanksFailed(_ToldByRanks, AssertionError):
+    """An assertion of the test failed in one or more ranks."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.text)
-        self.verdict = verdict
+
+class RanksErred(_ToldByRanks, RuntimeError):
+    """A rank raised something else, died, or ran past its limit."""
 
 
 class HarnessError(RuntimeError):
@@ -160,7 +148,6 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
 
 
 def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
-    """The outcome of a rank that raised an exception."""
     place = getattr(error, "__subtest__", None)
     return Outcome(
         rank,
@@ -207,11 +194,11 @@ def shorten_stacks(text: str) -> str:
     return shorten("\n".join(kept).strip())
 
 
-def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
+def shorten(text: str) -> str:
     """Head and tail of an overlong text, with the number of bytes left out between them."""
-    if len(text) <= limit:
+    if len(text) <= TEXT_LIMIT:
         return text
-    head, tail = text[: limit // 2], text[-(limit // 2) :]
+    head, tail = text[: TEXT_LIMIT // 2], text[-(TEXT_LIMIT // 2) :]
     left_out = len(text.encode(errors="replace")) - len((head + tail).encode(errors="replace"))
     return f"{head}\n... {left_out} bytes left out ...\n{tail}"
 
@@ -243,7 +230,6 @@ def judge(
 
 
 def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
-    """What became of one rank, judged alone."""
     outcome, ending = report.outcome, report.ending
     kind = None if outcome is None else outcome.kind
     skip_reason = None if expected_code else _skip_reason(report, skip_codes)

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         code = 0
         atexit._run_exitfuncs()
     except SystemExit as leaving:
-        code = _exit_code(leaving)
+        code = host.exit_status(leaving)
         os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
     except LookupError as error:
         code = LEFT_WITHOUT_CLASS
@@ -150,28 +150,17 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         os._exit(code)
 
 
-def _exit_code(leaving: SystemExit) -> int:
-    """The exit status that the interpreter itself would give."""
-    if leaving.code is None:
-        return 0
-    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
-
-
 def _settle(request: Start, index: int, last_words: int, server: int) -> None:
     """Cut what ties the process to the one it was forked from."""
     host.die_with_parent(server)
     if os.getsid(0) != os.getpid():
         os.setsid()
-    # A Ctrl-C is the test process' business; it ends the ranks in order.
-    for number, action in {
-        signal.SIGINT: signal.SIG_IGN,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-        signal.SIGCHLD: signal.SIG_DFL,
-    }.items():
-        signal.signal(number, action)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the test process' business; it ends the ranks in order
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     atexit._clear()  # what the test process registered is for the test process to do
-    _set_environment(request.environment)
+    os.environ.clear()
+    os.environ.update(request.environment)
     os.chdir(request.cwd)
     directory = Path(request.directory)
     scratch = directory / "tmp"
@@ -184,14 +173,6 @@ def _settle(request: Start, index: int, last_words: int, server: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def _set_environment(wanted: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(wanted):
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
 
 
 def _redirect(output: Path) -> None:

@@ -48,16 +48,13 @@ def join(file_name: str, rank: int, world_size: int) -> None:
     text = os.environ.pop(_VARIABLE, None)
     if text is None:
         return
+    import torch.distributed as dist
+
     from torch_fsdp_tests import accelerator
 
     place = json.loads(text)
     accelerator.place(place["local_ranks"])
-    _replace_file_stores(file_name, Launch(rank, world_size, 0, place["address"], place["port"], agent_store=True))
-
-
-def _replace_file_stores(file_name: str, launch: Launch) -> None:
-    import torch.distributed as dist
-
+    launch = Launch(rank, world_size, 0, place["address"], place["port"], agent_store=True)
     original = dist.FileStore
 
     class FileStore(original):  # type: ignore[misc, valid-type]

@@ -83,8 +83,9 @@ class Server(forkserver.ForkServer):
             for process, channel, last_words in zip(request.processes, ends, ends):
                 there[begin(request, process, channel, last_words)] = process
         except (OSError, RuntimeError) as error:
-            self._tell(protocol.Broken(request.start, f"the ranks cannot be started: {error}"))
-        self._tell(protocol.Started(request.start, tuple(there.values()), socket.gethostname(), tuple(there), began))
+            self.control.tell(protocol.Broken(request.start, f"the ranks cannot be started: {error}"))
+        name = socket.gethostname()
+        self.control.tell(protocol.Started(request.start, tuple(there.values()), name, tuple(there), began))
 
     def _fork(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
         server = os.getpid()
@@ -126,29 +127,17 @@ class Server(forkserver.ForkServer):
             if lost.keys() == tidying:
                 select.select([self.wakeup], [], [], (patience if tidying else give_up) - now)
         self._starts.pop(start, None)  # it may be asked for again by a signal's handler
-        self._tell(protocol.Over(start, self._processes.pop(start, ()), tuple(leaks)))
+        self.control.tell(protocol.Over(start, self._processes.pop(start, ()), tuple(leaks)))
 
     def collect(self) -> None:
         """Collect every child that has ended or stopped, and tell the test process of those that are ranks."""
         super().collect()
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in host.ended_children(os.WUNTRACED):
             for start, there in self._starts.items():
                 if pid in there and os.WIFSTOPPED(status):
-                    self._tell(protocol.Stopped(start, there[pid]))
+                    self.control.tell(protocol.Stopped(start, there[pid]))
                 elif pid in there:
-                    self._tell(protocol.Ended(start, there.pop(pid), status, time.monotonic()))
-
-    def _tell(self, message: Any) -> None:
-        try:
-            self.control.send(message)
-        except OSError:
-            pass  # the test process is gone, and serve() will see it
+                    self.control.tell(protocol.Ended(start, there.pop(pid), status, time.monotonic()))
 
 
 class ServerHandle:

@@ -98,7 +98,7 @@ def ask_and_hear_of_an_end(place: Any) -> None:
     ask_for_stacks(place)
     if place._here.cls == "TestHeardAtTheLimit":
         rank_1 = place._seats[0]
-        rank_1.tell(EndRank())
+        rank_1.connection.tell(EndRank())
         while not rank_1.over:
             place.selector.select()
             place._events = place.arrived()
