@@ -22,13 +22,14 @@ from torch_fsdp_tests.dispatch import devices, main, options, plan
 from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.expectations import Entry, Situation, version_fits
+from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.vendors import ConfigurationError, Vendor
+from torch_fsdp_tests.version_ranges import version_fits
 
 ROOT = Path(__file__).resolve().parents[2]
 

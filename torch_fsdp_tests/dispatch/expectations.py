@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-import operator
 import os
 import re
 import sys
@@ -20,14 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.version_ranges import version_fits
 
 ACTIONS = ("disable", "slow", "fail")
 _REQUIRED = {"test", "action", "reason"}
 _FIELDS = _REQUIRED | {"link", "device", "torch", "world_size"}
-_COMPARE = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt
-}  # fmt: skip
-_CONDITION = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\s*")
 
 
 class MalformedList(ValueError):
@@ -86,23 +82,6 @@ class Entry:
             and self.world_size in (None, situation.world_size)
             and (self.torch is None or (situation.torch is not None and version_fits(situation.torch, self.torch)))
         )
-
-
-def version_fits(version: str, conditions: str) -> bool:
-    """Whether ``2.13.0+cpu`` meets ``>=2.10,<2.14``. Raises ``ValueError`` for conditions that cannot be read."""
-    have = _numbers(re.match(r"[\d.]*", version)[0].strip("."))  # type: ignore[index]
-    for text in conditions.split(","):
-        match = _CONDITION.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no version condition such as >=2.10")
-        wanted = _numbers(match[2])
-        if not _COMPARE[match[1]](have[: len(wanted)], wanted):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part)
 
 
 def read_json(path: Path) -> Any:

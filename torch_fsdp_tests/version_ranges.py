@@ -1,0 +1,28 @@
+"""Conditions on versions of torch, as lists of tests and the registry of defects state them."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+_COMPARE = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt
+}  # fmt: skip
+_CONDITION = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\s*")
+
+
+def version_fits(version: str, conditions: str) -> bool:
+    """Whether ``2.13.0+cpu`` meets ``>=2.10,<2.14``. Raises ``ValueError`` for conditions that cannot be read."""
+    have = _numbers(re.match(r"[\d.]*", version)[0].strip("."))  # type: ignore[index]
+    for text in conditions.split(","):
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no version condition such as >=2.10")
+        wanted = _numbers(match[2])
+        if not _COMPARE[match[1]](have[: len(wanted)], wanted):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part)
