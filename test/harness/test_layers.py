@@ -12,7 +12,7 @@ PACKAGE = Path(torch_fsdp_tests.__file__).parent
 # The lowest first. Names of one line may import each other. What is not listed stands above all.
 LAYERS = [
     {"events", "messages", "verdict"},
-    {"host", "launcher", "forkserver", "vendors"},
+    {"host", "launcher", "forkserver", "vendors", "version_ranges"},
     {"torch_facts", "torch_names", "accelerator", "accelerator_probe"},
     {"ranks", "threaded_pg"},
     {"common_utils", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},
