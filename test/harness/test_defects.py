@@ -118,14 +118,14 @@ class TestCommand(TestCase):
                 self.assertNotEqual(answer["found"], answer["right"], answer["id"])
 
     def test_lines_and_counts(self):
-        done = run("fsdp2_divides_twice", "fsdp2_second*")
+        done = run("fsdp2_uneven*", "fsdp2_inf_norm_loses_nan")
         self.assertRegex(done.stdout, r"(?m)^\[1/2\] fsdp2_\w+  present  \d+\.\ds$")
-        self.assertRegex(done.stdout, r"(?m)^    found  0\.75\n    right  1\.5$")
+        self.assertRegex(done.stdout, r"(?m)^    found  1\.0\n    right  raises$")
         last = "2 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
         self.assertEqual(done.stdout.splitlines()[-1], last)
 
     def test_fail_on_present(self):
-        self.assertEqual(run("fsdp2_divides_twice", "--fail-on", "present").returncode, 1)
+        self.assertEqual(run("fsdp2_extension_gets_one_payload", "--fail-on", "present").returncode, 1)
 
     @of_this_source
     def test_a_repaired_torch_is_news(self):
@@ -146,8 +146,12 @@ class TestCommand(TestCase):
             ("zzz*",): "there is no defect 'zzz*': --list shows all",
             ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
             ("--family", "FSDP3"): "invalid choice: 'FSDP3'",
-            ("fsdp2_divides_twice", "--consequence", "hang"): "no defect has this family and this consequence",
-            ("fsdp2_divides_twice", "--save-seen"): "--save-seen needs a run of all defects",
+            (
+                "fsdp2_extension_gets_one_payload",
+                "--consequence",
+                "hang",
+            ): "no defect has this family and this consequence",
+            ("fsdp2_extension_gets_one_payload", "--save-seen"): "--save-seen needs a run of all defects",
         }
         for arguments, words in cases.items():
             with self.subTest(arguments=arguments):
@@ -157,13 +161,13 @@ class TestCommand(TestCase):
 
     def test_issue(self):
         """The text for torch's tracker has what a maintainer asks for."""
-        done = run("--issue", "fsdp2_divides_twice")
+        done = run("--issue", "fsdp2_extension_gets_one_payload")
         self.assertEqual(done.returncode, 0, done.stderr)
         for words in (
-            "# FSDP2 divides",
+            "# An all-gather extension",
             "## What happens",
             "```python",
-            "Found: `0.75`",
+            "Found: `{",
             "## Where",
             "PyTorch version:",
         ):
@@ -174,7 +178,7 @@ class TestScripts(TestCase):
     """What ``--show`` prints needs torch alone. One of the scripts here; all of them where slow tests are asked for."""
 
     def _ids(self) -> list[str]:
-        return registry.ids() if TEST_WITH_SLOW else ["fsdp2_divides_twice"]
+        return registry.ids() if TEST_WITH_SLOW else ["fsdp2_extension_gets_one_payload"]
 
     def _run(self, id: str, *command: str) -> bool:
         entry = registry.entry(id)
@@ -226,19 +230,19 @@ from torch_fsdp_tests.defects import torch_defect
 
 
 class Bodies:
-    @torch_defect("fsdp2_divides_twice")
+    @torch_defect("fsdp2_extension_gets_one_payload")
     def test_shown(self):
         self.assertEqual(0.75, 1.5)
 
-    @torch_defect("fsdp2_divides_twice")
+    @torch_defect("fsdp2_extension_gets_one_payload")
     def test_repaired(self):
         pass
 
-    @torch_defect("fsdp2_divides_twice")
+    @torch_defect("fsdp2_extension_gets_one_payload")
     def test_fails_in_another_way(self):
         raise ValueError("on purpose")
 
-    @torch_defect("fsdp2_reset_keeps_unreduced_gradients", "fsdp2_divides_twice")
+    @torch_defect("fsdp2_reset_keeps_unreduced_gradients", "fsdp2_extension_gets_one_payload")
     def test_shows_one_of_two(self):
         self.assertEqual(0.75, 1.5)
 
@@ -246,7 +250,7 @@ class Bodies:
 class TestRanks(Bodies, FSDPTest):
     world_size = 2
 
-    @torch_defect("fsdp2_divides_twice")
+    @torch_defect("fsdp2_extension_gets_one_payload")
     def test_crashes(self):
         import os
 
@@ -263,7 +267,7 @@ if __name__ == "__main__":
 
 
 class TestInTheSuite(TestCase):
-    """What a run says of tests that show defects. The file is for a torch that divides twice (2.10 and newer)."""
+    """What a run says of tests that show defects. The defects are those of every version so far."""
 
     def _run(
         self, *arguments: str, patterns: Sequence[str] = ()
@@ -289,8 +293,10 @@ class TestInTheSuite(TestCase):
         self.assertRegex(
             done.stdout, r"\d known defects? of torch shown \(python -m torch_fsdp_tests.defects\)\n2 passed, 0 failed"
         )
-        self.assertIn("repaired in this torch: fsdp2_divides_twice (FSDP2 divides gradients twice", done.stdout)
-        defect = next(each for each in report["known_defects"] if each["id"] == "fsdp2_divides_twice")
+        self.assertIn(
+            "repaired in this torch: fsdp2_extension_gets_one_payload (An all-gather extension that sends", done.stdout
+        )
+        defect = next(each for each in report["known_defects"] if each["id"] == "fsdp2_extension_gets_one_payload")
         self.assertEqual(defect["consequence"], "wrong in silence")
         self.assertIn("test_it::TestRanks.test_shown", defect["tests"])
         (repaired,) = report["repaired_defects"]

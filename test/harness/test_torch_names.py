@@ -33,7 +33,7 @@ class TestRenamed(TestCase):
         "file,names",
         [
             subtest((FSDP1, "_get_fsdp_handles _full_param_padded _shapes"), name="fsdp1"),
-            subtest((FSDP2, "_comm_ctx _state_ctx _lazy_init foreach_reduce"), name="fsdp2"),
+            subtest((FSDP2, "_get_fsdp_state _comm_ctx _state_ctx foreach_reduce"), name="fsdp2"),
         ],
     )
     def test_a_file_skips_what_it_cannot_ask(self, file, names):
