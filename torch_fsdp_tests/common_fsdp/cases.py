@@ -42,6 +42,11 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
         self._spawn_processes()
 
     @property
+    def world_size(self) -> int:
+        """The ranks of a test; a class attribute ``world_size = 2`` states a fixed number."""
+        return accelerator.current().ranks
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """The default process group, in a rank."""
         return dist.distributed_c10d._get_default_group()

@@ -10,16 +10,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch._inductor.config
 import torch.distributed.fsdp
 from torch import nn
-from torch.utils._triton import has_triton
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_utils import flags
 
 from .modes import FullyShardMode
 from .patches import swapped
+
+_triton = torch_names.module("torch.utils._triton")
+_inductor_config = torch_names.module("torch._inductor.config")
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -39,7 +40,7 @@ def fully_shard_with_compiled_compute(
 def _why_not_compiled() -> str | None:
     """Why the compiled mode is left out for the device under test, in words, or None."""
     if not accelerator.current().is_host:
-        return None if has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
+        return None if _triton.has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
     if not flags.TEST_WITH_SLOW:
         return "a C++ compiler takes half a minute for each test; PYTORCH_TEST_WITH_SLOW=1 asks for it"
     compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
@@ -62,7 +63,7 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
         names = inspect.unwrap(func).__globals__
 
         def run_compiled(*args: Any, **kwargs: Any) -> None:
-            config = torch._inductor.config
+            config = _inductor_config
             # A pool of compile processes would outlive the rank that started it.
             single = functools.partial(setattr, config, "compile_threads")
             put = functools.partial(names.__setitem__, _PATCHED_NAME)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import wrap
@@ -20,7 +19,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torch_fsdp_tests import torch_names
+
 from .device import get_devtype, rank_device
+
+_composable = torch_names.module("torch.distributed._composable")
 
 
 class MLP(nn.Module):
@@ -87,7 +90,7 @@ class MLPStack(nn.Sequential):
         parallelize_module(self, tp_mesh, plan)
         for mlp in list(self)[:3]:
             if use_activation_checkpointing:
-                checkpoint(mlp)
+                _composable.checkpoint(mlp)
             fully_shard(mlp, mesh=dp_mesh, **fsdp_kwargs)
         fully_shard(self, mesh=dp_mesh, **fsdp_kwargs)
         return self

@@ -64,7 +64,7 @@ def _summoned(flat_param: internals.FlatParam, mixed_precision: MixedPrecision |
     return gathered(flat_param)
 
 
-def _gradients(model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+def _get_fsdp_grads(model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     """Copies of the unsharded gradients, by the names of the plain model; None where there is none."""
     with FSDP.summon_full_params(model, with_grads=True, **kwargs):
         return {name: None if p.grad is None else p.grad.clone() for name, p in named(model).items()}
@@ -101,7 +101,7 @@ class TestUnshardParamsBase(FSDPTest):
             self.assertIs(state.training_state, internals.fsdp1_common.TrainingState.IDLE)
 
     def _assert_no_grads(self, model: nn.Module) -> None:
-        grads = _gradients(model)
+        grads = _get_fsdp_grads(model)
         self.assertGreater(len(grads), 0)
         self.assertEqual(grads, dict.fromkeys(grads))
 
@@ -199,7 +199,9 @@ class TestUnshardParamsBase(FSDPTest):
 
 
 class TestUnshardParams(TestUnshardParamsBase):
-    world_size = 2
+    @property
+    def world_size(self) -> int:
+        return 2
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_writeback(self):
@@ -248,9 +250,11 @@ class TestUnshardParams(TestUnshardParamsBase):
         flat_params = internals.flat_params(model)
         gathered = 16  # 8 elements on each rank
 
+        def _get_unsharded_storage_size(flat_param: Any) -> int:
+            return room_in(internals.gathered(flat_param))
+
         def assert_gathered(expected_outer: int) -> None:
-            rooms = [room_in(internals.gathered(flat_param)) for flat_param in flat_params]
-            self.assertEqual(rooms, [expected_outer, 0])
+            self.assertEqual([*map(_get_unsharded_storage_size, flat_params)], [expected_outer, 0])
 
         def open_and_close() -> None:
             with _open(model, rank0_only=rank0_only, writeback=not rank0_only, offload_to_cpu=offload_to_cpu):
@@ -352,10 +356,13 @@ class TestUnshardParams(TestUnshardParamsBase):
         is_supported = use_orig_params and not offload_to_cpu
         persists = writeback or (sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
 
-        def check_grads() -> None:
+        def _get_error_context(is_supported: bool) -> contextlib.AbstractContextManager[Any]:
+            return contextlib.nullcontext() if is_supported else self.assertRaises(NotImplementedError)
+
+        def _check_grads() -> None:
             # Not from the parameters as they are: under SHARD_GRAD_OP these have no gradient between forward and
             # backward, and a comparison of two empty lists would pass.
-            before = _gradients(fsdp_model, writeback=False)
+            before = _get_fsdp_grads(fsdp_model, writeback=False)
             expected = named(ddp_model)
             with FSDP.summon_full_params(
                 fsdp_model, writeback=writeback, offload_to_cpu=offload_to_cpu, with_grads=True
@@ -369,7 +376,7 @@ class TestUnshardParams(TestUnshardParamsBase):
                     param.grad.mul_(2)
             factor = 2 if persists else 1
             doubled = {name: grad * factor for name, grad in before.items()}
-            self.assertEqual(_gradients(fsdp_model, writeback=False), doubled, rtol=0, atol=0)
+            self.assertEqual(_get_fsdp_grads(fsdp_model, writeback=False), doubled, rtol=0, atol=0)
             for param in expected.values():
                 param.grad.mul_(factor)
 
@@ -383,8 +390,8 @@ class TestUnshardParams(TestUnshardParamsBase):
         for loss in losses:
             loss.backward()
         for _ in range(2):  # after backward; and after the next forward, before its backward
-            with contextlib.nullcontext() if is_supported else self.assertRaises(NotImplementedError):
-                check_grads()
+            with _get_error_context(is_supported):
+                _check_grads()
             for model in (fsdp_model, ddp_model):
                 model(*inputs)
 
@@ -524,7 +531,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         for each in (model, reference):
             each(*tokens).square().sum().backward()
 
-        grads = _gradients(model)
+        grads = _get_fsdp_grads(model)
         expected = {name: param.grad for name, param in named(reference).items()}
         self.assertEqual(list(grads), list(expected))
         self.assertEqual(grads, expected, rtol=1e-4, atol=1e-5)
@@ -537,7 +544,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         """The two layers after a backward, and their unsharded gradients."""
         model = self._two_layers(use_orig_params=True, **fsdp_kwargs)
         model(torch.arange(1.0, 6.0, device=self.device) + self.rank).sum().backward()
-        grads = list(_gradients(model, writeback=False).values())
+        grads = list(_get_fsdp_grads(model, writeback=False).values())
         self.assertEqual([grad.shape for grad in grads], [(5, 5), (3, 5)])
         return model, grads
 
@@ -560,7 +567,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         """Beyond upstream: of several parameters in one flat parameter each gets its own part of the gradient back."""
         model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), use_orig_params=True)
         model(torch.arange(5.0, device=self.device) + self.rank).square().sum().backward()
-        expected = [grad.flatten().tolist() for grad in _gradients(model).values()]
+        expected = [grad.flatten().tolist() for grad in _get_fsdp_grads(model).values()]
         self.assertEqual([len(grad) for grad in expected], [25, 5, 15, 3])
         mine = [[] if param.grad is None else param.grad.tolist() for param in model.parameters()]
         self.assertEqual([list(itertools.chain(*parts)) for parts in zip(*of_all_ranks(mine))], expected)
@@ -593,7 +600,7 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertEqual([param.detach() for param in model.parameters()], before, rtol=0, atol=0)
         output.sum().backward()
         self._assert_resharded(model, fsdp_kwargs["mixed_precision"])
-        self.assertEqual(list(_gradients(model).values()), grads, rtol=0, atol=0)
+        self.assertEqual(list(_get_fsdp_grads(model).values()), grads, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_grads_that_only_some_ranks_have(self):
@@ -604,7 +611,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         model, grads = self._two_layers_with_grads()
         if self.rank == 1:
             model.zero_grad(set_to_none=True)
-        found = list(_gradients(model, writeback=writeback).values())
+        found = list(_get_fsdp_grads(model, writeback=writeback).values())
         of_rank_0 = [(self._owners(grad.numel()) == 0).view_as(grad) for grad in grads]
         self.assertEqual(found, [grad * owned for grad, owned in zip(grads, of_rank_0)], rtol=0, atol=0)
         kept = [param.grad is not None for param in model.parameters()]

@@ -97,7 +97,9 @@ class FromContainerType(nn.Module):
 
 
 class TestFullyShardAutograd(FSDPTest):
-    world_size = 4
+    @property
+    def world_size(self) -> int:
+        return 4
 
     def _reduce_1d_partial_grads(self, module: nn.Module) -> None:
         """Turn the gradients of a sum over the global batch into the mean over ranks, which is what FSDP gives."""
@@ -156,8 +158,10 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
     @skip_if_lt_x_gpu(4)
-    @subtests(reshard_after_forward=[True, False, 2])
-    def test_unused_forward_output(self, reshard_after_forward):
+    def test_unused_forward_output(self):
+        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_output)
+
+    def _test_unused_forward_output(self, reshard_after_forward: bool | int) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=True)
         ref_model = self._replica(model)
@@ -244,8 +248,10 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
     @skip_if_lt_x_gpu(4)
-    @subtests(reshard_after_forward=[True, False, 2])
-    def test_unused_forward_module(self, reshard_after_forward):
+    def test_unused_forward_module(self):
+        self.run_subtests({"reshard_after_forward": [True, False, 2]}, self._test_unused_forward_module)
+
+    def _test_unused_forward_module(self, reshard_after_forward: bool | int) -> None:
         manual_seed(42)
         model = DoubleLinear(dim=DIM, use_second_linear=False)
         ref_model = self._replica(model)
@@ -253,8 +259,11 @@ class TestFullyShardAutograd(FSDPTest):
         self._train_and_compare(ref_model, model)
 
     @skip_if_lt_x_gpu(4)
-    @subtests(container_type=[list, collections.namedtuple, tuple, dict])
-    def test_nontensor_activations(self, container_type):
+    def test_nontensor_activations(self):
+        container_types = [list, collections.namedtuple, tuple, dict]
+        self.run_subtests({"container_type": container_types}, self._test_nontensor_activations)
+
+    def _test_nontensor_activations(self, container_type: type) -> None:
         manual_seed(42)
         stages = (Module(DIM) for _ in range(3))
         model = nn.Sequential(ToContainerType(container_type), *stages, FromContainerType(container_type))

@@ -261,7 +261,9 @@ def gather_rows(local: torch.Tensor) -> torch.Tensor:
 
 
 class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
-    world_size = 2
+    @property
+    def world_size(self) -> int:
+        return 2
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
