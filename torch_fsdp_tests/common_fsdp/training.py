@@ -36,9 +36,10 @@ def _offloads(cpu_offload: CPUOffload | None) -> bool:
     return cpu_offload is not None and bool(cpu_offload.offload_params)
 
 
-def _data_parallel(model: nn.Module) -> nn.Module:
+def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
+    """The model, which lies on this rank's device, in DDP; ``kwargs`` are DDP's."""
     device = rank_device()
-    return DDP(model) if device.index is None else DDP(model, device_ids=[device.index])
+    return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
 
 
 class FSDPTestMixin(_Base):
@@ -176,7 +177,7 @@ class FSDPTestMixin(_Base):
         )
         if use_pure_fp16:
             plain = plain.half()  # before DDP sees it: converted afterwards, DDP no longer averages anything
-        reference = (ref_init_fn or _data_parallel)(plain)
+        reference = (ref_init_fn or data_parallel)(plain)
         sharded = self._init_sharded(
             model_class,
             fsdp_init_mode,

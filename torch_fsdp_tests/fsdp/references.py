@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_fsdp.device import rank_device
+from torch_fsdp_tests.common_fsdp.training import data_parallel as data_parallel
 from torch_fsdp_tests.fsdp import internals
 
 Value = TypeVar("Value")
@@ -35,12 +35,6 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace the gradients of a plain model by their means over the ranks of the group; None stays None."""
     average([param.grad for param in model.parameters() if param.grad is not None], group)
-
-
-def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
-    """The model, which lies on this rank's device, in DDP; ``kwargs`` are DDP's."""
-    device = rank_device()
-    return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
 
 
 def of_all_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
