@@ -98,6 +98,14 @@ KEEPS_INPUTS_IN_PLACE = Fact((2, 14), "hands on a container of inputs as it is w
 
 HYBRID_SHARD_SYNCS_BUFFERS = Fact((2, 12), "broadcasts buffers to all ranks of a hybrid strategy, not to one group")
 KEEPS_HOST_TENSORS_IN_PLACE = Fact((2, 14), "does not copy what is offloaded to the host when it is there already")
+TELLS_READERS_OF_WHOLE_COPIES = Fact(
+    (2, 15),
+    "tells the allocator which stream reads an offloaded flat parameter that is not sharded",
+    lambda: (
+        "_no_dispatch_record_stream"
+        in _find("torch.distributed.fsdp._flat_param", "FlatParamHandle._use_sharded_flat_param").__code__.co_names
+    ),
+)
 
 # --- FSDP2: wrapping --------------------------------------------------------------------------------------------------
 
@@ -108,6 +116,11 @@ HAS_MESH_PER_PARAMETER = Fact(
 )
 HAS_DP_MESH_DIMS = Fact(
     (2, 13), "has the argument dp_mesh_dims of fully_shard", _has("torch.distributed.fsdp", "DataParallelMeshDims")
+)
+KEEPS_SPMD_TYPES = Fact(
+    (2, 14),
+    "keeps the annotations of the package spmd-types on the parameters of FSDP2",
+    _has(_FSDP2 + "_fsdp_param", "FSDPParam._restore_spmd_types"),
 )
 SHARDS_INTEGER_PARAMETERS = Fact((2, 12), "shards parameters of integers with FSDP2")
 WRAPS_CONTAINERS_WITH_FORWARD = Fact((2, 12), "wraps a ModuleList or a ModuleDict that has a forward of its own")
@@ -139,6 +152,11 @@ CASTS_RECOMPUTED_INPUTS = Fact((2, 12), "casts the inputs of an FSDP2 module tha
 KEEPS_RECOMPUTED_GROUPS = Fact(
     (2, 11), "keeps parameters unsharded for what a checkpoint recomputes", _has(_FSDP2 + "_fsdp_common", "is_bw")
 )
+CASTS_EACH_PARAMETER = Fact(
+    (2, 15),
+    "lets a mixed precision policy of FSDP2 name the dtype of each parameter",
+    _takes("torch.distributed.fsdp", "MixedPrecisionPolicy", "param_dtype_override_fn"),
+)
 ENDS_BACKWARD_OF_GROUP_ONCE = Fact((2, 12), "ends the backward of fully_shard([a, b]) once, not once a module")
 COMPLETES_PARTIAL_GROUPS = Fact(
     (2, 13),
@@ -146,12 +164,19 @@ COMPLETES_PARTIAL_GROUPS = Fact(
     _has(_FSDP2 + "_fsdp_state", "FSDPState._force_complete_incomplete_states"),
 )
 SHARES_COMM_CONTEXT = Fact((2, 10), "has share_comm_ctx", _has(_FSDP2 + "_fully_shard", "share_comm_ctx"))
+KEEPS_UNSHARDED_STORAGE = _fsdp2_method("set_keep_unsharded_storage", (2, 15))
 RESETS_ITERATION = _fsdp2_method("reset_iter_state", (2, 13))
+FINALIZES_BACKWARD_ON_CALL = _fsdp2_method("finalize_backward", (2, 15))
 RESET_DROPS_ACCUMULATED_GRADIENTS = Fact((2, 15), "drops unreduced gradients in reset_iter_state")
 
 # --- FSDP2: reduction -------------------------------------------------------------------------------------------------
 
 LABELS_REDUCE_SCATTER_WAIT = Fact((2, 12), "labels FSDP2's wait for a reduce-scatter in the profiler's trace")
+CONCATENATES_CHUNKS_OF_MIXED_DTYPES = Fact(
+    (2, 15),
+    "has the operator fsdp::chunk_cat_mixed_dtype",
+    lambda: hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"),
+)
 KEEPS_REDUCE_SCATTER_INPUTS = _fsdp2_method("set_reduce_scatter_max_input_buffers", (2, 13))
 REDUCES_UNUSED_PARAMETERS = _fsdp2_method("set_reduce_scatter_unused_params", (2, 13))
 REDUCES_IN_GROUP_OF_ITS_OWN = _fsdp2_method("set_separate_reduce_scatter_group", (2, 13))
@@ -164,6 +189,67 @@ ASKS_PARAMETERS_FOR_GRAD_DTYPE = Fact(
     (2, 15),
     "asks each parameter of FSDP2 for the dtype of its gradient",
     lambda: not _takes(_FSDP2 + "_fsdp_collectives", "foreach_reduce", "orig_dtype")(),
+)
+TELLS_READERS_OF_GRADIENTS = Fact(
+    (2, 15),
+    "has the operator fsdp::record_grad_output_stream",
+    _has(_FSDP2 + "_fsdp_collectives", "record_grad_output_stream"),
+)
+KEEPS_INPUT_OF_ALL_REDUCE_HOOK = Fact((2, 15), "keeps what an all-reduce hook was given until the hook is done")
+CASTS_GRADIENTS_BY_DTYPE = Fact(
+    (2, 15),
+    "casts reduced gradients dtype by dtype",
+    _has(_FSDP2 + "_fsdp_collectives", "_cast_and_view_sharded_grads"),
+)
+
+# --- FSDP2: gathering -------------------------------------------------------------------------------------------------
+
+LETS_GROUPS_COPY_THEIR_WAY = Fact(
+    (2, 15),
+    "lets a group have functions of its own that copy what was gathered and what is to be reduced",
+    _has(_FSDP2 + "_fsdp_collectives", "_default_all_gather_output_fn"),
+)
+RELEASES_GATHERED_OF_PARTIAL_GROUPS = Fact(
+    (2, 15),
+    "releases what part of a group gathered also after a backward that is not the last",
+    _has(_FSDP2 + "_fsdp_param_group", "FSDPCommContext.release_all_gather_state_on_current_stream"),
+)
+RELEASES_OUTPUTS_OF_EXTENSIONS = Fact(
+    (2, 15),
+    "lets an extension say that what was gathered is not needed after its post-hook",
+    _has(_FSDP2 + "_fsdp_param", "FSDPParam.free_all_gather_outputs"),
+)
+COPIES_BYTES_ON_ONE_RANK = Fact((2, 15), "copies the bytes that an extension sends also where a group has one rank")
+
+# --- Distributed state dicts ------------------------------------------------------------------------------------------
+
+_DSD = "torch.distributed.checkpoint.state_dict"
+REFUSES_MISSING_OPTIM_STATES = Fact(
+    (2, 10),
+    "says which optimizer state is missing, and loads without it where strict is False",
+    lambda: "strict" in _find(_DSD, "_split_optim_state_dict").__code__.co_names,
+)
+FLATTENS_NESTED_STATES = Fact(
+    (2, 10),
+    "flattens states of optimizers that are dicts",
+    lambda: (
+        "_flatten_state_nested_dict"
+        in _find(_DSD, "_flatten_optim_state_dict").__code__.co_cellvars
+        + _find(_DSD, "_flatten_optim_state_dict").__code__.co_varnames
+    ),
+)
+
+# --- replicate on FSDP2 ----------------------------------------------------------------------------------------------
+
+REPLICATES_WITHOUT_SHARDS = Fact(
+    (2, 11),
+    "lets replicate of FSDP2 have a mesh of one dimension, without shards",
+    _has("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"),
+)
+REPLICATES_OVER_NAMED_DIMS = Fact(
+    (2, 13),
+    "has the argument dp_mesh_dims of replicate",
+    _takes("torch.distributed._composable.replicate_with_fsdp", "replicate", "dp_mesh_dims"),
 )
 
 # --- What FSDP stands on ----------------------------------------------------------------------------------------------
@@ -189,6 +275,19 @@ INSTALLS_CUDA_DEVICE_GUARD = Fact(
     _has("torch._C", "_ensureCUDADeviceGuardSet"),
 )
 GRAPHS_ON_ANY_ACCELERATOR = Fact((2, 13), "has torch.accelerator.Graph", _has("torch.accelerator", "Graph"))
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+FORWARDS_FSDP_GROUP = Fact(
+    (2, 13),
+    "hands FSDP1's own process group on in get_state_dict and set_state_dict",
+    _has("torch.distributed.checkpoint.state_dict", "_get_fsdp_process_group"),
+)
+LOADS_PARAMETERS_WITHOUT_STATE = Fact(
+    (2, 11),
+    "sets, if not strict, an optimizer's state dict that lacks the state of a parameter",
+    lambda: "strict" in _find("torch.distributed.checkpoint.state_dict", "_split_optim_state_dict").__code__.co_names,
+)
 
 
 def all_gather_name() -> str:

@@ -4,6 +4,8 @@ of the suite that name a defect."""
 import ast
 import collections
 import contextlib
+import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import __main__ as command
-from torch_fsdp_tests.defects import registry, texts
+from torch_fsdp_tests.defects import registry, texts, trial
 from torch_fsdp_tests.defects.registry import Answer, Consequence
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,6 +127,14 @@ class TestCommand(TestCase):
         last = "2 present, 0 absent, 0 cannot be tried here, 0 could not be decided"
         self.assertEqual(done.stdout.splitlines()[-1], last)
 
+    def test_package_that_is_missing(self):
+        defect = registry.entry("fsdp2_extension_gets_one_payload").defect
+        found = [
+            trial._obstacle(dataclasses.replace(defect, package=package), accelerator.current())
+            for package in ("no_such_package", "json")
+        ]
+        self.assertEqual(found, ["it needs the package no_such_package", ""])
+
     def test_fail_on_present(self):
         self.assertEqual(run("fsdp2_extension_gets_one_payload", "--fail-on", "present").returncode, 1)
 
@@ -136,9 +147,10 @@ class TestCommand(TestCase):
 
     def test_selection(self):
         status, out, _ = said("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
-        self.assertEqual(
-            (status, [line.split()[0] for line in out.splitlines()]), (0, ["fsdp2_inf_norm_of_empty_shard_hangs"])
-        )
+        hangs = [id for id in registry.ids() if registry.entry(id).defect.consequence is Consequence.HANG]
+        self.assertIn("fsdp2_inf_norm_of_empty_shard_hangs", hangs)
+        wanted = [id for id in hangs if registry.entry(id).defect.family == "FSDP2"]
+        self.assertEqual((status, [line.split()[0] for line in out.splitlines()]), (0, wanted))
 
     def test_bad_arguments(self):
         cases = {
@@ -151,7 +163,6 @@ class TestCommand(TestCase):
                 "--consequence",
                 "hang",
             ): "no defect has this family and this consequence",
-            ("fsdp2_extension_gets_one_payload", "--save-seen"): "--save-seen needs a run of all defects",
         }
         for arguments, words in cases.items():
             with self.subTest(arguments=arguments):
@@ -201,6 +212,8 @@ class TestScripts(TestCase):
                 defect = registry.entry(id).defect
                 expected = defect.expected(torch.__version__)
                 if expected is Answer.CANNOT_BE_TRIED or defect.place is registry.Place.APART_FROM_HOST:
+                    continue
+                if defect.package and importlib.util.find_spec(defect.package) is None:
                     continue
                 self.assertEqual(self._run(id), expected is Answer.PRESENT)
                 torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(defect.world_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,11 +74,18 @@ class MLPStack(nn.Sequential):
         self.with_seq_parallel = with_seq_parallel
 
     def parallelize(
-        self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, use_activation_checkpointing: bool, **fsdp_kwargs: Any
+        self,
+        tp_mesh: DeviceMesh,
+        dp_mesh: DeviceMesh,
+        use_activation_checkpointing: bool,
+        *,
+        api: Callable[..., Any] = fully_shard,
+        **fsdp_kwargs: Any,
     ) -> MLPStack:
         """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh`` to each MLP and to the whole.
 
-        ``fsdp_kwargs`` go to ``fully_shard``. Works in place and returns the stack.
+        ``fsdp_kwargs`` go to ``fully_shard``, or to the ``api`` that takes its place. Works in place and returns the
+        stack.
         """
         plan: dict[str, ParallelStyle] = {}
         for index in range(3):
@@ -91,8 +99,8 @@ class MLPStack(nn.Sequential):
         for mlp in list(self)[:3]:
             if use_activation_checkpointing:
                 _composable.checkpoint(mlp)
-            fully_shard(mlp, mesh=dp_mesh, **fsdp_kwargs)
-        fully_shard(self, mesh=dp_mesh, **fsdp_kwargs)
+            api(mlp, mesh=dp_mesh, **fsdp_kwargs)
+        api(self, mesh=dp_mesh, **fsdp_kwargs)
         return self
 
 

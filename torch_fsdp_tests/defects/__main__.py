@@ -71,8 +71,6 @@ def main(argv: Sequence[str]) -> int:
 
         print(texts.listing(chosen))
         return 0
-    if options.save_seen and len(chosen) != len(registry.ids()):
-        return _complain("--save-seen needs a run of all defects: leave out ids, --family and --consequence")
     return _try(options, [defect.id for defect in chosen])
 
 
@@ -149,9 +147,11 @@ def _as_json(finding: Any) -> dict[str, Any]:
 
 
 def _save(findings: Sequence[Any], version: str) -> None:
-    """Note the answers for this version of torch, without what its build is called."""
+    """Note the answers for this version of torch, without what its build is called, beside those of other defects."""
     seen = dict(registry.seen())
-    seen[version.partition("+")[0]] = {each.defect.id: each.answer.value for each in findings}
+    of_version = version.partition("+")[0]
+    known = {id_: answer for id_, answer in seen.get(of_version, {}).items() if id_ in registry.ids()}
+    seen[of_version] = known | {each.defect.id: each.answer.value for each in findings}
     registry.SEEN.parent.mkdir(exist_ok=True)
     registry.SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

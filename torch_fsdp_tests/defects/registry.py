@@ -60,10 +60,10 @@ class Defect:
     """The facts of one defect.
 
     ``broken`` are the versions that have it, as in ``>=2.13,<2.15``; ``since`` is the first version that has what is
-    broken. ``where`` names the place in torch. ``upstream`` are issues and pull requests of torch. ``arguable`` is the
-    argument of somebody who calls it no defect. ``tests`` are the tests of this suite that show it, as
-    ``FILE::CLASS::TEST``, and ``fails_with`` is how they fail: the names of exceptions, ``AssertionError`` for a
-    comparison.
+    broken, ``package`` a package beside torch that must be installed to reach it. ``where`` names the place in torch.
+    ``upstream`` are issues and pull requests of torch. ``arguable`` is the argument of somebody who calls it no
+    defect. ``tests`` are the tests of this suite that show it, as ``FILE::CLASS::TEST``, and ``fails_with`` is how
+    they fail: the names of exceptions, ``AssertionError`` for a comparison.
     """
 
     family: str  # FSDP1 or FSDP2
@@ -74,6 +74,7 @@ class Defect:
     since: str = "2.9"
     place: Place = Place.ANYWHERE
     needs: str = ""  # a capability of the device, as in ``accelerator.CAPABILITIES``
+    package: str = ""  # what Python imports
     upstream: tuple[str, ...] = ()
     arguable: str = ""
     tests: tuple[str, ...] = ()

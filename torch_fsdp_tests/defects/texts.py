@@ -58,7 +58,7 @@ def listing(defects: Sequence[Defect]) -> str:
 
 
 def script(entry: Entry) -> str:
-    """A file that needs torch alone, and runs with ``python`` or under ``torchrun``."""
+    """A file that needs torch, and the defect's package, alone, and runs with ``python`` or under ``torchrun``."""
     from torch_fsdp_tests.defects import launch
 
     body = registry.without_registry(entry.source).rstrip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -91,6 +92,8 @@ def _obstacle(defect: Defect, device: Accelerator) -> str:
         return "it needs a device apart from the host"
     if defect.needs and device.lacks(defect.needs):
         return device.lacks(defect.needs) or ""
+    if defect.package and importlib.util.find_spec(defect.package) is None:
+        return f"it needs the package {defect.package}"
     return device.lacks_room_for(defect.world_size) or ""
 
 

@@ -43,8 +43,15 @@ fsdp2_state = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_stat
 sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")
 checkpoint_wrapping = torch_names.module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 composable = torch_names.module("torch.distributed._composable")
+composable_contract = torch_names.module("torch.distributed._composable.contract")
 pytree = torch_names.module("torch.utils._pytree")
+grad_mode = torch_names.module("torch.autograd.grad_mode")
+pipeline_backward = torch_names.module("torch.distributed.pipelining._backward")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
+dsd = torch_names.module("torch.distributed.checkpoint.state_dict")
+state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
+replicate_on_fsdp2 = torch_names.module("torch.distributed._composable.replicate_with_fsdp")
+fsdp2_memory = torch_names.module("torch.distributed._tools.fsdp2_mem_tracker")
 
 
 # --- The collectives that FSDP calls ----------------------------------------------------------------------------------
@@ -58,6 +65,11 @@ def all_gather() -> Any:
 def reduce_scatter() -> Any:
     """The reduce-scatter that FSDP calls in ``torch.distributed``, as it is now: a patch shows."""
     return getattr(dist, torch_facts.reduce_scatter_name())
+
+
+def keeping_version(tensor: torch.Tensor) -> Any:
+    """A context in which writes to the tensor leave its version as it is, as FSDP2 writes what it gathers."""
+    return grad_mode._unsafe_preserve_version_counter(tensor)
 
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
@@ -304,6 +316,16 @@ def forward_positions(group: Group) -> list[int]:
 def pending_gather(group: Group) -> Any:
     """The all-gather of a group that nobody has waited for yet, or None."""
     return attribute(group, "_all_gather_result")
+
+
+def composable_apis(module: nn.Module) -> list[str]:
+    """The names of the composable APIs that were applied to a module, such as ``fully_shard``, in their order."""
+    return list(composable_contract._get_registry(module) or ())
+
+
+def ddp_of(model: nn.Module) -> Any:
+    """The DDP instance behind a model to which the composable ``replicate`` was applied and which has run."""
+    return attribute(composable.replicate.state(model), "_ddp")
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

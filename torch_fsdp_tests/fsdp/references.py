@@ -74,9 +74,14 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
 
 def replicated(model: nn.Module, **kwargs: Any) -> nn.Module:
     """A copy of the model on this rank's device, to which ``replicate`` was applied; ``kwargs`` are replicate's."""
+    return replicate_in_place(copy.deepcopy(model).to(rank_device()), **kwargs)
+
+
+def replicate_in_place(model: nn.Module, **kwargs: Any) -> Any:
+    """Apply DDP's composable ``replicate`` to a model on this rank's device. Returns the model."""
     device = rank_device()
     device_ids = None if device.index is None else [device.index]
-    return internals.composable.replicate(copy.deepcopy(model).to(device), device_ids=device_ids, **kwargs)
+    return internals.composable.replicate(model, device_ids=device_ids, **kwargs)
 
 
 def mean_backward(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:

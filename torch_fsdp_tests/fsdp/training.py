@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, manual_seed
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients, full, named
 from torch_fsdp_tests.fsdp.shards import shard_of
@@ -40,6 +41,13 @@ def shard_each(modules: Iterable[Any], **kwargs: Any) -> Any:
     """Call ``fully_shard`` with each module, or list of modules, in turn. Returns the last, which is the root."""
     for module in modules:
         fully_shard(module, **kwargs)
+    return module
+
+
+def replicate_each(modules: Iterable[Any], **kwargs: Any) -> Any:
+    """As :func:`shard_each`, with the ``replicate`` that is built on FSDP2: each rank keeps whole parameters."""
+    for module in modules:
+        internals.replicate_on_fsdp2.replicate(module, **kwargs)
     return module
 
 

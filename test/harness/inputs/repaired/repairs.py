@@ -21,6 +21,8 @@ _fully_shard = torch_names.module("torch.distributed.fsdp._fully_shard._fully_sh
 _collectives = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 _param = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param")
 _param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+_state_dict = torch_names.module("torch.distributed.checkpoint.state_dict")
+_format_utils = torch_names.module("torch.distributed.checkpoint.format_utils")
 
 
 def divide_once() -> None:
@@ -178,8 +180,82 @@ def label_as_all_else() -> None:
     )
 
 
+def reduce_every_parameter() -> None:
+    """Parameters without a gradient take part with zeros, so that all microbatches reduce the same ones."""
+    init = _param_group.FSDPParamGroup.__init__
+
+    def inited(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.reduce_scatter_unused_params = True
+
+    _param_group.FSDPParamGroup.__init__ = inited
+
+
+def cast_before_accumulated_gradients_are_reduced() -> None:
+    edit(
+        _param_group.FSDPParamGroup,
+        "post_backward",
+        (
+            "unsharded_grads.append(fsdp_param.unsharded_grad_data)",
+            "grad = fsdp_param.unsharded_grad_data; unsharded_grads.append(grad.to(self._reduce_dtype or grad.dtype))",
+        ),
+    )
+
+
+def copy_what_is_kept_after_forward() -> None:
+    edit(
+        _collectives,
+        "foreach_all_gather_copy_out",
+        (
+            "if fsdp_param.fsdp_placement.dim != 0:",
+            "if fsdp_param.fsdp_placement.dim != 0 and fsdp_param.sharded_state == ShardedState.SHARDED:",
+        ),
+    )
+
+
+def initialize_before_a_reset() -> None:
+    reset = _fully_shard.FSDPModule.reset_iter_state
+
+    @functools.wraps(reset)
+    def initialize_and_reset(self: Any) -> None:
+        self._get_fsdp_state()._lazy_init()
+        reset(self)
+
+    _fully_shard.FSDPModule.reset_iter_state = initialize_and_reset
+
+
+def reshard_before_the_optimizer_is_asked() -> None:
+    ask = _state_dict._get_optim_state_dict
+
+    def reshard_and_ask(model: torch.nn.Module, *args: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, dist.fsdp.FSDPModule):
+                module.reshard()
+        return ask(model, *args)
+
+    _state_dict._get_optim_state_dict = reshard_and_ask
+
+
+def receive_whole_tensors() -> None:
+    target = "planner.state_dict[req.storage_index.fqn]"
+    device = "dist.distributed_c10d._get_pg_default_device()"
+    edit(
+        _format_utils.BroadcastingTorchSaveReader,
+        "read_data",
+        (f"torch.empty_like({target})", f"torch.empty({target}.size(), dtype={target}.dtype, device={device})"),
+    )
+    whole = "torch.distributed.checkpoint.metadata.ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())"
+    edit(
+        _format_utils.DynamicMetaLoadPlanner,
+        "set_up_planner",
+        ("_create_chunk_list(tensor)", f"[{whole}]"),
+        ("super()", "super(DynamicMetaLoadPlanner, self)"),
+    )
+
+
 REPAIRS: dict[str, Callable[[], None]] = {
     **REPAIRS_OF_FSDP1,
+    "fsdp2_accumulation_of_later_parameter_raises": cast_before_accumulated_gradients_are_reduced,
     "fsdp2_divides_twice": divide_once,
     "fsdp2_extension_gets_one_payload": gather_every_payload,
     "fsdp2_extra_all_gather_after_evaluation": note_forwards_with_gradients,
@@ -188,11 +264,18 @@ REPAIRS: dict[str, Callable[[], None]] = {
     "fsdp2_inf_norm_loses_nan": largest_is_nan_where_one_is,
     "fsdp2_inf_norm_of_empty_shard_hangs": norm_of_nothing_is_zero,
     "fsdp2_inference_mode_breaks_training": allocate_outside_of_inference_mode,
+    "fsdp2_inference_mode_with_columns_raises": allocate_outside_of_inference_mode,
     "fsdp2_inference_mode_with_one_rank_raises": allocate_outside_of_inference_mode,
     "fsdp2_label_of_wait_has_no_name": label_as_all_else,
+    "fsdp2_partial_reduction_of_unused_group_is_left": reduce_every_parameter,
+    "fsdp2_partial_reduction_reaches_another_parameter": reduce_every_parameter,
+    "fsdp2_optimizer_state_while_gathered_raises": reshard_before_the_optimizer_is_asked,
     "fsdp2_rank_without_rows_after_tp": leave_out_gradients_without_elements,
+    "fsdp2_reset_before_first_forward_raises": initialize_before_a_reset,
     "fsdp2_reset_keeps_gradients_of_broken_backward": drop_gradients_at_reset,
     "fsdp2_reset_keeps_unreduced_gradients": drop_gradients_at_reset,
     "fsdp2_scaler_disagrees_over_two_meshes": ask_all_ranks_for_infinities,
     "fsdp2_second_of_equal_meshes_refused": accept_equal_meshes,
+    "fsdp2_smaller_mesh_with_columns_raises": copy_what_is_kept_after_forward,
+    "fsdp2_torch_save_file_is_not_loaded": receive_whole_tensors,
 }

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from editing import edit
 from torch import nn
 from torch.distributed import utils
 from torch.distributed._shard import sharded_tensor
-from torch.distributed.checkpoint import _sharded_tensor_utils
+from torch.distributed.checkpoint import _sharded_tensor_utils, format_utils
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     _flat_param,
@@ -117,6 +119,24 @@ FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS = partial(
     ("not state._is_root", "handle.uses_sharded_strategy and not torch.is_grad_enabled() or not state._is_root"),
 )
 
+
+def part_of_this_rank(whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What tensor parallelism leaves this rank of a state, where it is the last dimension of the mesh."""
+    for dim, size in enumerate(shape):
+        parts = whole.chunk(whole.size(dim) // size, dim)
+        whole = parts[dist.get_rank() % len(parts)]
+    return whole
+
+
+def load_the_part_of_this_rank() -> None:
+    vars(_optim_utils)["part_of_this_rank"] = part_of_this_rank
+    edit(
+        _optim_utils,
+        "_shard_orig_param_state",
+        ("value = value.flatten()[", "value = part_of_this_rank(value, flat_param._shapes[param_idx]).flatten()["),
+    )
+
+
 REPAIRS: dict[str, Callable[[], None]] = {
     "fsdp1_apply_leaves_an_inner_root": undo_lazy_initialization_also_after_an_exception,
     "fsdp1_checkpoint_of_empty_shards_is_not_loaded": partial(
@@ -167,6 +187,12 @@ REPAIRS: dict[str, Callable[[], None]] = {
     ),
     "fsdp1_evaluation_before_step_trains_old_weights": FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS,
     "fsdp1_frozen_unit_stays_gathered": RESHARD_ALL_THAT_IS_GATHERED,
+    "fsdp1_full_optim_state_stays_split_by_tp": partial(
+        edit,
+        _optim_utils,
+        "_unflatten_orig_param_states",
+        ("value.redistribute(placements=(Replicate(),))", "value = value.redistribute(placements=(Replicate(),))"),
+    ),
     "fsdp1_grad_scaler_refuses_a_vector_of_one": partial(
         edit,
         sharded_grad_scaler.ShardedGradScaler,
@@ -233,6 +259,7 @@ REPAIRS: dict[str, Callable[[], None]] = {
     "fsdp1_offloaded_optim_states_are_one": partial(
         edit, _optim_utils, "_unflatten_orig_param_states", ("elif not cpu_offload:", "else:")
     ),
+    "fsdp1_optim_state_is_loaded_wrong_with_tp": load_the_part_of_this_rank,
     "fsdp1_packed_sequences_are_not_cast": partial(
         edit,
         utils,
@@ -278,6 +305,12 @@ REPAIRS: dict[str, Callable[[], None]] = {
             "unflat_state_param.update(sorted_items(zero_dim_tensor_state))",
             "unflat_state_param.update((name, step.clone()) for name, step in sorted_items(zero_dim_tensor_state))",
         ),
+    ),
+    "fsdp1_torch_save_file_of_another_dtype_becomes_noise": partial(
+        edit,
+        format_utils.BroadcastingTorchSaveReader,
+        "read_data",
+        (".to(pg_device)", ".to(pg_device, planner.state_dict[req.storage_index.fqn].dtype)"),
     ),
     "fsdp1_transposed_optim_state_is_loaded": partial(
         edit,

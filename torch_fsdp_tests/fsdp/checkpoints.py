@@ -1,0 +1,232 @@
+"""Training that is saved in one layout and goes on in another: layouts, runs, and the plain run they are compared with.
+
+A layout says how a model lies on the first ranks of a test: FSDP1, FSDP2, tensor parallelism, and on how many.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_fsdp.device import rank_device
+from torch_fsdp_tests.fsdp.references import full
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.sharded_states import moments, sharded_state_dicts, step_counts, train_on_share
+
+if TYPE_CHECKING:
+    from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
+
+    class _Base(DTensorTestBase):
+        temp_dir: str
+else:
+    _Base = object
+
+
+class UnevenLayers(nn.Module):
+    """Layers of 5 x 3 and 3 x 5 with biases: neither 2 nor 4 ranks divide their rows, and of 4 ranks some have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(3, 5)
+        self.net2 = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net2(self.net1(x).tanh())
+
+    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Two rows for ``train_on_share``, in host memory."""
+        return torch.rand(2, 3, generator=generator)
+
+
+class Layout(NamedTuple):
+    """How a model lies on ranks. ``apply`` parallelizes a plain model over a mesh of this shape."""
+
+    shape: tuple[int, ...]
+    apply: Callable[[nn.Module, DeviceMesh], nn.Module]
+    model_parallel: int = 1  # ranks that share a batch
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape)
+
+    def mesh(self) -> DeviceMesh:
+        """A mesh of the first ranks. All ranks of the default group must ask for it."""
+        ranks = torch.arange(self.size).view(self.shape)
+        names = ("replicate", "shard") if self.model_parallel == 1 else ("shard", "tensor")
+        return DeviceMesh(accelerator.current().type, ranks, mesh_dim_names=names[-len(self.shape) :])
+
+
+def _fsdp1(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FSDP(model, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh, use_orig_params=True)
+
+
+def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    # Between the layers a DTensor, since a local tensor would not say how many columns the other ranks have.
+    plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel()}
+    return parallelize_module(model, mesh, plan)
+
+
+def _fsdp2_and_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return _fsdp2(_tensor_parallel(model, mesh["tensor"]), mesh["shard"])
+
+
+LAYOUTS = {
+    "plain": Layout((1,), lambda model, mesh: model),
+    "FSDP1 on 2": Layout((2,), _fsdp1),
+    "FSDP1 on 4": Layout((4,), _fsdp1),
+    "FSDP1 on 2x2": Layout((2, 2), _fsdp1),
+    "FSDP2 on 2": Layout((2,), _fsdp2),
+    "FSDP2 on 4": Layout((4,), _fsdp2),
+    "FSDP2 on 2x2": Layout((2, 2), _fsdp2),
+    "TP on 2": Layout((2,), _tensor_parallel, 2),
+    "TP on 4": Layout((4,), _tensor_parallel, 4),
+    "FSDP2 and TP on 2x2": Layout((2, 2), _fsdp2_and_tensor_parallel, 2),
+}
+
+
+class Run:
+    """A model in a layout, with Adam: it trains on its ranks' shares of the batches, is saved, and is loaded.
+
+    All ranks of the default group make it; those outside of the layout have no part of it afterwards (``takes_part``).
+    """
+
+    def __init__(self, layout: Layout, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> None:
+        self.layout, self.mesh = layout, layout.mesh()
+        self.group = dist.new_group(list(range(layout.size)))
+        self.takes_part = dist.get_rank() < layout.size
+        if self.takes_part:
+            self.model = layout.apply(filled(model_class().to(rank_device()), seed=seed), self.mesh)
+            self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+
+    def train(self, steps: range) -> Run:
+        """Train for these steps, whose batches follow from their numbers. Returns the run."""
+        if self.takes_part:
+            size = self.layout.size // self.layout.model_parallel
+            train_on_share(self.model, self.optim, steps, dist.get_rank() // self.layout.model_parallel, size)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sharded states as "model" and "optim"."""
+        if self._is_fsdp1_of_some_ranks:
+            return sharded_state_dicts(self.model, self.optim, group=self.group)
+        model, optim = get_state_dict(self.model, self.optim)
+        return {"model": model, "optim": optim}
+
+    @property
+    def _is_fsdp1_of_some_ranks(self) -> bool:
+        """Whether FSDP's own functions must be told the group, which ``get_state_dict`` does not do before 2.13."""
+        return isinstance(self.model, FSDP) and self.layout.size < dist.get_world_size()
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """Parameters, moments and step counts, whole, in host memory; nothing on a rank outside of the layout."""
+        if not self.takes_part:
+            return {}
+        state = self.state_dict()
+        found = {name: full(value).detach().cpu().clone() for name, value in self._tensors(state).items()}
+        return {**found, "steps": torch.tensor(step_counts(state["optim"]))}
+
+    def _tensors(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {**state["model"], **moments(state["optim"])}
+
+    def save(self, path: str, **kwargs: Any) -> None:
+        """Save to this directory. The ranks wait for each other."""
+        if self.takes_part:
+            dcp.save(self.state_dict(), checkpoint_id=path, process_group=self.group, **kwargs)
+        dist.barrier()
+
+    def load(self, path: str, **kwargs: Any) -> None:
+        """Load what any run saved there, of whatever layout."""
+        if self.takes_part:
+            state = self.state_dict()
+            dcp.load(state, checkpoint_id=path, process_group=self.group, **kwargs)
+            self.set_state_dict(state)
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has returned, of this layout."""
+        if self._is_fsdp1_of_some_ranks:
+            self.model.load_state_dict(state["model"])
+            FSDP.optim_state_dict_to_load(self.model, self.optim, state["optim"], load_directly=True, group=self.group)
+        else:
+            set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def plain_run(steps: range, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> dict[str, torch.Tensor]:
+    """What :meth:`Run.full` of the plain model must have after these steps, worked out on each rank by itself."""
+    model = filled(model_class().to(rank_device()), seed=seed)
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    train_on_share(model, optim, steps)
+    params = dict(model.named_parameters())
+    state = {"state": {name: optim.state[param] for name, param in params.items()}}
+    whole = {**{name: param.detach() for name, param in params.items()}, **moments(state)}
+    return {**{name: value.cpu() for name, value in whole.items()}, "steps": torch.tensor(step_counts(state))}
+
+
+def compiled(layout: Layout) -> Layout:
+    """The layout, compiled as far as it goes without a compiler of C++."""
+    return layout._replace(apply=lambda model, mesh: torch.compile(layout.apply(model, mesh), backend="aot_eager"))
+
+
+def from_first_rank(value: Any) -> Any:
+    """What the first rank calls this with. A collective of the default group."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+class HostBackendMixin(_Base):
+    """For a ``DTensorTestBase`` whose tensors travel in host memory too, as they do when they are saved in a thread."""
+
+    @property
+    def backend(self) -> str:
+        """The device's own backend, and gloo for the host where that is another one."""
+        device = accelerator.current()
+        return device.backend if device.is_host else f"cpu:gloo,{device.type}:{device.backend}"
+
+
+class LayoutsMixin(_Base):
+    """For a ``DTensorTestBase`` of four ranks with a temporary directory."""
+
+    def _check_goes_on(self, saved: str, loaded: str, **kwargs: Any) -> None:
+        """Training that was saved in one of the :data:`LAYOUTS` goes on in another.
+
+        The states come back bit for bit, over those of another training, and two steps later they are those of a plain
+        run that was never interrupted.
+        """
+        path = os.path.join(self.temp_dir, f"{saved} to {loaded}")
+        source = Run(LAYOUTS[saved]).train(range(2))
+        wanted = from_first_rank(source.full())
+        self.assertEqual(wanted, plain_run(range(2)))
+        source.save(path, **kwargs)
+        run = Run(LAYOUTS[loaded], seed=1).train(range(9, 10))
+        self._check_all_differ(run, wanted)
+        run.load(path, **kwargs)
+        if run.takes_part:
+            self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+            self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
+
+    def _check_all_differ(self, run: Run, wanted: dict[str, torch.Tensor]) -> None:
+        for name, value in run.full().items():
+            self.assertNotEqual(value, wanted[name], msg=name)
