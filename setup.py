@@ -4,6 +4,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 LINTERS = (HERE / ".ci" / "lint.txt").read_text(encoding="utf-8").split()  # also installed alone, without torch
+TESTS = (HERE / ".ci" / "test.txt").read_text(encoding="utf-8").splitlines()  # also installed beside any torch
 
 setup(
     name="torch_fsdp_tests",
@@ -18,8 +19,9 @@ setup(
     package_data={"torch_fsdp_tests": ["dispatch/data/*", "defects/data/*", "defects/README.md", "py.typed"]},
     install_requires=["torch>=2.9", "expecttest", "numpy"],
     extras_require={
-        "dev": [*LINTERS, "hypothesis", "pytest"],
-        "ci": ["junitparser", "coverage>=7.10"],
+        "dev": [*LINTERS, *TESTS],
+        "ci": TESTS,
+        "spmd": ["spmd-types"],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

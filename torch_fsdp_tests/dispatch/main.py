@@ -127,7 +127,7 @@ def _plan(
 def _run(
     run: RunTests, jobs: Sequence[Job], device_set: DeviceSet, pool: DevicePool, entries: Sequence[expectations.Entry]
 ) -> ExitStatus:
-    from torch_fsdp_tests.dispatch import compare
+    from torch_fsdp_tests.dispatch import compare, report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
@@ -136,7 +136,8 @@ def _run(
         times.check(run.save_times, os.environ)
     stream = sys.stderr if run.list_tests else sys.stdout
     console = Console(run, stream, len(jobs), _under_test(run, device_set), pool.size)
-    runner = Runner(run, jobs, device_set, pool, entries, console)
+    keep = [report.Unfinished(run.report).keep] if run.report else []
+    runner = Runner(run, jobs, device_set, pool, entries, console, *keep)
     with runner.taking_signals():
         results = runner.run()
         if run.list_tests:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.verdict import State
 
 VERSION = 2
+FILE, PAGE = "report.json", "report.html"
+UNFINISHED = "report.unfinished.json"  # while the run goes on, and for ever when it is killed
+SHARE = 20  # of the time between two of these, one part in so many may go into writing one
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -110,9 +115,27 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
 def write(folder: Path, results: Results) -> Path:
     """Write both reports into the folder, and return where the one for people is. Raises ``OSError``."""
     data = as_json(results)
-    write_text(folder / "report.json", json.dumps(data, indent=1, default=str) + "\n")
-    write_text(folder / "report.html", html_report.render(data))
-    return folder / "report.html"
+    write_text(folder / FILE, json.dumps(data, indent=1, default=str) + "\n")
+    write_text(folder / PAGE, html_report.render(data))
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    return folder / PAGE
+
+
+class Unfinished:
+    """Keeps the data of the files that have ended so far, so that a run that is killed does not lose them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / UNFINISHED
+        self._next = 0.0
+
+    def keep(self, results: Results) -> None:
+        began = time.monotonic()
+        if began < self._next:
+            return
+        with contextlib.suppress(OSError):  # the end of the run will say what cannot be written
+            write_text(self._path, json.dumps(as_json(results), default=str) + "\n")
+        ended = time.monotonic()
+        self._next = ended + SHARE * (ended - began)
 
 
 def write_logs(results: Results) -> Path:

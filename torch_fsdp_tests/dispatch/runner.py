@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,7 +71,10 @@ class Runner:
         pool: DevicePool,
         entries: Sequence[Entry],
         console: Console,
+        keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
+        """``keep`` is told of the results whenever a file has ended."""
+        self._keep = keep
         self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
         self._default = plan.assumed(job.part for job in jobs)
@@ -314,7 +317,9 @@ class Runner:
 
     def _take_result(self, file: FileResult) -> None:
         self.results.files.append(file)
+        self.results.seconds = self._now()
         self._console.file_done(file)
+        self._keep(self.results)
 
     def _end_all_now(self) -> None:
         """Whatever happened, leave nothing running."""

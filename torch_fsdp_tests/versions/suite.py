@@ -1,0 +1,125 @@
+"""What is run: the files that a selection names, and the state of the checkout that they are run from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch import discover, options, select
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
+from torch_fsdp_tests.versions.refusal import Refusal
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+_OURS = {"report", "list_files", "list_tests", "dry_run", "as_json", "failed_only", "compare"}  # or of no use here
+_NO_MATTER = ("keep_going", "jobs", "verbose", "slow_after", "pipe_logs", "save_xml")  # to which tests run, and how
+_VARIABLES = ("TORCH_FSDP_TESTS_", "PYTORCH_TEST_", "DISABLED_TESTS_FILE", "SLOW_TESTS_FILE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A selection of tests of this checkout, as it is now."""
+
+    arguments: tuple[str, ...]  # for run_test.py
+    words: str  # what is run, for a reader
+    files: tuple[str, ...]  # that the selection names
+    options: dict[str, Any]  # that decide which tests run, and how
+    commit: str
+    is_dirty: bool
+    digest: str  # of the contents of all that a run reads
+    reports: Path  # where run_test.py leaves what nobody names a place for
+
+    @property
+    def is_cut_up(self) -> bool:
+        """Whether only a part of the files is this run's, so that its files cannot be told from the selection."""
+        return "shard" in self.options
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What has to be the same for results to be still good."""
+        chosen = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+        return {"digest": self.digest, "options": self.options, "variables": dict(sorted(chosen.items()))}
+
+
+def of(arguments: Sequence[str]) -> Suite:
+    """The suite that these arguments of ``run_test.py`` select. Raises :class:`Refusal`, or leaves as it would."""
+    own = list(arguments)[: list(arguments).index("--") if "--" in arguments else len(arguments)]
+    parser = options.make_parser()
+    given = vars(parser.parse_args(own))
+    spelled = {action.dest: action.option_strings[0] for action in parser._actions}
+    for name in _OURS & given.keys():
+        raise Refusal(f"the option {spelled[name]} of run_test.py cannot be handed on")
+    directory = given.get("test_directory", CHECKOUT / DEFAULT_DIRECTORY)
+    if not directory.is_dir():
+        raise Refusal(f"the test directory {directory} does not exist")
+    files = {file.name: file for file in discover.discover(directory)}
+    try:
+        selection = select.select(
+            list(files.values()),
+            given.get("include", ()),
+            given.get("exclude", ()),
+            directory,
+            lambda name: files[name].source(),
+        )
+    except select.UnknownTest as error:
+        raise Refusal(str(error)) from error
+    chosen = [test.file for test in selection]
+    if given.get("distributed_only"):
+        chosen = select.matching("distributed", chosen)
+    if not chosen:
+        raise Refusal("nothing is selected")
+    kept = {name: value for name, value in given.items() if name not in _NO_MATTER}
+    return Suite(
+        arguments=tuple(arguments),
+        words=" ".join(_spelled(spelled[name], value) for name, value in kept.items()) or "everything",
+        files=tuple(chosen),
+        options=json.loads(json.dumps(kept, default=str)),
+        commit=_git("rev-parse", "--short", "HEAD"),
+        is_dirty=bool(_git("status", "--porcelain")),
+        reports=RunTests(directory, CHECKOUT / DEFAULT_DIRECTORY).reports,
+        digest=_digest([CHECKOUT / DEFAULT_DIRECTORY, CHECKOUT / "torch_fsdp_tests", directory]),
+    )
+
+
+def _spelled(option: str, value: object) -> str:
+    """An option as it is typed."""
+    values: list[Any] = value if isinstance(value, list) else [value]
+    if option == "-k":
+        return " ".join(shlex.join([option, str(each)]) for each in values)
+    return shlex.join([option, *(str(each) for each in values if each is not True)])
+
+
+def _digest(folders: Sequence[Path]) -> str:
+    found = hashlib.sha256((CHECKOUT / "run_test.py").read_bytes())
+    for folder in dict.fromkeys(folders):
+        for path in _files(folder):
+            found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files that belong to the suite: neither hidden nor byte code."""
+    for path, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        yield from (Path(path, name) for name in sorted(names) if not name.startswith("."))
+
+
+def sources() -> Iterator[Path]:
+    """The files of Python of the checkout's package and tests."""
+    for folder in ("torch_fsdp_tests", DEFAULT_DIRECTORY):
+        yield from (path for path in _files(CHECKOUT / folder) if path.suffix == ".py")
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the checkout; nothing where it is no repository or there is no git."""
+    try:
+        said = subprocess.run(["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""
