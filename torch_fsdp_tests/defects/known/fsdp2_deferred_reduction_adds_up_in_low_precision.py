@@ -1,0 +1,43 @@
+"""Gradients that wait for finalize_backward are accumulated in low precision.
+
+With a ``reduce_dtype`` of float32, gradients are to be accumulated in float32. Autograd does not tell FSDP when the
+backward of a group is over whose inputs have no gradient, such as a model's first layer. Under manual finalization such
+a group is reduced in ``finalize_backward``, even with synchronization on. Until then its gradient keeps the dtype that
+autograd produced, and the next backward adds to it in bfloat16. With synchronization off, or under automatic
+finalization, it is accumulated in float32.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    since="2.15",
+    broken=">=2.15",
+    arguable="the docstring of finalize_backward says to disable synchronization for several backwards before one "
+    "finalization; nothing refuses or warns otherwise, and the sum is only less precise",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_manual_finalization::TestFullyShardManualFinalization"
+        "::test_mixed_precision_of_synchronized_backwards",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    model.set_manual_backward_finalization(True)
+    for value in (256.0, 1.0):  # bfloat16 has 256 and 258, but not 257
+        model(torch.full((1, 2), value, device=device)).sum().backward()
+    model.finalize_backward()
+
+    found = model.weight.grad.full_tensor()[0, 0].item()
+    right = 257.0  # which float32 has
+    return found, right

@@ -1,0 +1,48 @@
+"""A pipeline with a split backward loses the gradients of parameters that FSDP2 reshards after forward.
+
+A zero-bubble schedule first computes the gradients of a stage's inputs, and those of its parameters later. Before the
+first part it asks the stage for its parameters. If FSDP2 has resharded after forward, which is the default below the
+root, it gets the shards. They are not in the autograd graph, so no gradients are computed for them, and there is no
+warning. Depending on the schedule, this happens in all microbatches or in some.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.pipelining._backward.stage_backward_input",
+    since="2.11",  # in 2.9 the stages fail to exchange shapes in a group of their own
+    broken=">=2.9",
+    arguable="pipelines usually run with reshard_after_forward=False, which avoids it; nothing requires it or warns",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_manual_finalization::TestFullyShardManualFinalizationPipeline"
+        "::test_schedule_resharding_after_forward",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("pipeline", "data"))
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    for layer in module:
+        nn.init.ones_(layer.weight)
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(module, mesh=mesh["data"])
+    stage = PipelineStage(module, rank, world_size, device, group=mesh.get_group("pipeline"))
+    schedule = ScheduleInterleavedZeroBubble(
+        [stage], n_microbatches=2, loss_fn=lambda output, target: output.sum(), scale_grads=False
+    )
+    inp = torch.ones(2, 2, device=device)
+    schedule.step(inp) if rank == 0 else schedule.step(target=inp)
+
+    grads = [param.grad for param in module.parameters()]
+    found = [None if grad is None else grad.full_tensor()[0, 0].item() for grad in grads]
+    right = [16.0, 16.0]  # two microbatches of ones, and three more layers, each of which doubles
+    return found, right
