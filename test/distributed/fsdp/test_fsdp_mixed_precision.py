@@ -7,6 +7,7 @@ use two ranks: a sum of two numbers does not depend on the order of the summands
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -457,6 +458,96 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             model(torch.ones(1, 4, device=self.device)).sum().backward()
             self.assertEqual(internals.flat_param_of(model).grad.dtype, torch.float16)
             model.zero_grad()
+
+    def _layer_to_convert(self, strategy: ShardingStrategy, use_orig_params: bool, low: torch.dtype | None) -> FSDP:
+        mixed_precision = None if low is None else MixedPrecision(low, torch.float32)
+        layer = nn.Linear(4, 4, bias=False, device=self.device)
+        return FSDP(layer, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision)
+
+    def _check_conversion(self, model: FSDP, conversion: str) -> None:
+        """After a conversion the parameters stay what they became, and steps compute with what is written to them."""
+        self._convert(model, conversion)
+        dtype = {"half": torch.float16, "double": torch.float64}.get(conversion, torch.float32)
+        model.zero_grad()  # since a conversion brings back gradients, as a test below shows
+        inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
+        for value in (1.0, 2.0):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(value)
+            output = model(inp.to(dtype))
+            self.assertEqual(output.float(), 4 * value * inp)
+            output.sum().backward()
+            for param in model.parameters():
+                self.assertEqual(param.detach(), torch.full_like(param, value, dtype=dtype))
+                if param.numel() > 0:
+                    self.assertEqual(param.grad, torch.full_like(param, 3.0))
+            model.zero_grad()
+
+    def _convert(self, model: FSDP, conversion: str) -> None:
+        for name in conversion.split():
+            getattr(model, name)()
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        strategy=STRATEGIES,
+        use_orig_params=[False, True],
+        low=[None, torch.bfloat16],
+        conversion=["half", "double", "double float"],
+    )
+    def test_conversion(self, strategy, use_orig_params, low, conversion):
+        """Beyond upstream: ``half`` and the like work before the first step, with mixed precision and without."""
+        self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
+
+    @torch_defect("fsdp1_conversion_is_undone")
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        strategy=STRATEGIES,
+        use_orig_params=[False, True],
+        low=[None, torch.bfloat16],
+        conversion=["half", "double", "double float"],
+    )
+    def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
+        """Beyond upstream: between steps they work as well or are refused, and no step computes with an old shard."""
+        model = self._layer_to_convert(strategy, use_orig_params, low)
+        model(torch.ones(1, 4, device=self.device)).sum().backward()
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._check_conversion(model, conversion)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(strategy=STRATEGIES[:2], use_orig_params=[False, True], conversion=["half", "double"])
+    def test_other_dtype_between_steps_is_refused(self, strategy, use_orig_params, conversion):
+        """Beyond upstream: what has been gathered in one dtype is not gathered in another. The next forward says so."""
+        model = self._layer_to_convert(strategy, use_orig_params, None)
+        for _ in range(2):
+            model(torch.ones(1, 4, device=self.device)).sum().backward()
+        self._convert(model, conversion)
+        with self.assertRaisesRegex(ValueError, "different dtypes"):
+            model(torch.ones(1, 4, device=self.device))
+
+    def _test_gradients_after_conversion(self, conversion: str, use_orig_params: bool) -> None:
+        model = self._layer_to_convert(ShardingStrategy.FULL_SHARD, use_orig_params, None)
+        inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
+        for _ in range(2):
+            model(inp).sum().backward()
+            self._convert(model, conversion)
+            grads = [param.grad for param in model.parameters()]
+            self.assertEqual(grads, [torch.full_like(grad, 3.0) for grad in grads])
+            model.zero_grad()
+            self._convert(model, conversion)
+            self.assertEqual([param.grad for param in model.parameters()], [None])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(conversion=["float", "double float"])
+    def test_gradients_after_conversion(self, conversion):
+        """Beyond upstream: a conversion keeps gradients, and keeps them cleared, also one that changes nothing."""
+        self._test_gradients_after_conversion(conversion, use_orig_params=False)
+
+    @torch_defect("fsdp1_conversion_brings_back_gradients")
+    @skip_if_lt_x_gpu(2)
+    @subtests(conversion=["float", "double float"])
+    def test_gradients_after_conversion_with_orig_params(self, conversion):
+        """Beyond upstream: the same with the original parameters."""
+        self._test_gradients_after_conversion(conversion, use_orig_params=True)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("convert_sync_bn", [True, False])

@@ -12,12 +12,10 @@ import copy
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,67 +23,21 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_fsdp_tests import accelerator, torch_facts
-from torch_fsdp_tests.common_distributed import SaveForwardInputsModel, needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
-from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.mixed_precision import DIM, ITERATIONS, CastsMixin, Replica, ReplicaMixin
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average, average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
 from torch_fsdp_tests.fsdp.training import shard_each
 
-DIM = 16
-ITERATIONS = 4  # the state of Adam counts from the second on
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def mean_of_two_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean in the dtype of the tensor. Float16 is halved before it is added, since the sum may not fit."""
-    first, second = (torch.empty_like(tensor) for _ in range(2))
-    dist.all_gather([first, second], tensor)
-    return first / 2 + second / 2 if tensor.dtype == torch.float16 else (first + second) / 2
-
-
-class Replica:
-    """A float32 model with its optimizer, and a copy in ``param_dtype`` that computes for it.
-
-    Gradients are cast to ``reduce_dtype``, added up over backwards and averaged over the ranks in it.
-    """
-
-    def __init__(self, model: nn.Module, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(model)
-        self._copy = copy.deepcopy(model).to(param_dtype)
-        self._reduce_dtype = reduce_dtype
-        self._optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-        self._start = [param.detach().clone() for param in self.model.parameters()]
-
-    def backward(self, inp: torch.Tensor) -> torch.Tensor:
-        loss = self._copy(inp).sum()
-        loss.backward()
-        for param, computed in zip(self.model.parameters(), self._copy.parameters()):
-            grad = computed.grad.to(self._reduce_dtype)
-            computed.grad = None
-            param.accumulated = grad if (before := getattr(param, "accumulated", None)) is None else before + grad
-        return loss.detach()
-
-    def reduce(self) -> None:
-        for param in self.model.parameters():
-            param.grad = mean_of_two_ranks(param.accumulated).float()
-            param.accumulated = None
-
-    def step(self) -> None:
-        self._optim.step()
-        self._optim.zero_grad()
-        with torch.no_grad():
-            for param, computed in zip(self.model.parameters(), self._copy.parameters()):
-                computed.copy_(param)
-
-    def trained_all(self) -> bool:
-        return not any(map(torch.equal, self._start, self.model.parameters()))
 
 
 @dataclasses.dataclass
@@ -147,7 +99,20 @@ class FromContainer(nn.Module):
         return sum(self.unpack(container))
 
 
-class TestFullyShardMixedPrecisionTraining(FSDPTest):
+class Scale(nn.Module):
+    """Multiplies in the dtype of its parameters and returns the dtype that it received. Remembers both."""
+
+    def __init__(self, dim: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, dim, device=device))
+        self.bias = nn.Parameter(torch.zeros(dim, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (self.weight.dtype, self.bias.dtype, x.dtype)
+        return (x.to(self.weight.dtype) * self.weight + self.bias).to(x.dtype)
+
+
+class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     world_size = 2
 
     def _init_models_and_optims(
@@ -177,30 +142,6 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         self.assertEqual(model[0].out_proj.weight.placements, (Shard(1 if use_shard_placement_fn else 0),))
         return replica, model, ShardAdam(model.parameters(), lr=1e-2)
 
-    def _check_identical(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        self.assertEqual(found, expected, rtol=0, atol=0)
-
-    def _train_and_compare(
-        self, replica: Replica, model: nn.Module, optim: torch.optim.Optimizer, inp_dtype: torch.dtype
-    ) -> list[torch.dtype]:
-        """Some steps with inputs of this rank's own. Returns the dtypes of all reduce-scatters."""
-        manual_seed(42 + self.rank + 1)
-        with recorded() as calls:
-            for _ in range(ITERATIONS):
-                inp = torch.randn((4, DIM), device=self.device, dtype=inp_dtype)
-                ref_loss = replica.backward(inp)
-                replica.reduce()
-                loss = model(inp).sum()
-                loss.backward()
-                self._check_identical(loss.detach(), ref_loss)
-                check_sharded_parity(self, replica.model, model)
-                replica.step()
-                optim.step()
-                optim.zero_grad()
-        check_sharded_parity(self, replica.model, model)
-        self.assertTrue(replica.trained_all())
-        return [output.dtype for output in calls.values("reduce_scatter", "output")]
-
     @skip_if_lt_x_gpu(2)
     @subtests(
         param_dtype=[torch.bfloat16, torch.float16],
@@ -210,9 +151,9 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
     def test_compute_dtype(self, param_dtype, reshard_after_forward, use_shard_placement_fn):
         """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
-        dtypes = self._train_and_compare(*made, inp_dtype=param_dtype)
+        calls = self._train_and_compare(*made, inp_dtype=param_dtype)
         reduced_in = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
-        self.assertEqual(dtypes, [reduced_in] * 3 * ITERATIONS)
+        self.assertEqual(calls.dtypes("reduce_scatter"), [reduced_in] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
     def test_reduce_dtype(self):
@@ -224,15 +165,15 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
         made = self._init_models_and_optims(
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn
         )
-        dtypes = self._train_and_compare(*made, inp_dtype=torch.bfloat16)
-        self.assertEqual(dtypes, [torch.float32] * 3 * ITERATIONS)
+        calls = self._train_and_compare(*made, inp_dtype=torch.bfloat16)
+        self.assertEqual(calls.dtypes("reduce_scatter"), [torch.float32] * 3 * ITERATIONS)
 
     def _test_reduce_dtype_bf16_reduce(self, reshard_after_forward: bool | int, use_shard_placement_fn: bool) -> None:
         made = self._init_models_and_optims(
             reshard_after_forward, torch.float32, torch.bfloat16, use_shard_placement_fn
         )
-        dtypes = self._train_and_compare(*made, inp_dtype=torch.float32)
-        self.assertEqual(dtypes, [torch.bfloat16] * 3 * ITERATIONS)
+        calls = self._train_and_compare(*made, inp_dtype=torch.float32)
+        self.assertEqual(calls.dtypes("reduce_scatter"), [torch.bfloat16] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])
@@ -254,13 +195,43 @@ class TestFullyShardMixedPrecisionTraining(FSDPTest):
                     loss.backward()
                     self.assertEqual(loss.dtype, torch.bfloat16)
                     self._check_identical(loss.detach(), replica.backward(inp))
-            self.assertEqual([output.dtype for output in calls.values("reduce_scatter", "output")], [torch.float32] * 3)
+            self.assertEqual(calls.dtypes("reduce_scatter"), [torch.float32] * 3)
             replica.reduce()
             check_sharded_parity(self, replica.model, model)
             replica.step()
             optim.step()
             optim.zero_grad()
         self.assertTrue(replica.trained_all())
+
+    @needs(torch_facts.CASTS_EACH_PARAMETER)
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        param_dtype=[torch.bfloat16, torch.float16],
+        reduce_dtype=[None, torch.float32, torch.bfloat16],
+        reshard_after_forward=[False, True],
+        use_shard_placement_fn=[False, True],
+    )
+    def test_param_dtype_override(self, param_dtype, reduce_dtype, reshard_after_forward, use_shard_placement_fn):
+        """Some parameters of a group compute in float32 beside low ones. Gradients of both are reduced in one dtype."""
+        manual_seed(42)
+        model = nn.Sequential(MLP(DIM), Scale(DIM), MLP(DIM)).to(self.device)
+        replica = Replica(model, param_dtype, reduce_dtype or torch.float32, keeps=lambda name: name.startswith("1."))
+        kept = set(model[1].parameters())
+        policy = MixedPrecisionPolicy(
+            param_dtype,
+            reduce_dtype,
+            param_dtype_override_fn=lambda param: torch.float32 if param in kept else None,
+        )
+        fully_shard(
+            model,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_largest_dim if use_shard_placement_fn else None,
+        )
+        optim = ShardAdam(model.parameters(), lr=1e-2)
+        calls = self._train_and_compare(replica, model, optim, inp_dtype=param_dtype)
+        self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype or torch.float32] * ITERATIONS)
+        self.assertEqual(model[1].seen, (torch.float32, torch.float32, param_dtype))
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -377,63 +348,18 @@ class WithCount(nn.Module):
         return F.linear(x, self.weight)
 
 
-class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
+class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     world_size = 2
 
     @skip_if_lt_x_gpu(1)
     def test_float16_on_one_submodule(self):
-        half, single = torch.float16, torch.float32
-        to_half = MixedPrecisionPolicy(param_dtype=half)
-        # Which child has a policy, the policy, whether the model casts by itself, and the inputs of model, c1 and c2.
-        cases = [
-            ("c2", to_half, False, (single, single, half)),
-            ("c2", dataclasses.replace(to_half, cast_forward_inputs=False), True, (single, single, single)),
-            ("c1", dataclasses.replace(to_half, output_dtype=single), False, (single, half, single)),
-        ]
-        for child, policy, user_casts, expected in cases:
-            inputs: dict[nn.Module, torch.Tensor] = {}
-            model = SaveForwardInputsModel(inputs, cast_forward_inputs=user_casts).to(self.device)
-            fully_shard(model.get_submodule(child), mp_policy=policy)
-            fully_shard(model)
-            output = model(torch.zeros(2, 100, device=self.device))
-            found = tuple(inputs[module].dtype for module in (model, model.c1, model.c2))
-            self.assertEqual(found, expected)
-            self.assertEqual(output.dtype, half if child == "c2" else single)
-            output.sum().backward()
-            self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
+        self._test_float16_on_one_submodule(fully_shard)
 
     @skip_if_lt_x_gpu(1)
     @subtests(enable_submodule_cast=[False, True])
     def test_submodules_with_external_inputs(self, enable_submodule_cast):
         """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
-
-        class Adder(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.lin = nn.Linear(4, 4)
-
-            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                self.inputs = (x.dtype, y.dtype)
-                return self.lin(x.to(self.lin.weight.dtype) + y.to(self.lin.weight.dtype))
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.l1, self.l2 = nn.Linear(4, 4), Adder()
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                self.input = x.dtype
-                return self.l2(self.l1(x), torch.ones(4, 4, device=x.device))
-
-        half = torch.float16
-        model = Model().to(self.device)
-        fully_shard(
-            model.l2, mp_policy=MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=enable_submodule_cast)
-        )
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=half))
-        model(torch.randn(4, 4, device=self.device)).sum().backward()
-        self.assertEqual(model.input, half)
-        self.assertEqual(model.l2.inputs, (half, half if enable_submodule_cast else torch.float32))
+        self._test_submodules_with_external_inputs(fully_shard, enable_submodule_cast)
 
     def _test_checkpoint_recompute_casts(self, policy: MixedPrecisionPolicy, inp_dtype: torch.dtype) -> Any:
         """Run a wrapped layer under checkpoint to its end, forward and backward, and return inputs and outputs."""
@@ -481,65 +407,11 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_norm_modules_bf16(self):
-        self._test_norm_modules(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        self._test_norm_modules(fully_shard, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
     @skip_if_lt_x_gpu(1)
     def test_norm_modules_fp16(self):
-        self._test_norm_modules(MixedPrecisionPolicy(param_dtype=torch.float16))
-
-    def _test_norm_modules(self, policy: MixedPrecisionPolicy) -> None:
-        """Norms work under the policy. Where running statistics in float32 beside weights in ``param_dtype`` are too
-        much for this device, FSDP says what the device says; both remedies work on all."""
-        linear, convolution = functools.partial(nn.Linear, 32, 32), functools.partial(nn.Conv2d, kernel_size=3)
-        self._check_norm(nn.Sequential(linear(), nn.LayerNorm(32), linear()), (4, 32), policy)
-        for make, shape in (
-            (lambda: nn.Sequential(linear(), nn.BatchNorm1d(32), linear()), (4, 32)),
-            (lambda: nn.Sequential(convolution(1, 5), nn.BatchNorm2d(5), convolution(5, 4)), (3, 1, 9, 9)),
-        ):
-            self._check_norm(make(), shape, policy, may_be_refused=True)
-            model = make()
-            for name, buffer in model[1].named_buffers():
-                if buffer.is_floating_point():
-                    setattr(model[1], name, buffer.to(policy.param_dtype))
-            self._check_norm(model, shape, policy)
-            # Or the norm keeps its parameters too, and takes what comes.
-            self._check_norm(make(), shape, policy, MixedPrecisionPolicy(output_dtype=policy.param_dtype))
-
-    def _check_norm(
-        self,
-        model: nn.Sequential,
-        shape: tuple[int, ...],
-        policy: MixedPrecisionPolicy,
-        norm_policy: MixedPrecisionPolicy | None = None,
-        may_be_refused: bool = False,
-    ) -> None:
-        """Compare the output and the buffers with those of a copy whose parameters are cast once and for all."""
-        model = filled(model).to(self.device)
-        replica = copy.deepcopy(model)
-        for index, module in enumerate(replica):
-            for param in module.parameters():
-                if index != 1 or norm_policy is None:
-                    param.data = param.data.to(policy.param_dtype)
-        for index, module in enumerate(model):
-            fully_shard(module, mp_policy=norm_policy or policy if index == 1 else policy)
-        fully_shard(model, mp_policy=policy)
-        inp = torch.sin(torch.arange(math.prod(shape), device=self.device).view(shape)) + self.rank
-        try:
-            expected = replica(inp.to(policy.param_dtype))
-        except RuntimeError as refusal:
-            if not may_be_refused:
-                raise
-            with self.assertRaisesRegex(RuntimeError, re.escape(str(refusal))):
-                model(inp)
-            return
-        output = model(inp)
-        self.assertEqual(output.dtype, policy.param_dtype)
-        self.assertEqual(output, expected)
-        self.assertEqual(dict(model.named_buffers()), dict(replica.named_buffers()))
-        output.sum().backward()
-        for name, param in model.named_parameters():
-            self.assertEqual(param.grad.dtype, torch.float32, msg=name)
-            self.assertTrue(param.grad.to_local().isfinite().all(), name)
+        self._test_norm_modules(fully_shard, MixedPrecisionPolicy(param_dtype=torch.float16))
 
     @skip_if_lt_x_gpu(1)
     def test_clamp_reduce_dtype(self):
@@ -558,27 +430,7 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_dataclass_input(self):
-        @dataclasses.dataclass
-        class Input:
-            x: torch.Tensor
-
-        class Model(nn.Module):
-            def __init__(self, device: torch.device) -> None:
-                super().__init__()
-                self.lin = nn.Linear(10, 10, device=device)
-
-            def forward(self, inp: Input) -> torch.Tensor:
-                self.seen = inp.x.dtype
-                return self.lin(inp.x)
-
-        model = Model(self.device)
-        bf16 = torch.bfloat16
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(bf16, bf16, bf16, True))
-        inp = Input(torch.randn(2, 10, device=self.device))
-        output = model(inp)
-        output.sum().backward()
-        self.assertEqual((model.seen, output.dtype, inp.x.dtype), (bf16, bf16, torch.float32))
-        self.assertTrue(model.lin.weight.grad.to_local().any())
+        self._test_dataclass_input(fully_shard)
 
     def _nested(self) -> tuple[dict[str, Any], list[Any]]:
         """A container with all kinds of members, and its members in order."""
@@ -688,6 +540,106 @@ class TestFullyShardMixedPrecisionCasts(FSDPTestMultiThread):
         self.assertEqual(recording.outputs, [(torch.uint8, numel, 2)] * 4)
         self.assertEqual(model.count.dtype, torch.int64)
         self.assertEqual(model.count.full_tensor(), count)
+
+
+class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
+    """Beyond upstream's names: ``param_dtype_override_fn``, by which single parameters keep their dtype."""
+
+    world_size = 2
+
+    def _shard(self, model: Any, override: Callable[[nn.Parameter], Any], **policy: Any) -> Any:
+        """In one group, computing in bfloat16. Notes what is gathered and reduced."""
+        policy = {"param_dtype": torch.bfloat16, **policy}
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy, param_dtype_override_fn=override))
+        self.gathered, self.reduced = RecordingAllGather(), RecordingReduceScatter()
+        model.set_custom_all_gather(self.gathered)
+        model.set_custom_reduce_scatter(self.reduced)
+        return model
+
+    @needs(torch_facts.CASTS_EACH_PARAMETER)
+    @skip_if_lt_x_gpu(1)
+    def test_asks_once_for_each_parameter(self):
+        """The function gets the parameters that a call of ``fully_shard`` manages, then and never again."""
+        model = nn.Sequential(Scale(4), Scale(4), Scale(4), Scale(4)).to(self.device)
+        model[2].weight = model[0].weight
+        ignored = set(model[3].parameters())
+        wanted = [model[0].weight, model[0].bias, model[2].bias]
+        asked: list[nn.Parameter] = []
+        fully_shard(model[1])
+        policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=asked.append)
+        fully_shard(model, mp_policy=policy, ignored_params=ignored)
+        for _ in range(2):
+            model(torch.ones(2, 4, device=self.device)).sum().backward()
+        self.assertEqual(list(map(id, asked)), list(map(id, wanted)))
+
+    @needs(torch_facts.CASTS_EACH_PARAMETER)
+    @skip_if_lt_x_gpu(1)
+    @subtests(answers=[(None, None), ("low", None), ("own", None), (None, "own"), ("own", "own")])
+    def test_answers(self, answers):
+        """None and the ``param_dtype`` leave a parameter to the policy; its own dtype keeps it. Inputs are cast anyway.
+
+        Parameters of two dtypes are gathered as bytes.
+        """
+        low, own = torch.bfloat16, torch.float32
+        model = Scale(4, self.device)
+        by_param = dict(zip(model.parameters(), ({"low": low, "own": own}.get(answer) for answer in answers)))
+        dtypes = tuple(own if answer == "own" else low for answer in answers)
+        replica = copy.deepcopy(model)
+        for param, dtype in zip(replica.parameters(), dtypes):
+            param.data = param.data.to(dtype)
+        self._shard(model, by_param.__getitem__)
+        inp = torch.linspace(1, 2, 4, device=self.device)
+        self.assertEqual(model(inp), replica(inp.to(low)), rtol=0, atol=0)
+        self.assertEqual(model.seen, (*dtypes, low))
+        gathered = (dtypes[0], 8, 2) if len(set(dtypes)) == 1 else (torch.uint8, 4 * sum(d.itemsize for d in dtypes), 2)
+        self.assertEqual(self.gathered.outputs, [gathered])
+
+    @needs(torch_facts.CASTS_EACH_PARAMETER)
+    @skip_if_lt_x_gpu(1)
+    @subtests(param_dtype=[None, torch.bfloat16], answer=[torch.float16, torch.float64, "bfloat16"])
+    def test_other_answers_are_refused(self, param_dtype, answer):
+        message = (
+            "must return a torch.dtype or None" if answer == "bfloat16" else "must return None, param_dtype, or the"
+        )
+        policy = MixedPrecisionPolicy(param_dtype, param_dtype_override_fn=lambda param: answer)
+        with self.assertRaisesRegex(ValueError, message):
+            fully_shard(Scale(4, self.device), mp_policy=policy)
+
+    @needs(torch_facts.CASTS_EACH_PARAMETER)
+    @skip_if_lt_x_gpu(1)
+    def test_frozen_parameter_keeps_its_dtype(self):
+        """A frozen parameter in a dtype of its own, which a ``param_dtype`` would round, comes as it is."""
+        model = Scale(4, self.device)
+        table = torch.linspace(1, 2, 4, device=self.device, dtype=torch.float64) / 3
+        model.bias = nn.Parameter(table.clone(), requires_grad=False)
+        self._shard(model, lambda param: param.dtype if param.dtype == torch.float64 else None)
+        values = []
+        model.register_forward_hook(lambda module, args, output: values.append(module.bias.detach().clone()))
+        model(torch.full((1, 4), self.rank + 1.0, device=self.device)).sum().backward()
+        self.assertEqual(model.seen[:2], (torch.bfloat16, torch.float64))
+        self.assertEqual(values, [table], rtol=0, atol=0)
+        self.assertEqual(model.weight.grad.full_tensor(), torch.full((4,), 1.5, device=self.device))
+
+    @needs(torch_facts.CASTS_EACH_PARAMETER)
+    @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
+    @skip_if_lt_x_gpu(1)
+    @subtests(keeps=[False, True], reduce_dtype=[None, torch.bfloat16])
+    def test_mixed_gradients_are_promoted(self, keeps, reduce_dtype):
+        """Where parameters take gradients of any dtype, those of low and kept ones are reduced in the wider dtype."""
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), Scale(4)).to(self.device)
+        nn.init.eye_(model[0].weight)
+        nn.init.ones_(model[1].weight)
+        for param in model.parameters():
+            param.grad_dtype = None
+        kept = set(model[1].parameters()) if keeps else ()
+        self._shard(model, lambda param: torch.float32 if param in kept else None, reduce_dtype=reduce_dtype)
+        model(torch.full((1, 4), 1 + self.rank * 2.0**-7, device=self.device)).sum().backward()
+        wanted = reduce_dtype or (torch.float32 if keeps else torch.bfloat16)
+        self.assertEqual([output.dtype for output in self.reduced.outputs], [wanted])
+        for param in (model[0].weight, model[1].weight):
+            # Its gradient is the input. The mean is too much for bfloat16, which rounds it to 1.
+            mean = torch.full_like(param.to_local(), 1 + 2.0**-8, dtype=wanted)
+            self.assertEqual(param.grad.to_local(), mean, rtol=0, atol=0)
 
 
 class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):

@@ -1,0 +1,319 @@
+"""Conversions of an FSDP2 model: ``to``, ``half``, ``cpu`` and the like do to shards what they do to a plain module.
+
+Before the first forward every conversion works. Afterwards FSDP2 has buffers of one dtype: a conversion either works or
+is refused, and no forward computes with parameters as they were before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTestMultiThread
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.shards import local_of, shard_largest_dim, shard_of
+from torch_fsdp_tests.fsdp.training import loss_of
+
+HOST = torch.device("cpu")  # the CPU is the subject
+bf16, f32 = torch.bfloat16, torch.float32
+
+CONVERSIONS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
+    "half": lambda module, device: module.half(),
+    "bfloat16": lambda module, device: module.bfloat16(),
+    "double": lambda module, device: module.double(),
+    "to_dtype": lambda module, device: module.to(torch.bfloat16),
+    "to_device_and_dtype": lambda module, device: module.to(device, torch.float16),
+    "to_tensor": lambda module, device: module.to(torch.empty((), dtype=torch.float64, device=device)),
+}
+
+
+class Model(nn.Module):
+    """Layers that share a weight, a frozen one, one with fewer rows than there are ranks, and two kinds of buffers."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, device=device)
+        self.second = nn.Linear(4, 4, device=device)
+        self.tied = nn.Linear(4, 4, bias=False, device=device)
+        self.tied.weight = self.second.weight
+        self.frozen = nn.Linear(4, 4, device=device).requires_grad_(False)
+        self.last = nn.Linear(4, 1, bias=False, device=device)
+        self.register_buffer("scale", torch.tensor([0.7], device=device))
+        self.register_buffer("count", torch.tensor([3], device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        x = self.frozen(self.tied(self.second(x))) * self.scale.to(x.dtype)
+        return self.last(x)
+
+
+def sharded(model: Model, **kwargs: Any) -> Any:
+    """The model with a unit of its own for a layer, one for two layers, and one for the rest."""
+    fully_shard(model.first, **kwargs)
+    fully_shard([model.second, model.tied], **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+@contextlib.contextmanager
+def refusing(param: torch.Tensor) -> Iterator[None]:
+    """Inside the context no conversion can put another tensor in the place of this parameter."""
+    reference = weakref.ref(param)
+    yield
+    del reference
+
+
+class TestFullyShardConversion(FSDPTestMultiThread):
+    world_size = 2
+
+    def _pair(self, **kwargs: Any) -> tuple[Model, Any]:
+        """A plain model, and an equal one to which FSDP is applied."""
+        plain = filled(Model(self.device))
+        return plain, sharded(copy.deepcopy(plain), **kwargs)
+
+    def _check_same(self, model: nn.Module, plain: nn.Module) -> None:
+        """Parameters, gradients and buffers must have the dtypes and, as a whole, the values of the plain model's."""
+        self.assertEqual([name for name, _ in model.named_parameters()], [name for name, _ in plain.named_parameters()])
+        for name, param in model.named_parameters():
+            ref_param = plain.get_parameter(name)
+            self.assertIsInstance(param, DTensor)
+            self.assertEqual(param.requires_grad, ref_param.requires_grad)
+            self._check_identical(param.detach(), ref_param.detach(), name)
+        for name, buffer in model.named_buffers():
+            self._check_identical(buffer, plain.get_buffer(name), name)
+        self._check_gradients(model, plain)
+
+    def _check_gradients(self, model: nn.Module, plain: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            ref_param = plain.get_parameter(name)
+            self.assertEqual(param.grad is None, ref_param.grad is None, name)
+            if param.grad is not None:
+                self._check_identical(param.grad, ref_param.grad, name)
+
+    def _check_identical(self, found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+        if isinstance(found, DTensor):
+            self.assertEqual(found.to_local().dtype, found.dtype, msg=name)
+            wanted = shard_of(wanted, found)
+        self.assertEqual(local_of(found), wanted, rtol=0, atol=0, msg=name, exact_device=True)
+
+    def _convert(self, conversion: str, *models: nn.Module) -> None:
+        for model in models:
+            self.assertIs(CONVERSIONS[conversion](model, self.device), model)
+
+    def _backward(self, plain: Any, model: Any, param_dtype: torch.dtype | None = None, seed: int = 0) -> None:
+        """One on both, with numbers of each rank's own. Outputs and gradients must be the same, bit for bit."""
+        inp = uniform(3, 4, seed=10 * seed + self.rank).to(plain.first.weight.dtype)
+        output = model(inp)
+        loss_of(output).backward()
+        computing = copy.deepcopy(plain).to(param_dtype)
+        computing.zero_grad()
+        expected = computing(inp.to(param_dtype))
+        self.assertEqual(output, expected, rtol=0, atol=0)
+        loss_of(expected).backward()
+        for param, computed in zip(plain.parameters(), computing.parameters()):
+            if computed.grad is not None:
+                average([mean := computed.grad.to(f32 if param_dtype else computed.grad.dtype)])
+                mean = mean.to(param.dtype)
+                param.grad = mean if param.grad is None else param.grad + mean
+        self._check_gradients(model, plain)
+
+    def _step(self, *models: nn.Module, clears: bool = True) -> None:
+        """Take a step of gradient descent, and clear the gradients."""
+        for model in models:
+            for param in model.parameters():
+                if param.grad is not None:
+                    local_of(param.detach()).sub_(local_of(param.grad) * 0.5)
+            if clears:
+                model.zero_grad()
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(conversion=list(CONVERSIONS), shard_placement_fn=[None, shard_largest_dim])
+    def test_before_first_forward(self, conversion, shard_placement_fn):
+        """The shards are those of the converted plain model, and train as it does."""
+        plain, model = self._pair(shard_placement_fn=shard_placement_fn)
+        self._convert(conversion, plain, model)
+        self._check_same(model, plain)
+        self.assertIs(model.tied.weight, model.second.weight)
+        for step in range(2):
+            self._backward(plain, model, seed=step)
+            self._step(plain, model)
+        self._check_same(model, plain)
+
+    @skip_if_lt_x_gpu(1)
+    @pairwise_subtests(
+        conversion=list(CONVERSIONS), param_dtype=[None, bf16], keeps_gradients=[True, False], unsharded=[True, False]
+    )
+    def test_between_steps(self, conversion, param_dtype, keeps_gradients, unsharded):
+        """Parameters and gradients are converted, and the next step is that of the converted model, or is refused.
+
+        What was refused works with the dtype of the first forward. What is written to the parameters in between counts.
+        """
+        plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=f32))
+        self._backward(plain, model, param_dtype)
+        self._step(plain, model, clears=not keeps_gradients)
+        if unsharded:
+            model.unshard()
+            model.first.unshard()
+        self._convert(conversion, plain, model)
+        self._check_same(model, plain)
+
+        for each in (plain, model):
+            for param in each.parameters():
+                local_of(param.detach()).mul_(1.5)
+        try:
+            self._backward(plain, model, param_dtype, seed=1)
+        except RuntimeError as refusal:
+            self.assertIn("dtype", str(refusal))
+            if not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS:
+                return  # nothing can be done with the model any more
+            model.reset_iter_state()
+            plain.zero_grad()
+            self._check_same(model, plain)
+            for each in (plain, model):
+                each.float()
+            self._backward(plain, model, param_dtype, seed=2)
+        self._step(plain, model)
+        self._check_same(model, plain)
+
+    @skip_if_lt_x_gpu(1)
+    def test_integers_are_refused(self):
+        """No module is converted to integers. That changes nothing, and training goes on."""
+        plain, model = self._pair()
+        for step in range(2):
+            for each in (plain, model):
+                with self.assertRaisesRegex(TypeError, "only accepts floating point"):
+                    each.to(torch.int32)
+            self._check_same(model, plain)
+            self._backward(plain, model, seed=step)
+            self._step(plain, model, clears=False)
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(trained=[False, True])
+    def test_repeat_after_failure(self, trained):
+        """A conversion that raised half way is completed by another one; each value is converted once."""
+        plain, model = self._pair()
+        if trained:
+            self._backward(plain, model)
+        with refusing(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
+            model.half()
+        self.assertEqual([model.second.weight.dtype, model.second.bias.dtype], [torch.float16, f32])
+        self._convert("half", plain, model)
+        self._check_same(model, plain)
+        if not trained:
+            self._backward(plain, model)
+
+    @torch_defect("fsdp2_failed_conversion_leaves_old_shards")
+    @skip_if_lt_x_gpu(1)
+    def test_train_after_failure(self):
+        """After a conversion that raised half way, a forward computes with the parameters as they are, or raises."""
+        plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=f32))
+        self._backward(plain, model, bf16)
+        with refusing(model.second.bias), contextlib.suppress(RuntimeError):
+            model.double()
+        for each in (plain, model):
+            for param in each.parameters():
+                local_of(param.detach()).mul_(1.5)
+        inp = uniform(3, 4, seed=self.rank)
+        with contextlib.suppress(RuntimeError):
+            self.assertEqual(model(inp), plain.to(bf16)(inp.to(bf16)), rtol=0, atol=0)
+
+    @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
+    @torch_defect("fsdp2_failed_conversion_loses_gradients")
+    @skip_if_lt_x_gpu(1)
+    @subtests(grad_dtype=[torch.float64, None])
+    def test_gradients_after_failure(self, grad_dtype):
+        """A conversion that raises leaves the gradients of parameters that ask for a dtype as they are."""
+        model = filled(Model(self.device))
+        for param in model.parameters():
+            param.grad_dtype = grad_dtype
+        sharded(model)
+        model(uniform(3, 4, seed=self.rank)).sum().backward()
+        before = {name: param.grad for name, param in model.named_parameters()}
+        with refusing(model.second.bias), self.assertRaisesRegex(RuntimeError, "Couldn't swap"):
+            model.half()
+        self.assertEqual({name: param.grad for name, param in model.named_parameters()}, before)
+
+    @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
+    @skip_if_lt_x_gpu(1)
+    @subtests(conversion=list(CONVERSIONS), grad_dtype=[torch.float64, None, f32])
+    def test_grad_dtype_is_kept(self, conversion, grad_dtype):
+        """A parameter that asks for a dtype goes on to do so, and its gradient stays as it is. Others are converted."""
+        model = filled(Model(self.device))
+        for param in (model.first.weight, model.second.weight):
+            param.grad_dtype = grad_dtype
+        sharded(model)
+        asking = (model.first.weight, model.second.weight)
+        model(uniform(3, 4, seed=self.rank)).sum().backward()
+        before = {param: param.grad.to_local().clone() for param in model.parameters() if param.grad is not None}
+        self._convert(conversion, model)
+        dtype = model.last.weight.dtype
+        self.assertNotEqual(dtype, f32)
+        for param, grad in before.items():
+            asked = any(param is each for each in asking)
+            self.assertEqual((param.dtype, param.grad_dtype), (dtype, grad_dtype if asked else dtype))
+            self.assertEqual(param.grad.to_local(), grad if asked else grad.to(dtype), rtol=0, atol=0)
+
+    @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
+    @skip_if_lt_x_gpu(1)
+    @subtests(conversion=list(CONVERSIONS), loads=[False, True])
+    def test_train_with_grad_dtype(self, conversion, loads):
+        """Converted before the first forward, or loaded in the place of the old, parameters ask for what they did."""
+        model = filled(Model(self.device))
+        model.first.weight.grad_dtype = f32
+        reference = copy.deepcopy(model)
+        self._convert(conversion, reference)
+        sharded(model)
+        self._convert(conversion, model)
+        if loads:
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        self.assertEqual(model.first.weight.grad_dtype, f32)
+        inp = uniform(3, 4, seed=self.rank).to(reference.last.weight.dtype)
+        loss_of(model(inp)).backward()
+        loss_of(reference(inp)).backward()
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                grad = reference.get_parameter(name).grad
+                average([mean := grad.to(f32) if name == "first.weight" else grad])
+                self.assertEqual(param.grad.to_local(), shard_of(mean, param), msg=name)
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(trained=[False, True], unsharded=[False, True])
+    def test_to_host_and_back(self, trained, unsharded):
+        """Shards and their gradients move with the model, and train as if they had not."""
+        plain, model = self._pair()
+        if trained:
+            self._backward(plain, model)
+        shards = [local_of(param.detach()).clone() for param in model.parameters()]
+        grads = [param.grad if param.grad is None else local_of(param.grad).clone() for param in model.parameters()]
+        if unsharded:
+            model.unshard()
+        self.assertIs(model.cpu(), model)
+        for param, shard, grad in zip(model.parameters(), shards, grads, strict=True):
+            self.assertEqual(local_of(param.detach()), shard.to(HOST), exact_device=True)
+            self.assertEqual(param.grad is None, grad is None)
+            if grad is not None:
+                self.assertEqual(local_of(param.grad), grad.to(HOST), exact_device=True)
+        self.assertEqual({buffer.device for buffer in model.buffers()}, {HOST})
+        model.to(self.device)
+        self._check_same(model, plain)
+        self._backward(plain, model, seed=1)
+        self._step(plain, model)
+        self._check_same(model, plain)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,40 @@
+"""Gradients that were set to None come back when the module is moved or converted.
+
+With ``use_orig_params=True`` gradients are views of the flat parameter's gradient. ``zero_grad()`` sets the views to
+None; the flat parameter's gradient stays until the next forward, which notices that they are gone. ``Module.to()`` and
+the like make the views anew from the flat parameter, even if nothing has to be moved or converted. The next backward
+adds to the gradients of the last step, and an optimizer step in between takes them once more.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._unshard_param_utils._register_orig_params",
+    broken=">=2.9",
+    tests=(
+        "distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded"
+        "::test_gradients_after_conversion_with_orig_params",
+    ),
+)
+
+
+def next_gradient(model, device):
+    for _ in range(2):
+        model.zero_grad()
+        model.to(device)
+        model(torch.ones(1, 4, device=device)).sum().backward()
+    return next(model.parameters()).grad.max().item()
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Linear(4, 4, bias=False, device=device)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
+    return next_gradient(model, device), next_gradient(plain, device)

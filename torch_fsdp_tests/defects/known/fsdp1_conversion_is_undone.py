@@ -1,0 +1,46 @@
+"""The conversion of a model that has run is undone, and what was written to the parameters since then is lost.
+
+``Module.half()`` and the like give a flat parameter other memory, but FSDP1 keeps a reference to the shard in the old
+memory. After the next forward or backward it makes the flat parameter point to the old shard again. That undoes the
+conversion and every update since then, even if the model was converted there and back and no value has changed. With
+mixed precision the next forward computes with the old shard already. Before the first forward there is no such
+reference. Without mixed precision the next forward raises for a sharded parameter of another dtype.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
+    broken=">=2.9",
+    arguable="FSDP1 does not promise that a model may be converted once it has run",
+    tests=("distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded::test_conversion_between_steps",),
+)
+
+
+def outputs_after_update(model, device):
+    x = torch.ones(1, 2, device=device)
+    model(x).sum().backward()
+    model.double().float()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1)
+    outputs = []
+    for _ in range(2):
+        output = model(x)
+        output.sum().backward()
+        outputs.append(output.tolist())
+    return outputs
+
+
+def reproduce(rank, world_size, device):
+    plain = nn.Linear(2, 2, bias=False, device=device)
+    model = FSDP(copy.deepcopy(plain), device_id=device)
+    return outputs_after_update(model, device), outputs_after_update(plain, device)

@@ -1,0 +1,50 @@
+"""After a conversion that raised half way, FSDP2 computes with old parameters and sees no update of them.
+
+``Module.half()`` and the like put new tensors in the place of the shards, one after the other, and FSDP2 notes the new
+tensors at the end. If one parameter cannot be converted, because memory runs out or because a weak reference to it
+exists, FSDP2 does not note those that were converted before it. From then on it gathers their old shards, whatever an
+optimizer writes to the new ones. Once the first forward has run, nothing raises.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
+    broken=">=2.9",
+    arguable="the conversion has raised, and whoever goes on with a model that is converted in part does so at their "
+    "own risk",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_conversion::TestFullyShardConversion::test_train_after_failure",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    x = torch.ones(1, 2, device=device)
+    model(x).sum().backward()
+
+    reference = weakref.ref(model[1].weight)
+    try:
+        model.double()
+        raise AssertionError("a parameter with a weak reference was converted")
+    except RuntimeError:
+        del reference
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1)
+    try:
+        return model(x).tolist(), [[4.0, 4.0]]
+    except RuntimeError:
+        return "raises", "raises"

@@ -1,0 +1,43 @@
+"""A conversion that raises loses the gradients of all parameters with a ``grad_dtype`` of their own.
+
+FSDP2 takes these gradients off the parameters, since ``Module.half()`` and the like would convert them as well, and
+puts them back after the conversion. If the conversion raises, FSDP2 does not put them back, not even those of
+parameters that were not converted.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
+    broken=">=2.15",
+    since="2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_conversion::TestFullyShardConversion"
+        "::test_gradients_after_failure",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(2, 2, bias=False, device=device, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    fully_shard(layer, mesh=init_device_mesh(device.type, (world_size,)))
+    layer(torch.ones(1, 2, device=device, dtype=torch.bfloat16)).sum().backward()
+
+    reference = weakref.ref(layer.weight)
+    try:
+        layer.float()
+        raise AssertionError("a parameter with a weak reference was converted")
+    except RuntimeError:
+        del reference
+    grad = layer.weight.grad
+    return None if grad is None else grad.to_local().tolist(), [[1.0, 1.0]]
