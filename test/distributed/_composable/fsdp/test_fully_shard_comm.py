@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -48,14 +48,16 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
-from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
+    backward,
     broadcast_parameters,
     check_gradients,
     check_parity,
+    loss_of,
     optimizers,
     shard_each,
     take_step,
@@ -650,6 +652,65 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         check_sharded_parity(self, ref_model, model)
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
+    @needs(torch_facts.LETS_GROUPS_COPY_THEIR_WAY)
+    @skip_if_lt_x_gpu(4)
+    @subtests(dim=[0, 1])
+    def test_copies_of_a_group(self, dim):
+        """Beyond upstream: a group may copy in its own way what it has gathered and what it is to reduce."""
+        manual_seed(42)
+        weight = torch.randn(8, 4, device=self.device)
+        model: Any = nn.Linear(4, 8, bias=False, device=self.device)
+        model.weight = nn.Parameter(weight.clone())
+        fully_shard(model, shard_placement_fn=lambda param: Shard(dim), reshard_after_forward=True)
+        group = internals.group_of(model)
+
+        def negated(params: Any, result: Any, world_size: int) -> None:
+            fsdp_collectives._default_all_gather_output_fn(params, result, world_size)
+            for output in (output for param in params for output in param.all_gather_outputs):
+                with torch.no_grad(), internals.keeping_version(output):
+                    output.neg_()
+
+        def doubled(params: Any, grads: list[torch.Tensor], world_size: int) -> Any:
+            grads[:] = [2 * grad for grad in grads]
+            return fsdp_collectives._default_reduce_scatter_input_fn(params, grads, world_size)
+
+        group._all_gather_output_fn, group._prepare_reduce_scatter_inputs = negated, doubled
+        inputs = rows(self.rank, 0, self.device, 2, 4).requires_grad_()
+        output = model(inputs)
+        self.assertEqual(output, -inputs @ weight.T)
+        output.sum().backward()
+        self.assertEqual(inputs.grad, -weight.sum(0).expand(2, 4))
+        mean = torch.stack([rows(rank, 0, self.device, 2, 4) for rank in range(self.world_size)]).mean(0)
+        self.assertEqual(model.weight.grad.full_tensor(), 2 * mean.sum(0).expand(8, 4))
+
+    @needs(torch_facts.TELLS_READERS_OF_GRADIENTS)
+    @skip_if_lt_x_gpu(4)
+    @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
+    def test_readers_of_gradients(self, policy, shape):
+        """Beyond upstream: of the memory under each gradient a backend hears on which stream it will be read."""
+        told: dict[int, Any] = {}
+
+        def record(buffer: torch.Tensor, stream: Any) -> None:
+            told[internals.storage_id(buffer)] = stream
+
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(self.device)
+        shard_each((*model, model), mesh=self._mesh(*shape), mp_policy=policy)
+        with torch_names.patched(fsdp_collectives, "record_grad_output_stream", record):
+            model(rows(self.rank, 0, self.device, 2, 4)).sum().backward()
+        current = torch.get_device_module(self.device.type).current_stream()
+        for name, param in model.named_parameters():
+            self.assertEqual(told[internals.storage_id(param.grad.to_local())], current, name)
+
+    @needs(torch_facts.TELLS_READERS_OF_GRADIENTS)
+    @skip_if_lt_x_gpu(1)
+    def test_readers_of_gradients_by_default(self):
+        """Beyond upstream: a backend that has no operator of its own for that has one that does nothing."""
+        buffer = torch.arange(4.0, device=self.device)
+        torch.ops.fsdp.record_grad_output_stream(buffer, 0, 0, 0)
+        stream = torch.get_device_module(self.device.type).current_stream()
+        fsdp_collectives.record_grad_output_stream(buffer, stream)
+        self.assertEqual(buffer.tolist(), [0, 1, 2, 3])
+
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
@@ -664,6 +725,101 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             model.set_custom_all_gather(RecordingAllGather(8))
         with self.assertRaisesRegex(ValueError, "multiple param"):
             model.set_custom_reduce_scatter(RecordingReduceScatter(8))
+
+
+@needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
+class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
+    """Beyond upstream: a process group of their own for the reductions over shards.
+
+    Each test has ranks of its own, and leaves its groups to them: torch 2.13 gives a group of the same ranks the name
+    of one that was destroyed, and then its ranks do not find each other.
+    """
+
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(
+        shape=[(4,), (2, 2), (4, 1)],
+        when=["at once", "before a backward", "after a step"],
+        reshard_after_forward=[True, False, 2],
+        valid=lambda shape, reshard_after_forward, when: reshard_after_forward != 2 or shape == (4,),
+    )
+    def test_training(self, shape, when, reshard_after_forward):
+        """Whenever it is called, reductions over shards move and nothing else does.
+
+        Training is that of a plain model. One shard alone is not reduced over shards.
+        """
+        manual_seed(42)
+        ref_model = nn.Sequential(MLP(6), MLP(6)).to(self.device)
+        model: Any = copy.deepcopy(ref_model)
+        mesh = self._mesh(*shape)
+        shard_each([*model, model], mesh=mesh, reshard_after_forward=reshard_after_forward)
+        shared, own = mesh.get_group("shard"), set[Any]()
+
+        def separate() -> None:
+            model.set_separate_reduce_scatter_group()
+            own.update(group._reduce_scatter_process_group for group in internals.groups_of(model))
+            self.assertEqual(len(own), 1)
+            self.assertNotIn(shared, own)
+
+        def step(module: Any, batch: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(module(batch))
+            if module is ref_model:
+                return backward(loss)
+            if when == "before a backward" and not own:
+                separate()
+            with collectives.recorded() as calls:
+                loss.backward()
+            expected: dict[str, set[Any]] = {"reduce_scatter": (own or {shared}) if shape[-1] > 1 else set()}
+            expected["all_reduce"] = {mesh.get_group("replicate")} if len(shape) > 1 else set()
+            self.assertEqual({name: set(calls.values(name, "group")) for name in expected}, expected)
+            self.assertTrue(own.isdisjoint(calls.values("all_gather", "group")))
+            if when == "after a step" and not own:
+                separate()
+            return loss.detach()
+
+        if when == "at once":
+            separate()
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 6), step=step)
+        self.assertEqual(len(own), 1)
+
+    @skip_if_lt_x_gpu(4)
+    def test_group_for_each_set_of_ranks(self):
+        """Modules that shard over the same ranks share a new group, whatever their meshes are."""
+        manual_seed(42)
+        ref_model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
+        model: Any = copy.deepcopy(ref_model)
+        pairs, everyone = self._mesh(2, 2), self._mesh(4)
+        meshes = [everyone, pairs, self._mesh(4), self._mesh(2, 2)]
+        for linear, mesh in zip(model, meshes, strict=True):
+            fully_shard(linear, mesh=mesh)
+        fully_shard(model, mesh=everyone)
+        model.set_separate_reduce_scatter_group()
+        own = [internals.group_of(linear)._reduce_scatter_process_group for linear in model]
+        self.assertEqual((own[0], own[1]), (own[2], own[3]))
+        for group, mesh in ((own[0], everyone), (own[1], pairs)):
+            self.assertNotIn(group, [each.get_group("shard") for each in meshes])
+            self.assertEqual(*(dist.get_process_group_ranks(each) for each in (group, mesh.get_group("shard"))))
+
+        def step(module: Any, batch: torch.Tensor) -> torch.Tensor:
+            with collectives.recorded("reduce_scatter") as calls:
+                loss = train(module, batch)
+            self.assertEqual(calls.values("reduce_scatter", "group"), own[::-1] if module is model else [])
+            return loss
+
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), step=step)
+
+    @needs(torch_facts.HAS_DP_MESH_DIMS)
+    @skip_if_lt_x_gpu(2)
+    def test_without_shards(self):
+        """A module that only replicates has no reduce-scatter to move."""
+        mesh = self._mesh(self.world_size)
+        model: Any = distribute_module(nn.Linear(4, 4, device=self.device), mesh)
+        dims = torch_names.module("torch.distributed.fsdp").DataParallelMeshDims(replicate="shard")
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        for enable in (True, False):
+            with self.assertRaisesRegex(AssertionError, "Expected mesh_info to be FSDPMeshInfo"):
+                model.set_separate_reduce_scatter_group(enable)
 
 
 class RecordingComm:

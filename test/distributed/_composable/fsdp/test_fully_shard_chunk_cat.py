@@ -1,0 +1,188 @@
+"""``fsdp::chunk_cat_mixed_dtype``: how FSDP2 lays out gradients for a reduce-scatter, whatever dtypes they have.
+
+Row ``i`` of the output holds what rank ``i`` will own: the ``i``-th chunk of rows of each tensor, one tensor after the
+other, in the dtype of the output. Short chunks are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_distributed import needs
+from torch_fsdp_tests.common_fsdp import get_devtype
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.fsdp.combinations import subtests
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SHAPES = [(7, 3), (8,), (1, 2, 3), (5, 1)]  # only the second falls into four equal chunks
+DTYPES = [
+    [F32, F32, F32, F32],
+    [BF16, BF16, BF16, BF16],
+    [BF16, F32, F32, BF16],  # what FSDP reduces where the weights are of a low precision and the norms are not
+    [F32, F16, BF16, F64],
+]
+
+
+def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, out: torch.Tensor, dim: int = 0) -> None:
+    torch.ops.fsdp.chunk_cat_mixed_dtype(tensors, dim, num_chunks, out=out)
+
+
+def random_tensors(dtypes: list[torch.dtype], transposed: bool = False) -> list[torch.Tensor]:
+    """Tensors of ``SHAPES``, with numbers that round differently in each dtype."""
+    generator = torch.Generator().manual_seed(42)
+    tensors = []
+    for shape, dtype in zip(SHAPES, dtypes, strict=True):
+        whole = torch.randn(shape[::-1] if transposed else shape, generator=generator, dtype=F64)
+        whole = whole.to(get_devtype(), dtype)
+        tensors.append(whole.permute(*reversed(range(whole.ndim))) if transposed else whole)
+    return tensors
+
+
+def by_hand(tensors: list[torch.Tensor], num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the operator has to write for the first dimension, made of slices."""
+    rows: list[list[torch.Tensor]] = [[] for _ in range(num_chunks)]
+    for tensor in tensors:
+        length = -(-len(tensor) // num_chunks)
+        for index, row in enumerate(rows):
+            chunk = torch.zeros((length, *tensor.shape[1:]), dtype=dtype, device=tensor.device)
+            found = tensor[index * length : (index + 1) * length]
+            chunk[: len(found)] = found.to(dtype)
+            row.append(chunk.flatten())
+    return torch.stack([torch.cat(row) for row in rows])
+
+
+def empty_output(num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
+    """An output of the right shape for tensors of ``SHAPES``, filled with NaN: every element must be written."""
+    like = by_hand([torch.zeros(shape) for shape in SHAPES], num_chunks, dtype)
+    return torch.full_like(like, float("nan"), device=get_devtype())
+
+
+@needs(torch_facts.CONCATENATES_CHUNKS_OF_MIXED_DTYPES)
+class TestFullyShardChunkCat(TestCase):
+    @subtests(dtypes=DTYPES, out_dtype=[F32, BF16, F64], num_chunks=[1, 4], transposed=[False, True])
+    def test_values(self, dtypes, out_dtype, num_chunks, transposed):
+        """To the bit what slices make, and what ``torch._chunk_cat`` makes of inputs that were cast before."""
+        tensors = random_tensors(dtypes, transposed)
+        self.assertEqual(tensors[0].is_contiguous(), not transposed)
+        out = empty_output(num_chunks, out_dtype)
+        chunk_cat(tensors, num_chunks, out)
+        self.assertEqual(out, by_hand(tensors, num_chunks, out_dtype), rtol=0, atol=0)
+        cast = [tensor.to(out_dtype) for tensor in tensors]
+        self.assertEqual(out, torch._chunk_cat(cast, 0, num_chunks), rtol=0, atol=0)
+
+    @subtests(dtypes=[(F32, BF16), (BF16, BF16)])
+    def test_second_dimension(self, dtypes):
+        """Chunks of columns stay apart for each row."""
+        shapes = (2, 3), (2, 5)
+        tensors = [torch.rand(shape, device=get_devtype()).to(dtype) for shape, dtype in zip(shapes, dtypes)]
+        out = torch.empty(2, 2, 5, device=get_devtype())
+        chunk_cat(tensors, 2, out, dim=1)
+        expected = torch.stack([by_hand([each[row].float() for each in tensors], 2, F32) for row in range(2)])
+        self.assertEqual(out, expected, rtol=0, atol=0)
+
+    @subtests(dtypes=DTYPES)
+    def test_output_inside_a_larger_tensor(self, dtypes):
+        """The output may be a view with gaps: what lies in the gaps stays."""
+        tensors = random_tensors(dtypes)
+        expected = by_hand(tensors, 4, F32)
+        whole = torch.full((4, 2 * expected.size(1)), 7.0, device=get_devtype())
+        chunk_cat(tensors, 4, whole[:, ::2])
+        self.assertEqual(whole[:, ::2], expected, rtol=0, atol=0)
+        self.assertEqual(whole[:, 1::2], torch.full_like(expected, 7.0))
+
+    @subtests(dtypes=DTYPES)
+    def test_version_counter(self, dtypes):
+        """Autograd learns that the output was written, and refuses a backward that needs the old values."""
+        tensors, out = random_tensors(dtypes), empty_output(4, F32)
+        versions = [tensor._version for tensor in tensors]
+        factor = torch.ones_like(out, requires_grad=True)
+        product = (factor * out).sum()
+        before = out._version
+        chunk_cat(tensors, 4, out)
+        self.assertGreater(out._version, before)
+        self.assertEqual([tensor._version for tensor in tensors], versions)
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            product.backward()
+
+    @subtests(dtypes=[(F32, F32), (F32, BF16)])
+    def test_wrong_inputs(self, dtypes):
+        """Each is refused before anything is written."""
+        tensors = [torch.ones(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(((3, 2), (4,)), dtypes)]
+        out = torch.full((2, 6), 7.0, device=get_devtype())
+        no_rows = [tensors[0], tensors[1][:0]]
+        other_rows = [tensor.expand(rows, *tensor.shape) for rows, tensor in zip((1, 2), tensors)]
+        elsewhere = [tensors[0], tensors[1].to("meta")]
+        wrong: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+            ("non-empty input tensor list", ([], 2, out), {}),
+            ("non-empty tensor", (no_rows, 2, out), {}),
+            ("positive num_chunks", (tensors, 0, out), {}),
+            ("positive num_chunks", (tensors, -1, out), {}),
+            ("dim < ndim", (tensors, 2, out), {"dim": 1}),
+            ("non-negative dim", (tensors, 2, out), {"dim": -1}),
+            ("same sizes of 0,...,dim-1 dimensions", (other_rows, 2, out), {"dim": 1}),
+            ("on the same device", (elsewhere, 2, out), {}),
+        ]
+        for message, args, kwargs in wrong:
+            with self.assertRaisesRegex(RuntimeError, message):
+                chunk_cat(*args, **kwargs)
+            self.assertEqual(out, torch.full_like(out, 7.0), msg=message)
+        integers = torch.full((2, 6), 7, device=get_devtype())
+        with self.assertRaisesRegex((RuntimeError, TypeError), "can't (be )?cast"):
+            chunk_cat(tensors, 2, integers)
+        self.assertEqual(integers, torch.full_like(integers, 7))
+
+    def test_wrong_shape_of_output(self):
+        """The output takes the right shape, with a warning unless it was empty, as with other operators."""
+        tensors = random_tensors(DTYPES[2])
+        expected = by_hand(tensors, 4, F32)
+        out = torch.empty(3, device=get_devtype())
+        with self.assertWarnsRegex(UserWarning, "was resized"):
+            chunk_cat(tensors, 4, out)
+        self.assertEqual(out, expected, rtol=0, atol=0)
+        out = torch.empty(0, device=get_devtype())
+        chunk_cat(tensors, 4, out)
+        self.assertEqual(out, expected, rtol=0, atol=0)
+
+    @subtests(dtypes=DTYPES)
+    def test_fake_tensors(self, dtypes):
+        """Without data the operator does what it does to shapes and versions, and makes the same objections."""
+        out_shape = empty_output(4, F32).shape
+        with FakeTensorMode():
+            tensors = [torch.empty(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(SHAPES, dtypes)]
+            out = torch.empty(out_shape, device=get_devtype())
+            chunk_cat(tensors, 4, out)
+            self.assertEqual((out.shape, out.dtype, out._version), (out_shape, F32, 1))
+            out = torch.empty(0, device=get_devtype())
+            chunk_cat(tensors, 4, out)
+            self.assertEqual((out.shape, out.dtype), (out_shape, F32))
+            logger = logging.getLogger("torch._subclasses.fake_tensor")  # which would print the stack that is wanted
+            with mock.patch.object(logger, "disabled", True):
+                with self.assertRaisesRegex(RuntimeError, "positive num_chunks"):
+                    chunk_cat(tensors, 0, out)
+
+    @subtests(dtypes=[DTYPES[0], DTYPES[2]], out_is_input=[True, False])
+    def test_compile(self, dtypes, out_is_input):
+        """In a compiled function the output is written where it stands, and whoever reads it reads the new values."""
+
+        def layout(tensors: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+            out = given if out_is_input else torch.zeros_like(given)
+            before = out + 1
+            chunk_cat(tensors, 4, out)
+            return torch.stack([before, 2 * out])
+
+        tensors = random_tensors(dtypes)
+        expected = by_hand(tensors, 4, F32)
+        given = torch.zeros_like(expected)
+        found = torch.compile(layout, backend="aot_eager", fullgraph=True)(tensors, given)
+        self.assertEqual(found, torch.stack([torch.ones_like(expected), 2 * expected]), rtol=0, atol=0)
+        self.assertEqual(given, expected if out_is_input else torch.zeros_like(expected), rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    run_tests()

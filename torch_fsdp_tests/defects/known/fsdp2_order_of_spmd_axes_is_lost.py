@@ -1,0 +1,45 @@
+"""FSDP stores a dimension that two axes shard in the order of the mesh, whatever order its partition spec states.
+
+The package spmd-types lets two mesh axes shard one dimension, and the first axis of the partition spec is the outer
+one. ``fully_shard`` makes a DTensor of the parameter and reads from the spec only which axes there are: the DTensor
+says that the first axis of the mesh is the outer one. Where the spec states the other order, ``full_tensor`` and
+checkpoints have the rows of the parameter in a wrong order. Training on the same mesh does not show it.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
+    since="2.14",
+    broken=">=2.14",
+    world_size=4,
+    package="spmd_types",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_spmd_types::TestFullyShardSpmdTypes"
+        "::test_two_axes_shard_one_dimension",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    import spmd_types as spmd
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = init_device_mesh(device.type, (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    outer, inner = mesh.get_group("tp"), mesh.get_group("ep")
+    model = nn.Linear(1, 1, bias=False, device=device)
+    row = 2 * dist.get_rank(outer) + dist.get_rank(inner)  # of four
+    model.weight = nn.Parameter(torch.full((1, 1), float(row), device=device))
+    spec = spmd.PartitionSpec((outer, inner), None)
+    spmd.assert_type(model.weight, {outer: spmd.V, inner: spmd.V}, partition_spec=spec)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    found = model.weight.full_tensor().flatten().tolist()
+    return found, [0.0, 1.0, 2.0, 3.0]

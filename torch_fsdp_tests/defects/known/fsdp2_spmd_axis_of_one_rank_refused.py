@@ -1,0 +1,40 @@
+"""fully_shard refuses annotated parameters where a dimension of the mesh, other than FSDP's, has one rank.
+
+It wants a type of the package spmd-types for each dimension of the mesh that is not FSDP's own. The package keeps no
+types for axes of one rank: ``assert_type`` leaves them out. So a model that is annotated for tensor parallelism cannot
+be wrapped on the mesh of a run whose ``tp`` is 1, and the error asks for an annotation that is there.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
+    since="2.14",
+    broken=">=2.14",
+    package="spmd_types",
+    arguable="Leave dimensions of one rank out of the mesh.",
+    tests=("distributed/_composable/fsdp/test_fully_shard_spmd_types::TestFullyShardSpmdTypes::test_axis_of_one_rank",),
+    fails_with=("ValueError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    import spmd_types as spmd
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(2, 2, device=device)
+    for param in model.parameters():
+        spmd.assert_type(param, {mesh.get_group("dp"): spmd.R, mesh.get_group("tp"): spmd.I})
+    try:
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        found = "accepted"
+    except ValueError as error:
+        found = f"ValueError: {error}"
+    return found, "accepted"
