@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 
-from torch_fsdp_tests import accelerator, common_cuda
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests import accelerator, common_cuda, torch_facts, torch_names
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
@@ -294,6 +294,35 @@ class TestFSDPMemory(FSDPTest):
                 self._dist_train(model, optim, x, lambda: None, iterations=1)
                 peaks.append(module.max_memory_allocated() / 1024**2)
             self.assertEqual(peaks[3], peaks[2], rtol=0, atol=1)
+
+    @needs(torch_facts.TELLS_READERS_OF_WHOLE_COPIES)
+    @skip_if_lt_x_gpu(2)
+    def test_readers_of_offloaded_parameters(self):
+        """Beyond upstream: nobody reuses the copy of an offloaded flat parameter before what reads it has run.
+
+        Without sharding there is no all-gather between the copy and its reader.
+        """
+        layer = nn.Linear(4, 4, device=self.device)
+        model = FSDP(layer, sharding_strategy=ShardingStrategy.NO_SHARD, cpu_offload=CPUOffload(offload_params=True))
+        flat_param = internals.flat_param_of(model)
+        read: list[int] = []
+        told: list[tuple[int, Any]] = []
+
+        def look(*_: Any) -> None:
+            read.append(internals.storage_id(flat_param.data))
+
+        def record(tensor: torch.Tensor, stream: Any) -> None:
+            told.append((internals.storage_id(tensor), stream))
+
+        layer.register_forward_pre_hook(look)
+        with torch_names.patched(internals.flat_param, "_no_dispatch_record_stream", record):
+            output = model(torch.ones(2, 4, device=self.device))
+            output.register_hook(look)
+            output.sum().backward()
+        current = torch.get_device_module(self.device.type).current_stream()
+        self.assertEqual(len(read), 2)
+        for storage in read:
+            self.assertIn((storage, current), told)
 
 
 instantiate_parametrized_tests(TestFSDPMemory)

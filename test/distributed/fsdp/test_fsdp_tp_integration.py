@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,12 +26,15 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.fsdp.references import full, of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
 
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+Trained = tuple[Any, torch.optim.Optimizer]  # a model, sharded or by itself, and what trains it
 SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
 
 
@@ -73,6 +82,12 @@ def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return output.to_local()
 
     return distribute_module(module, device_mesh, input_fn=prepare_input, output_fn=prepare_output)
+
+
+def set_state_dict_type(model: FSDP, kind: StateDictType) -> None:
+    """Nothing is offloaded: that is left to test_fsdp_optim_state, which shows a defect of it."""
+    config = FullOptimStateDictConfig if kind is FULL else ShardedOptimStateDictConfig
+    FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config(offload_to_cpu=False))
 
 
 class TestTPFSDPIntegration(FSDPTest):
@@ -322,6 +337,78 @@ class TestTPFSDPIntegration(FSDPTest):
             model.load_state_dict(state_dict)
         inp = self._input(seed=1)
         self.assertEqual(model(inp), self._model()(inp))
+
+    def _trained_with_reference(self, mesh: DeviceMesh, **kwargs: Any) -> tuple[Trained, Trained]:
+        """A model and its Adam after two steps, and the same for a model by itself that has seen all batches."""
+        model, reference = self._tp_fsdp_model(mesh, **kwargs), self._model()
+        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=SGD_LR) for each in (model, reference))
+        for step in range(2):
+            optim.zero_grad()
+            model(self._input(seed=10 * step)).sum().backward()
+            self._sync_tp_grads(model, mesh.get_group("tp"))
+            optim.step()
+            self._reference_step(reference, ref_optim, seed=10 * step)
+        return (model, optim), (reference, ref_optim)
+
+    def _optim_state(self, trained: Trained, kind: StateDictType) -> dict[str, Any]:
+        model, optim = trained
+        set_state_dict_type(model, kind)
+        return FSDP.optim_state_dict(model, optim)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(kind=[FULL, SHARDED], use_orig_params=[True, False])
+    def test_optim_state_dict(self, kind, use_orig_params):
+        """Beyond upstream: put together, the states are those of a model by itself."""
+        trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
+        states = self._optim_state(trained, kind)["state"]
+        self.assertEqual(set(states), {name for name, _ in reference.named_parameters()})
+        for name, param in reference.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.assertEqual(full(states[name][moment]), ref_optim.state[param][moment], f"{moment} of {name}")
+
+    @torch_defect("fsdp1_full_optim_state_stays_split_by_tp")
+    @skip_if_lt_x_gpu(4)
+    @subtests(use_orig_params=[True, False])
+    def test_full_optim_state_dict(self, use_orig_params):
+        """Beyond upstream: in a full state dict each rank has the whole, also of what tensor parallelism splits."""
+        trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
+        states = self._optim_state(trained, FULL)["state"]
+        for name, param in reference.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.assertEqual(local_of(states[name][moment]), ref_optim.state[param][moment], f"{moment} of {name}")
+
+    @torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp")
+    @skip_if_lt_x_gpu(4)
+    @subtests(kind=[SHARDED, FULL])
+    def test_optim_state_dict_is_loaded(self, kind):
+        """Beyond upstream: another model goes on from an optimizer state."""
+        self._test_optim_state_dict_is_loaded(kind, use_orig_params=True)
+
+    @torch_defect("fsdp1_optim_state_of_flat_parameter_is_not_loaded_with_tp")
+    @skip_if_lt_x_gpu(4)
+    @subtests(kind=[SHARDED, FULL])
+    def test_optim_state_dict_of_flat_parameters_is_loaded(self, kind):
+        """Beyond upstream: the same where the optimizer steps flat parameters."""
+        self._test_optim_state_dict_is_loaded(kind, use_orig_params=False)
+
+    def _test_optim_state_dict_is_loaded(self, kind: StateDictType, use_orig_params: bool) -> None:
+        mesh = self._mesh()
+        trained, (reference, ref_optim) = self._trained_with_reference(mesh, use_orig_params=use_orig_params)
+        state_dict = self._optim_state(trained, kind)
+        model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
+        optim = torch.optim.Adam(model.parameters(), lr=SGD_LR)
+        for each in (trained[0], model):
+            set_state_dict_type(each, SHARDED)
+        model.load_state_dict(copy.deepcopy(trained[0].state_dict()))
+        set_state_dict_type(model, kind)
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state_dict))
+
+        model(self._input(seed=20)).sum().backward()
+        self._sync_tp_grads(model, mesh.get_group("tp"))
+        optim.step()
+        self._reference_step(reference, ref_optim, seed=20)
+        inp = self._input(seed=16)
+        self.assertEqual(model(inp), reference(inp))
 
 
 if __name__ == "__main__":

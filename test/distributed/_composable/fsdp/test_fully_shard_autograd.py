@@ -35,7 +35,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average
-from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
+from torch_fsdp_tests.fsdp.training import check_parity, optimizers, shard_each, take_step
 
 DIM = 24
 ITERATIONS = 10
@@ -257,6 +257,29 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         shard_each((model.lin1, model.lin2, model), reshard_after_forward=reshard_after_forward)
         self._train_and_compare(ref_model, model)
+
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False], loss_of=["output", "tangent", "both"])
+    def test_backward_through_jvp(self, reshard_after_forward, loss_of):
+        """Beyond upstream: a loss may use the output of ``jvp``, its tangent, or both."""
+        manual_seed(42)
+        ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 4)).to(self.device)
+        model = copy.deepcopy(ref_model)
+        shard_each((model[0], model[2], model), reshard_after_forward=reshard_after_forward)
+        manual_seed(42 + self.rank + 1)
+        rows, directions = torch.randn(2, 3, DIM).to(self.device)
+        found: list[tuple[Any, ...]] = []
+        for each in (ref_model, model):
+            primal = rows.clone().requires_grad_()
+            output, tangent = torch.func.jvp(each, (primal,), (directions,))
+            losses = {"output": output.square().sum(), "tangent": tangent.square().sum()}
+            torch.stack(list(losses.values()) if loss_of == "both" else [losses[loss_of]]).sum().backward()
+            found.append((output, tangent, primal.grad))
+        self.assertEqual(found[1], found[0])
+        average([param.grad for param in ref_model.parameters() if param.grad is not None])
+        self.assertEqual(ref_model[2].bias.grad is None, loss_of == "tangent")
+        check_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(4)
     def test_nontensor_activations(self):

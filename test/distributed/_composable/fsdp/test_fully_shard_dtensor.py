@@ -185,6 +185,7 @@ class TestFullyShardDTensor(FSDPTest):
             Case((4,), shard=(0,)),
             Case((2, 2), shard=(0, 1)),
             Case((1, 2, 2), replicate=(0,), shard=(1,), tp=True),
+            Case((2, 1, 2), shard=(0, 1), tp=True),
         ]
         self.run_subtests({"case": cases}, self._test_dtensor_train_parity, optim_cls=torch.optim.Adam)
         cases = [

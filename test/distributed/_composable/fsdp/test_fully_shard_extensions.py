@@ -19,25 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
-from torch_fsdp_tests import accelerator, torch_names
-from torch_fsdp_tests.common_distributed import RankTestCase, skip_if_lt_x_gpu
+from torch_fsdp_tests import accelerator, torch_facts, torch_names
+from torch_fsdp_tests.common_distributed import RankTestCase, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.references import average, bytes_of
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.fsdp.training import shard_each, take_step
 from torch_fsdp_tests.two_tensor import TwoTensor
 
 pytree = torch_names.module("torch.utils._pytree")
-grad_mode = torch_names.module("torch.autograd.grad_mode")
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 _class_patch_lock = threading.Lock()  # the threads of a test share the class that they patch
@@ -77,7 +76,7 @@ def two_tensor_fsdp_post_all_gather(
         if gathered.dtype == param_dtype:  # the parts of the parameter are the gathered tensors: nothing to copy
             assert part.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
         else:
-            with torch.no_grad(), grad_mode._unsafe_preserve_version_counter(part):
+            with torch.no_grad(), internals.keeping_version(part):
                 part.copy_(gathered)
     return None
 
@@ -128,7 +127,7 @@ class BFloat16AllGatherTensor(torch.Tensor):
         if out is None:
             whole = gathered.to(param_dtype)
             return whole, (gathered, whole)
-        with grad_mode._unsafe_preserve_version_counter(out):
+        with internals.keeping_version(out):
             out.copy_(gathered[: out.size(0)])  # what was gathered has the padding still
         return None
 
@@ -158,6 +157,13 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._data!r})"
+
+
+class ReleasingTensor(BFloat16AllGatherTensor):
+    """The same, which does not need what was gathered once its post-hook has run."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
 
 
 class Extension:
@@ -203,7 +209,7 @@ class Extension:
         if out is None:
             self.gathered_and_whole = (*all_gather_outputs, whole)
             return whole, (whole,)  # what FSDP gathered it frees without being told
-        with grad_mode._unsafe_preserve_version_counter(out):
+        with internals.keeping_version(out):
             out.copy_(whole)
         return None
 
@@ -503,11 +509,11 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         for name, extension in extensions.items():  # gathered for forward and backward, each of three times
             self.assertEqual((len(extension.pre_arguments), len(extension.outs)), (6, 6), name)
 
-    def _uneven_mlp(self, pad_in_pre_all_gather: bool = True) -> MLP:
+    def _uneven_mlp(self, pad_in_pre_all_gather: bool = True, kind: type = BFloat16AllGatherTensor) -> MLP:
         """Weights (9, 3) and (3, 9): over 8 ranks some shards are full, some short, some empty."""
         model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         for linear in (model.in_proj, model.out_proj):
-            linear.weight = nn.Parameter(BFloat16AllGatherTensor(linear.weight.detach(), pad_in_pre_all_gather))
+            linear.weight = nn.Parameter(kind(linear.weight.detach(), pad_in_pre_all_gather))
         return model
 
     @skip_if_lt_x_gpu(1)
@@ -580,7 +586,35 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @subtests(reshard_after_forward=[True, False])
     def test_bfloat16_all_gather_numerics(self, reshard_after_forward):
         """Beyond upstream: forward uses the bfloat16 round trip of the weights, the optimizer the float32 shards."""
-        model = fully_shard(self._uneven_mlp(), reshard_after_forward=reshard_after_forward)
+        gathered = self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, reshard_after_forward)
+        self.assertEqual(len(gathered), 6)
+        self.assertGreater(min(gathered), 0)
+
+    @needs(torch_facts.RELEASES_OUTPUTS_OF_EXTENSIONS)
+    @skip_if_lt_x_gpu(1)
+    @subtests(reshard_after_forward=[True, False])
+    def test_released_all_gather_outputs(self, reshard_after_forward):
+        """Beyond upstream: what was gathered is freed before forward and backward need the parameter, if so asked."""
+        gathered = self._test_bfloat16_all_gather_numerics(ReleasingTensor, reshard_after_forward)
+        self.assertEqual(gathered, [0] * 6)
+
+    @skip_if_lt_x_gpu(1)
+    def test_offloaded_bfloat16_all_gather_numerics(self):
+        """Beyond upstream: the pre-hook of an offloaded shard finds it on the device that computes."""
+        policy = CPUOffloadPolicy(pin_memory=False)
+        self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, True, offload_policy=policy)
+
+    def _test_bfloat16_all_gather_numerics(self, kind: type, reshard_after_forward: bool, **kwargs: Any) -> list[int]:
+        """Returns how many gathered bytes there are while each of two layers runs forward, in three steps."""
+        model = fully_shard(self._uneven_mlp(kind=kind), reshard_after_forward=reshard_after_forward, **kwargs)
+        group = internals.group_of(model)
+        gathered: list[int] = []
+        for linear in (model.in_proj, model.out_proj):
+            linear.register_forward_pre_hook(
+                lambda *_: gathered.append(
+                    bytes_of(out for param in group.fsdp_params for out in param.all_gather_outputs)
+                )
+            )
         ref_model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         optim, ref_optim = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ref_model))
         seen = []
@@ -600,9 +634,29 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             average([param.grad for param in ref_model.parameters()])
             take_step((optim, ref_optim))
             for name, local in local_tensors(model).items():
-                self.assertIsInstance(local, BFloat16AllGatherTensor)
+                self.assertIsInstance(local, kind)
                 expected = chunk_of(ref_model.get_parameter(name).detach(), self.rank, self.world_size)
-                self.assertEqual(local._data, expected, name)
+                self.assertEqual(local._data, expected.to(local.device), name)
+        return gathered
+
+    @needs(torch_facts.RELEASES_OUTPUTS_OF_EXTENSIONS)
+    @skip_if_lt_x_gpu(1)
+    def test_release_that_is_refused(self):
+        """Beyond upstream: no release without hooks, without a plain yes or no, or where the gathered is cut again."""
+        name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+        hooks = dict(zip(HOOKS, (two_tensor_fsdp_pre_all_gather_v1, two_tensor_fsdp_post_all_gather), strict=True))
+        cases: list[tuple[dict[str, Any], bool | int, type[Exception], str]] = [
+            ({name: lambda self: True}, True, AssertionError, "requires fsdp_pre_all_gather and fsdp_post_all_gather"),
+            (hooks | {name: lambda self: 1}, True, AssertionError, "must return a bool"),
+            (hooks | {name: lambda self: True}, 4, NotImplementedError, "when reshard_after_forward is an int"),
+        ]
+        for attributes, reshard_after_forward, error, text in cases:
+            with self.subTest(text):
+                layer = nn.Linear(8, 8, bias=False, device=self.device)
+                weight = layer.weight.detach()
+                layer.weight = nn.Parameter(type("Releasing", (TwoTensor,), attributes)(weight, weight.clone()))
+                with self.assertRaisesRegex(error, text):
+                    fully_shard(layer, reshard_after_forward=reshard_after_forward)
 
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[None, torch.bfloat16])
@@ -672,6 +726,27 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             self.assertEqual(extension.storage_sizes(), [0, 0])
             extension.local.mul_(3)
         self.assertEqual(len(extension.outs), 2)
+
+    @needs(torch_facts.COPIES_BYTES_ON_ONE_RANK)
+    @skip_if_lt_x_gpu(1)
+    def test_mesh_of_one_rank_with_bytes(self):
+        """Beyond upstream: bytes are taken as they are, into what an earlier gather allocated for another dtype."""
+        sends_bytes = iter([False, True, True])
+
+        def as_bytes(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+            low = shard.to(torch.bfloat16)
+            return (low.view(torch.uint8) if next(sends_bytes) else low,), tuple(shard.shape)
+
+        def in_shape(gathered: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> torch.Tensor:
+            return gathered[0].view(shape)
+
+        layer, extension = self._alone(as_bytes, in_shape)
+        inp = self._input(4)
+        for _ in range(3):
+            rounded = extension.local.bfloat16().float()
+            self.assertEqual(layer(inp), inp @ rounded.T, rtol=1e-6, atol=0)
+            extension.local.mul_(3)
+        self.assertEqual(len(extension.outs), 3)
 
     @torch_defect("fsdp2_extension_gets_one_payload")
     @skip_if_lt_x_gpu(1)

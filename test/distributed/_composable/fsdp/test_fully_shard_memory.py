@@ -7,6 +7,7 @@ counted by kind, which is exact: a bound that is met by one byte too many fails.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -31,7 +32,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import groups_of
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import bytes_of
+from torch_fsdp_tests.fsdp.references import average_gradients, bytes_of
 from torch_fsdp_tests.fsdp.shards import local_of
 
 BYTES = 4  # of a float32
@@ -341,15 +342,92 @@ class TestFullyShardMemory(FSDPTest):
     def test_all_reduce_buffer_is_dropped(self):
         """Beyond upstream: what HSDP all-reduces is held until the next group's reduction, and not after backward."""
         model = self._sharded(SMALL, mesh=self._mesh(replicated=True))
+        self._check_held_for_all_reduce(model)
+
+    @needs(torch_facts.KEEPS_INPUT_OF_ALL_REDUCE_HOOK)
+    @skip_if_lt_x_gpu(2)
+    def test_input_of_all_reduce_hook_is_dropped(self):
+        """Beyond upstream: the same for what a hook is given, which may all-reduce it by itself."""
+        model = self._sharded(SMALL)
+        given: list[torch.Tensor] = []
+        for module in internals.fsdp_modules(model):
+            module.set_all_reduce_hook(given.append)
+        self._check_held_for_all_reduce(model, lambda held: held is given[-1])
+        self.assertEqual(len(given), 2 * 4)
+
+    def _check_held_for_all_reduce(
+        self, model: nn.Module, is_right: Callable[[torch.Tensor], bool] = lambda held: True
+    ) -> None:
+        """Train twice. In each backward every group holds one buffer from its reduction to the next group's."""
+
+        def look(group: internals.Group) -> int:
+            state = group._all_reduce_state
+            self.assertTrue(state is not None and is_right(state.all_reduce_input))
+            return sum(each._all_reduce_state is not None for each in groups_of(model))
+
         for _ in range(2):
             loss = model(self._tokens(SMALL)).sum()
-            with self._after_each_group(
-                lambda _: sum(each._all_reduce_state is not None for each in groups_of(model))
-            ) as held:
+            with self._after_each_group(look) as held:
                 loss.backward()
-            self.assertGreater(max(held), 0)
+            self.assertEqual(len(held), 4)
             self.assertEqual([group._all_reduce_state for group in groups_of(model)], [None] * 4)
             dist.barrier()
+
+    @needs(torch_facts.RELEASES_GATHERED_OF_PARTIAL_GROUPS)
+    @skip_if_lt_x_gpu(2)
+    def test_gathered_buffer_of_partial_group(self):
+        """Beyond upstream: a layer that runs beside its group leaves no gathered buffer after any backward."""
+
+        class BodyAlone(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.body(x)
+
+        model: Any = BodyAlone()
+        fully_shard([model.body, model.head])
+        fully_shard(model)
+        for is_last in (False, False, True):
+            model.set_is_last_backward(is_last)
+            output = model.head(model(torch.ones(2, 4, device=self.device)))
+            self.assertIsNotNone(internals.comm_context(model).all_gather_state)
+            output.sum().backward()
+            self.assertIsNone(internals.comm_context(model).all_gather_state)
+
+    @needs(torch_facts.CASTS_GRADIENTS_BY_DTYPE)
+    @skip_if_lt_x_gpu(2)
+    @subtests(features=[(2, 16, 4), (8, 4, 16), (4, 4, 4)])
+    def test_gradients_of_two_dtypes(self, features):
+        """Beyond upstream: gradients that are cast do not keep the buffer alive that they were reduced in.
+
+        The second layer asks for bfloat16 gradients, the layers around it for float32. Where the greater part is cast,
+        the rest is copied, and the buffer goes. Otherwise the buffer stays, since the rest is a part of it.
+        """
+
+        class SideBySide(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cat([layer(x) for layer in self], dim=1)
+
+        model: Any = SideBySide(*(nn.Linear(4, out, bias=False) for out in features)).to(self.device)
+        ref_model = copy.deepcopy(model)
+        model[1].weight.grad_dtype = torch.bfloat16
+        fully_shard(model, reshard_after_forward=True)
+        torch.manual_seed(42 + self.rank)
+        inp = torch.randint(-4, 5, (2, 4)).float().to(self.device)  # whole numbers, which bfloat16 has exactly
+        for each in (ref_model, model):
+            each(inp).sum().backward()
+        average_gradients(ref_model)
+        grads = [layer.weight.grad for layer in model]
+        self.assertEqual([grad.dtype for grad in grads], [torch.float32, torch.bfloat16, torch.float32])
+        for grad, ref_layer in zip(grads, ref_model, strict=True):
+            self.assertEqual(grad.full_tensor().float(), ref_layer.weight.grad, rtol=0, atol=0)
+        # Whatever lies between them, gradients of one dtype lie side by side, so that one copy serves them all.
+        self.assertEqual(len({internals.storage_id(local_of(grads[index])) for index in (0, 2)}), 1)
+        first, cast, last = (4 * out // self.world_size for out in features)
+        reduced = first + last if cast > first + last else first + cast + last
+        self.assertEqual(bytes_of(local_of(grad) for grad in grads), reduced * BYTES + cast * 2)
 
 
 if __name__ == "__main__":

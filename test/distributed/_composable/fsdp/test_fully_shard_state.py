@@ -15,6 +15,7 @@ from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.training import shard_each
 
@@ -62,6 +63,19 @@ class Child(Base):
     @classmethod
     def name_of_class(cls) -> str:
         return cls.kind
+
+
+class NotedLinear(nn.Linear):
+    """Notes what is assigned to ``weight``."""
+
+    def __init__(self, *args: Any) -> None:
+        self.noted: list[Any] = []
+        super().__init__(*args)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self.noted.append(value)
+        super().__setattr__(name, value)
 
 
 class CountedSequential(nn.Sequential):
@@ -221,6 +235,27 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertEqual(model(self._input(4)), plain(self._input(4)))
 
     @skip_if_lt_x_gpu(1)
+    def test_module_that_assigns_by_itself(self):
+        """Beyond upstream: a class with a ``__setattr__`` of its own is asked to assign each parameter."""
+        model = NotedLinear(4, 4).to(self.device)
+        ref_model = nn.Linear(4, 4).to(self.device)
+        ref_model.load_state_dict(model.state_dict())
+        fully_shard(model, reshard_after_forward=True)
+        model.noted.clear()
+        output = model(self._input(4))
+        self.assertEqual(output, ref_model(self._input(4)))
+        self.assertEqual([isinstance(value, DTensor) for value in model.noted], [False, True])
+        self.assertIs(model.weight, model.noted[-1])
+
+    @skip_if_lt_x_gpu(1)
+    def test_group_as_root(self):
+        """Beyond upstream: a group of modules cannot be the root, since nobody knows when its forward begins."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(list(model))
+        with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
+            model(self._input(4))
+
+    @skip_if_lt_x_gpu(1)
     def test_generated_classes(self):
         """Beyond upstream: one class for each class of the user, whatever it is called."""
 
@@ -278,6 +313,21 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertEqual(out, expected, rtol=0, atol=0)
         out.sum().backward()
         self.assertTrue(all(param.grad is not None for param in model.parameters()))
+
+    @torch_defect("fsdp2_reset_before_first_forward_raises")
+    @needs(torch_facts.RESETS_ITERATION)
+    @skip_if_lt_x_gpu(1)
+    def test_reset_iter_state_before_first_forward(self):
+        """Beyond upstream: there is nothing to reset before the first forward, also if parameters are unsharded."""
+        for unshards in (False, True):
+            with self.subTest(unshards=unshards):
+                ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+                model = copy.deepcopy(ref_model)
+                shard_each((*model, model))
+                if unshards:
+                    model[0].unshard()
+                model.reset_iter_state()
+                self.assertEqual(model(self._input(4)), ref_model(self._input(4)))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, requires_capability, skip_if_lt_x_gpu
@@ -269,6 +270,7 @@ class SingleGroupTest(TrainingMixin):
         self,
         lin_shapes: list[tuple[int, int]],
         use_shard_placement_fn: bool = False,
+        reshard_after_forward: bool | int | None = None,
         check: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         optim_cls: type = ShardAdam,
     ) -> None:
@@ -277,7 +279,8 @@ class SingleGroupTest(TrainingMixin):
         first, second = (nn.Linear(*shape) for shape in lin_shapes)
         model = nn.Sequential(first, nn.ReLU(), second)
         ref_model = self._replica(model)
-        fully_shard(model, shard_placement_fn=shard_largest_dim if use_shard_placement_fn else None)
+        placement_fn = shard_largest_dim if use_shard_placement_fn else None
+        fully_shard(model, shard_placement_fn=placement_fn, reshard_after_forward=reshard_after_forward)
         shard_dims = [param.placements[0].dim for param in model.parameters()]
         self.assertEqual(shard_dims, [1, 0, 1, 0] if use_shard_placement_fn else [0] * 4)
 
@@ -304,8 +307,8 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @property
     def world_size(self) -> int:
         # Transformers are the same to four ranks as to eight; of linear layers eight leave some ranks without a row.
-        transforms = any(word in self._testMethodName for word in ("multi_group", "prefetching", "event"))
-        return 4 if transforms else 8
+        words = ("multi_group", "prefetching", "event", "post_forward")
+        return 4 if any(word in self._testMethodName for word in words) else 8
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group_shard_dim0(self):
@@ -319,6 +322,12 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     def test_train_parity_single_group_shard_largest_dim(self):
         config = {"lin_shapes": [[(32, 16), (16, 8)]], "use_shard_placement_fn": [True]}
         self.run_subtests(config, self._test_train_parity_single_group, optim_cls=torch.optim.Adam)
+
+    @torch_defect("fsdp2_smaller_mesh_with_columns_raises")
+    @skip_if_lt_x_gpu(4)
+    def test_train_parity_post_forward_shard_largest_dim(self):
+        """Columns reshard to a smaller mesh after forward, and backward gathers them from there."""
+        self._test_train_parity_single_group([(32, 16), (16, 8)], use_shard_placement_fn=True, reshard_after_forward=2)
 
     @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=Transformer)
@@ -944,6 +953,21 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_recovered(model, **kwargs)
 
     @needs_reset
+    @skip_if_lt_x_gpu(2)
+    def test_reset_iter_state_drops_unshards(self):
+        """Beyond upstream: a reset waits for gathers that nobody has waited for, and lets go of what they brought."""
+        model = self._mlps()
+        self._seed()
+        self._break_off(model, "forward, inside")
+        for module in internals.fsdp_modules(model):
+            module.unshard(async_op=True)
+        model.reset_iter_state()
+        for group in internals.groups_of(model):
+            self.assertIsNone(internals.pending_gather(group))
+            self.assertTrue(group.is_sharded)
+        self._check_recovered(model)
+
+    @needs_reset
     @torch_defect("fsdp2_reset_keeps_unreduced_gradients")
     @skip_if_lt_x_gpu(2)
     @subtests(reduce_dtype=[None, torch.float32])
@@ -1003,6 +1027,23 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         check_full(self, ref_model, model)
         self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), optim_cls=ShardAdamW)
         check_full(self, ref_model, model)
+
+    @torch_defect("fsdp2_inference_mode_with_columns_raises")
+    @skip_if_lt_x_gpu(2)
+    def test_first_evaluation_in_inference_mode(self):
+        """Beyond upstream: columns are put together also where the first forward is one in inference mode."""
+        manual_seed(42)
+        model = nn.Linear(16, 4)
+        ref_model = self._replica(model)
+        fully_shard(model, shard_placement_fn=shard_largest_dim, reshard_after_forward=True)
+        self._seed()
+        for _ in range(2):
+            inp = self._inputs(2, 16)
+            with torch.inference_mode():
+                self.assertEqual(model(inp), ref_model(inp))
+            with torch.no_grad():
+                for param in (*model.parameters(), *ref_model.parameters()):
+                    param.mul_(3)  # the second evaluation reads the new shards
 
 
 class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThread):
@@ -1120,6 +1161,20 @@ def _is_accumulation(**case: Any) -> bool:
     if case["offload"] and case["reshard_after_forward"] is not True:
         return False
     return not case["reduce_scatter_only"] or len(case["mesh_shape"]) > 1  # else there is no all-reduce
+
+
+class TwoBranches(nn.Module):
+    """Two layers of the same size. Each forward is told which of them to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *branches: str) -> torch.Tensor:
+        return torch.stack([getattr(self, branch)(x) for branch in branches]).sum(0)
+
+
+BRANCHES = {"left": ("left",), "right": ("right",), "both": ("left", "right")}
 
 
 class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
@@ -1273,6 +1328,71 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self.assertEqual([group._partial_reduce_output for group in internals.groups_of(model)], [None] * 3)
         model.set_requires_all_reduce(True)
         self._train_and_compare(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+
+    @torch_defect("fsdp2_partial_reduction_reaches_another_parameter")
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        microbatches=[("left", "right"), ("left", "both"), ("both", "right"), ("left", "right", "left")],
+        reshard_after_forward=[True, False],
+    )
+    def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
+        """Beyond upstream: the microbatches before one all-reduce may use different parameters of a group."""
+        self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
+
+    @torch_defect("fsdp2_partial_reduction_of_unused_group_is_left")
+    @skip_if_lt_x_gpu(4)
+    @subtests(microbatches=[("both", "right"), ("left", "right")])
+    def test_partial_reduction_of_unused_group(self, microbatches):
+        """Beyond upstream: a group that the last microbatch does not use is all-reduced with the others."""
+        self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
+
+    def _test_partial_reductions(
+        self,
+        microbatches: tuple[str, ...],
+        to_shard: Callable[[Any], list[nn.Module]],
+        reshard_after_forward: bool = True,
+    ) -> None:
+        manual_seed(42)
+        ref_model = TwoBranches().to(self.device)
+        model = self._replica(ref_model)
+        shard_each(to_shard(model), mesh=self._mesh(2, 2), reshard_after_forward=reshard_after_forward)
+
+        def step(each: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
+            losses = []
+            for index, (inp, used) in enumerate(zip(inputs, microbatches, strict=True), 1):
+                if each is model:
+                    model.set_requires_all_reduce(index == len(microbatches))
+                losses.append(backward(loss_of(each(inp, *BRANCHES[used]))))
+            return torch.stack(losses)
+
+        next_batch = lambda: self._inputs(len(microbatches), 2, 8).unbind()  # noqa: E731
+        self._train_and_compare(ref_model, model, next_batch, step=step)
+
+    @torch_defect("fsdp2_accumulation_of_later_parameter_raises")
+    @skip_if_lt_x_gpu(4)
+    @subtests(second=["right", "both"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
+    def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
+        """Beyond upstream: under mixed precision the last microbatch may be the first to use a parameter.
+
+        Whole numbers are exact in bfloat16, and a sum has the same gradient whatever the weights are.
+        """
+        manual_seed(42)
+        ref_model = TwoBranches().to(self.device)
+        model = self._replica(ref_model)
+        fully_shard(
+            model,
+            mesh=self._mesh(*mesh_shape),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            reshard_after_forward=reshard_after_forward,
+        )
+        self._seed()
+        for used, is_last in (("left", False), (second, True)):
+            inp = torch.randint(-4, 5, (2, 8), device=self.device).float()
+            model.set_requires_gradient_sync(is_last)
+            for each in (ref_model, model):
+                each(inp, *BRANCHES[used]).sum().backward()
+        average_gradients(ref_model)
+        check_parity(self, ref_model, model, what=("gradient",), rtol=0, atol=0)
 
     def _hsdp_mlps(self, reshard_after_forward: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
         manual_seed(42)
@@ -1483,6 +1603,24 @@ class StackTest(TrainingMixin):
 
 class TestFullyShardNDTraining(StackTest, FSDPTest):
     world_size = 8
+
+    @skip_if_lt_x_gpu(4)
+    def test_what_is_refused_with_tp(self):
+        """Beyond upstream: DTensors neither reshard to a smaller mesh, nor may more than two dimensions cut them."""
+        mesh = self._mesh(self.world_size, 1, names=("dp", "tp"))
+        model = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(self.device), mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
+        with self.assertRaisesRegex(NotImplementedError, "Resharding to smaller mesh"):
+            model(self._inputs(2, 8))
+
+        names = "pp", "cp", "tp"
+        mesh = self._mesh(2, 1, 2, 2, names=("dp", *names))
+        layer = nn.Linear(8, 8, bias=False)
+        layer.weight = nn.Parameter(
+            distribute_tensor(layer.weight.detach().to(self.device), mesh[names], [Shard(0)] * 3)
+        )
+        with self.assertRaisesRegex(NotImplementedError, "only supports 1D TP"):
+            fully_shard(layer, mesh=mesh["dp"])
 
     @skip_if_lt_x_gpu(4)
     def test_2d_mlp_with_nd_mesh(self):

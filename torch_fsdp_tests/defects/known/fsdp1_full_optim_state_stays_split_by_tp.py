@@ -1,0 +1,39 @@
+"""A full optimizer state dict has only this rank's part of what tensor parallelism splits.
+
+``FSDP.optim_state_dict`` says of the full type that its states are not sharded. FSDP1 redistributes a state that tensor
+parallelism splits, and drops the result: the state stays a DTensor that is split over the ranks of tensor parallelism.
+A file that one rank writes has a part of it.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
+    broken=">=2.9",
+    world_size=4,
+    arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",
+    tests=("distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_full_optim_state_dict",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4, device=device)), mesh["tp"], {"0": ColwiseParallel()})
+    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    optim.step()
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = FSDP.optim_state_dict(model, optim)["state"]["0.weight"]["exp_avg"]
+    found = state.to_local() if isinstance(state, DTensor) else state
+    return list(found.shape), [4, 4]

@@ -1,0 +1,42 @@
+"""Loading an optimizer state gives ranks of tensor parallelism the moments of other elements.
+
+FSDP1 gathers the whole of each state and flattens it. From that it takes the elements by their positions in the flat
+parameter, which has only this rank's part of what tensor parallelism splits. Ranks that have a later part of a
+parameter get the moments of the first one. Full and sharded state dicts are loaded alike.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_optim_state_dict_is_loaded",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(1, 4, device=device)), mesh["tp"], {"0": ColwiseParallel()})
+    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tp_rank = mesh.get_local_rank("tp")
+    (model(torch.ones(1, 1, device=device)).sum() * (tp_rank + 1)).backward()  # the second half gets twice the gradient
+    optim.step()
+
+    def momenta():
+        return [value["momentum_buffer"].tolist() for value in optim.state.values() if "momentum_buffer" in value]
+
+    right = momenta()
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim)))
+    return momenta(), right

@@ -1,0 +1,43 @@
+"""Loading the optimizer state of a flat parameter raises under tensor parallelism.
+
+FSDP1 flattens the whole of each state, and compares it with the flat parameter, which has only this rank's part of what
+tensor parallelism splits. A sharded state has another shape; of a full one, which is a DTensor, the values cannot be
+copied.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._optim_utils._flatten_optim_state",
+    broken=">=2.9",
+    world_size=4,
+    tests=(
+        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration"
+        "::test_optim_state_dict_of_flat_parameters_is_loaded",
+    ),
+    fails_with=("ValueError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(1, 4, device=device)), mesh["tp"], {"0": ColwiseParallel()})
+    model = FSDP(model, device_mesh=mesh["dp"], device_id=device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 1, device=device)).sum().backward()
+    optim.step()
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    try:
+        FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
+    except ValueError as error:
+        return f"ValueError: {error}", "loaded"
+    return "loaded", "loaded"

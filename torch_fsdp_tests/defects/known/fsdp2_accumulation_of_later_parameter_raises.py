@@ -1,0 +1,48 @@
+"""Gradient accumulation raises if a later microbatch is the first to use a parameter.
+
+With a ``reduce_dtype``, FSDP2 accumulates gradients in that dtype while it does not reduce them. A parameter that only
+the last microbatch uses has a gradient in the dtype of computation, which FSDP2 does not cast before it compares the
+dtypes of the group.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    broken=">=2.9,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
+        "::test_parameter_of_a_later_microbatch",
+    ),
+)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, branch):
+        return getattr(self, branch)(x)
+
+
+def reproduce(rank, world_size, device):
+    model = Branches().to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    model(torch.full((1, 2), 10.0, device=device), "left").sum().backward()
+    model.set_requires_gradient_sync(True)
+    right = [10.0, 1.0]  # each branch has seen one input
+    try:
+        model(torch.ones(1, 2, device=device), "right").sum().backward()
+    except AssertionError as error:
+        return f"AssertionError: {str(error).split(' but got ')[0]}", right
+    return [layer.weight.grad.full_tensor()[0, 0].item() for layer in (model.left, model.right)], right

@@ -1,0 +1,40 @@
+"""The first evaluation in inference mode raises where parameters are not sharded along their first dimension.
+
+FSDP2 keeps the version counter of an unsharded parameter while it puts the columns of all ranks together. A parameter
+that was allocated in inference mode has no version counter, so the very first forward in inference mode raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
+    broken=">=2.9,<2.15",
+    upstream=("https://github.com/pytorch/pytorch/issues/113203",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardShardPlacementFnMultiProcess"
+        "::test_first_evaluation_in_inference_mode",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=True)
+    try:
+        with torch.inference_mode():
+            found = model(torch.ones(1, 2, device=device)).item()
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    right = 2.0  # two weights of one, two inputs of one
+    return found, right

@@ -1,0 +1,49 @@
+"""HSDP leaves out the all-reduce of a group that the last microbatch does not use.
+
+After a backward without all-reduce, FSDP2 keeps what it has reduce-scattered. The last microbatch all-reduces only the
+groups that it gives a gradient. The others are stepped without the gradient of the earlier microbatches, which is then
+added to that of the next step.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    broken=">=2.9,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
+        "::test_partial_reduction_of_unused_group",
+    ),
+)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, *branches):
+        return sum(getattr(self, branch)(x) for branch in branches)
+
+
+def reproduce(rank, world_size, device):
+    model = Branches().to(device)
+    mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    for module in (model.left, model.right, model):
+        fully_shard(module, mesh=mesh)
+    model.set_requires_all_reduce(False)
+    model(torch.full((1, 2), 10.0, device=device), "left", "right").sum().backward()
+    model.set_requires_all_reduce(True)
+    model(torch.ones(1, 2, device=device), "right").sum().backward()
+
+    grads = [layer.weight.grad for layer in (model.left, model.right)]
+    found = [None if grad is None else grad.full_tensor()[0, 0].item() for grad in grads]
+    right = [10.0, 11.0]  # the left branch has seen the first input, the right one both
+    return found, right

@@ -1,0 +1,49 @@
+"""HSDP adds the partial gradient of one parameter to another one.
+
+After a backward without all-reduce, FSDP2 keeps one flat buffer with the gradients that it has reduce-scattered so far.
+It does not note which parameters are in it, and adds it to whatever the next backward reduces. If that backward uses
+other parameters, their gradients are mixed up where the sizes are the same; where they are not, the addition raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    broken=">=2.9,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
+        "::test_partial_reductions_of_other_parameters",
+    ),
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, branch):
+        return getattr(self, branch)(x)
+
+
+def reproduce(rank, world_size, device):
+    model = Branches().to(device)
+    mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    model.set_requires_all_reduce(False)
+    model(torch.full((1, 2), 10.0, device=device), "left").sum().backward()
+    model.set_requires_all_reduce(True)
+    model(torch.ones(1, 2, device=device), "right").sum().backward()
+
+    grads = [layer.weight.grad for layer in (model.left, model.right)]
+    found = [None if grad is None else grad.full_tensor()[0, 0].item() for grad in grads]
+    right = [10.0, 1.0]  # each branch has seen one input
+    return found, right

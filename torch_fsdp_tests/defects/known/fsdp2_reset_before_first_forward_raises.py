@@ -1,0 +1,38 @@
+"""reset_iter_state raises before the first forward.
+
+What an iteration leaves behind is created by the root's first forward, and ``reset_iter_state`` does not ask whether
+there was one. A training loop that resets after every error therefore hides the error of a step that failed earlier,
+for example while it fetched its data.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._reset_iter_state",
+    since="2.13",
+    broken=">=2.13",
+    arguable="there is nothing to reset before the first forward",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_state::TestFullyShardState"
+        "::test_reset_iter_state_before_first_forward",
+    ),
+    fails_with=("AttributeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    try:
+        model.reset_iter_state()
+    except AttributeError as error:
+        return f"AttributeError: {error}", "reset"
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    return "reset", "reset"

@@ -1,0 +1,38 @@
+"""A backward raises where parameters are sharded along another dimension than the first and reshard to a smaller mesh.
+
+With an integer as ``reshard_after_forward``, FSDP2 keeps a flat piece of each parameter after forward. In backward it
+gathers these pieces and puts them together as if they were columns, with a shape that has only one dimension.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
+    broken=">=2.9",
+    world_size=4,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCore"
+        "::test_train_parity_post_forward_shard_largest_dim",
+    ),
+    fails_with=("IndexError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(4, 4, bias=False, device=device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1), reshard_after_forward=2)
+    right = 1.0  # the input
+    try:
+        model(torch.ones(1, 4, device=device)).sum().backward()
+    except IndexError as error:
+        return f"IndexError: {error}", right
+    return model.weight.grad.full_tensor()[0, 0].item(), right
