@@ -1,0 +1,517 @@
+"""Distributed state dicts (DSD): models and optimizers under FSDP1, FSDP2, DDP and TP, in every form DSD has.
+
+Names and values are compared with those of a plain model that is trained beside on the mean of all ranks' gradients.
+What is loaded is compared bit for bit, and must train on as the reference does.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from torch_fsdp_tests.common_dist_composable import CompositeParamModel, UnitModule
+from torch_fsdp_tests.common_distributed import requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.distributed.common_state_dict import (
+    EXACT,
+    Pair,
+    StateDictTest,
+    is_sharded,
+    whole_tree,
+)
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.training import shard_each
+
+DIM = 7  # odd, so that two ranks have unequal shards
+FULL = StateDictOptions(full_state_dict=True)
+FULL_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+ADAMS = [torch.optim.Adam, torch.optim.AdamW]
+BACKEND = "eager"  # the names of parameters depend on no backend, and this one is fast
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """The model, of which each linear layer and each unit is in a wrapper for activation checkpointing."""
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, (nn.Linear, UnitModule)))
+    return model
+
+
+class TestStateDict(StateDictTest):
+    def _composite(self, seed: int, distribute: Callable[[Any], Any], optim_cls: type, **kwargs: Any) -> Pair:
+        manual_seed(seed)
+        return self._pair(CompositeParamModel(self.device, DIM), distribute, optim_cls, width=DIM, **kwargs)
+
+    def _fsdp1(self, model: nn.Module, **kwargs: Any) -> FSDP:
+        kwargs = {"auto_wrap_policy": ModuleWrapPolicy({UnitModule}), "use_orig_params": True, **kwargs}
+        return FSDP(model, **kwargs)
+
+    def _fsdp2(self, model: Any, **kwargs: Any) -> Any:
+        return shard_each((model.u1, model.u2, model), **kwargs)
+
+    def _test_save_load(self, init: Callable[[int], Pair], flatten_optimizer: bool = False) -> None:
+        """``init(seed)`` builds a pair; other seeds give other parameters."""
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten_optimizer)
+        pair = init(0)
+        pair.train(range(2))
+        msd, osd = pair.states(options)
+        self._verify_pair(pair, msd, osd, options=options)
+        new_optim = type(pair.ref_optim)(pair.ref_model.parameters())
+        self._verify_osd_by_load(pair.ref_model, pair.ref_optim, new_optim, osd)
+
+        saved, wanted = copy.deepcopy((msd, osd)), whole_tree((msd, osd))
+        other = init(1)
+        self.assertNotEqual(whole_tree(get_model_state_dict(other.model)), wanted[0])
+        self.assertEqual(other.load(*copy.deepcopy(saved), options), ([], []))
+        self.assertEqual(whole_tree(other.states(options)), wanted, **EXACT)
+
+        other.ref_model, other.ref_optim = pair.ref_model, pair.ref_optim
+        other.train(range(2, 4))
+        self._verify_pair(other, *other.states(options))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2])
+    def test_patched_methods(self, fsdp):
+        """Beyond upstream, which has it in each test: the models' and optimizers' own methods may be DSD's."""
+        pair, other = (
+            self._composite(seed, self._fsdp1 if fsdp == 1 else self._fsdp2, torch.optim.Adam) for seed in (0, 1)
+        )
+        pair.train(range(2))
+        for each in (pair, other):
+            internals.dsd._patch_model_state_dict(each.model)
+            internals.dsd._patch_optimizer_state_dict(each.model, optimizers=each.optims)
+        (optim,), (other_optim,) = pair.optims, other.optims
+        msd, osd = pair.model.state_dict(), optim.state_dict()
+        self._verify_pair(pair, msd, osd)
+        other.model.load_state_dict(copy.deepcopy(msd))
+        other_optim.load_state_dict(copy.deepcopy(osd))
+        found = whole_tree((other.model.state_dict(), other_optim.state_dict()))
+        self.assertEqual(found, whole_tree((msd, osd)), **EXACT)
+        # Those of DSD find the methods that torch gives.
+        self._verify_pair(pair, *other.states())
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        use_orig_params=[True, False],
+        use_dtensor=[True, False],
+        wrapping=[{UnitModule}, {nn.Linear, UnitModule}],
+        optimizer_class=[*ADAMS, torch.optim.SGD],
+    )
+    def test_fsdp(self, use_orig_params, use_dtensor, wrapping, optimizer_class):
+        def distribute(model: nn.Module) -> nn.Module:
+            mesh = make_mesh(self.world_size) if use_dtensor else None
+            policy = ModuleWrapPolicy(wrapping)
+            return FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_mesh=mesh)
+
+        self._test_save_load(lambda seed: self._composite(seed, distribute, optimizer_class))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(optimizer_class=ADAMS, inside=[False, True])
+    def test_compiled_fsdp(self, optimizer_class, inside):
+        """No key shows that FSDP1 is compiled as a whole, or a layer inside it."""
+
+        def distribute(model: Any) -> Any:
+            if inside:
+                model.l = torch.compile(model.l, backend=BACKEND)
+            model = self._fsdp1(model)
+            return model if inside else torch.compile(model, backend=BACKEND)
+
+        self._test_save_load(lambda seed: self._composite(seed, distribute, optimizer_class))
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(reshard_after_forward=[True, False], optimizer_class=ADAMS, compile_model=[False, True])
+    def test_fsdp2(self, reshard_after_forward, optimizer_class, compile_model):
+        def distribute(model: nn.Module) -> Any:
+            model = self._fsdp2(model, reshard_after_forward=reshard_after_forward)
+            return torch.compile(model, backend=BACKEND) if compile_model else model
+
+        self._test_save_load(lambda seed: self._composite(seed, distribute, optimizer_class))
+
+    def _ddp(self, module: nn.Module) -> DDP:
+        return DDP(module, device_ids=None if self.device.index is None else [self.device.index])
+
+    def _with_ddp(self, model: Any) -> FSDP:
+        model.l = self._ddp(model.l)
+        return self._fsdp1(model, ignored_modules=[model.l])
+
+    @torch_defect("fsdp1_optim_state_keeps_names_of_ddp")
+    @skip_if_lt_x_gpu(2)
+    @subtests(optimizer_class=ADAMS)
+    def test_fsdp_ddp(self, optimizer_class):
+        """A layer in DDP, the rest in FSDP1."""
+        self._test_save_load(lambda seed: self._composite(seed, self._with_ddp, optimizer_class))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(optimizer_class=ADAMS, several_optimizers=[False, True])
+    def test_fsdp2_ddp(self, optimizer_class, several_optimizers):
+        """Beyond upstream: a layer in DDP, two in FSDP2, with one optimizer for all or one for each kind."""
+
+        def distribute(model: Any) -> Any:
+            model.l = self._ddp(model.l)
+            shard_each((model.u1, model.u2))
+            model.p.register_post_accumulate_grad_hook(lambda param: average([param.grad]))
+            return model
+
+        def split(model: Any) -> list[list[nn.Parameter]]:
+            sharded = [*model.u1.parameters(), *model.u2.parameters()]
+            rest = [model.p, *model.l.parameters()]
+            return [sharded, rest] if several_optimizers else [rest + sharded]
+
+        self._test_save_load(lambda seed: self._composite(seed, distribute, optimizer_class, split=split))
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_ddp_model(self):
+        """Beyond upstream: as for :meth:`test_fsdp_ddp`, the model alone."""
+        pair, other = (self._composite(seed, self._with_ddp, torch.optim.Adam) for seed in (0, 1))
+        pair.train(range(2))
+        for options in (StateDictOptions(), FULL):
+            msd = get_model_state_dict(pair.model, options=options)
+            self._verify_msd(pair.ref_model.state_dict(), msd, options)
+            set_model_state_dict(other.model, msd, options=options)
+            self._verify_msd(pair.ref_model.state_dict(), get_model_state_dict(other.model))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2], optimizer_class=ADAMS)
+    def test_frozen(self, fsdp, optimizer_class):
+        """Beyond upstream: frozen parameters are in the dicts, without states, unless they are asked to be ignored."""
+
+        def distribute(model: Any) -> Any:
+            return self._fsdp1(model) if fsdp == 1 else self._fsdp2(model)
+
+        def init(seed: int) -> Pair:
+            manual_seed(seed)
+            plain = CompositeParamModel(self.device, DIM)
+            for unit in (plain.u1, plain.u2):
+                unit.requires_grad_(False)
+            return self._pair(plain, distribute, optimizer_class, width=DIM)
+
+        self._test_save_load(init)
+        pair = init(0)
+        options = StateDictOptions(ignore_frozen_params=True)
+        msd = get_model_state_dict(pair.model, options=options)
+        wanted = {name: value for name, value in pair.ref_model.state_dict().items() if name[0] != "u"}
+        self.assertEqual(sorted(wanted), ["buffer", "l.bias", "l.weight", "p"])
+        self._verify_msd(wanted, msd, options)
+        other = init(1)
+        found = set_model_state_dict(other.model, msd, options=StateDictOptions(strict=False))
+        self.assertEqual(sorted(found.missing_keys), sorted(set(pair.ref_model.state_dict()) - set(wanted)))
+        self._verify_msd({**other.ref_model.state_dict(), **wanted}, get_model_state_dict(other.model))
+
+    def _trained_on_mesh(self, fsdp: int, optimizer_class: type) -> Pair:
+        mesh = make_mesh(self.world_size)
+
+        def distribute(model: Any) -> Any:
+            return self._fsdp1(model, device_mesh=mesh) if fsdp == 1 else self._fsdp2(model, mesh=mesh)
+
+        pair = self._composite(0, distribute, optimizer_class)
+        pair.train(range(1))
+        return pair
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2], optimizer_class=ADAMS)
+    def test_cpu_offload_full_state_dict(self, fsdp, optimizer_class):
+        pair = self._trained_on_mesh(fsdp, optimizer_class)
+        offloaded = pair.states(StateDictOptions(cpu_offload=True))
+        self._verify_pair(pair, *offloaded, offload_to_cpu=True)
+        self.assertTrue(all(is_sharded(value) for name, value in offloaded[0].items() if name != "buffer"))
+
+        full = pair.states(FULL)
+        self._verify_pair(pair, *full, options=FULL)
+        with to_host_is_a_copy():
+            on_host = pair.states(FULL_ON_HOST)
+        if self.rank > 0:
+            self.assertEqual(on_host, ({}, {}))
+        else:
+            self._verify_msd(pair.ref_model.state_dict(), on_host[0], FULL, offload_to_cpu=True)
+            if fsdp == 2:  # for FSDP1 see the next test
+                self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), on_host[1])
+        # A gathered dict is the caller's: to change it changes neither model nor optimizer.
+        for msd, osd in (full, on_host):
+            # A step count, which is whole on each rank, is no copy, as a buffer is none.
+            states = [state[key] for state in osd.get("state", {}).values() for key in ("exp_avg", "exp_avg_sq")]
+            for value in (*(value for name, value in msd.items() if name != "buffer"), *states):
+                value.fill_(-5)
+        if fsdp == 2:
+            self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), pair.states()[1])
+        self._verify_msd(pair.ref_model.state_dict(), get_model_state_dict(pair.model))
+
+    @torch_defect("fsdp1_offloaded_optim_states_are_one")
+    @skip_if_lt_x_gpu(2)
+    def test_cpu_offload_full_optim_state_dict_fsdp1(self):
+        """Beyond upstream: what :meth:`test_cpu_offload_full_state_dict` leaves out."""
+        pair = self._trained_on_mesh(1, torch.optim.Adam)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL_ON_HOST)
+        if self.rank == 0:
+            self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=["flat parameters", "original parameters", "FSDP2"])
+    def test_activation_ckpt_fqns_fsdp1(self, fsdp):
+        """Checkpoint wrappers inside FSDP leave the names as they were, of the model and its optimizer."""
+
+        def distribute(model: Any) -> Any:
+            if fsdp == "FSDP2":
+                return self._fsdp2(checkpointed(model))
+            model = checkpointed(self._fsdp1(model, use_orig_params=fsdp == "original parameters"))
+            self.assertTrue(any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules()))
+            return model
+
+        self._test_save_load(lambda seed: self._composite(seed, distribute, torch.optim.AdamW))
+
+    @torch_defect("fsdp1_checkpointed_optim_state_is_refused")
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[True, False])
+    def test_activation_ckpt_before_fsdp1(self, use_orig_params):
+        """Beyond upstream: as :meth:`test_activation_ckpt_fqns_fsdp1`, in the other order."""
+
+        def distribute(model: Any) -> Any:
+            return self._fsdp1(checkpointed(model), use_orig_params=use_orig_params)
+
+        self._test_save_load(lambda seed: self._composite(seed, distribute, torch.optim.AdamW))
+
+    def _test_broadcast(self, distribute: Callable[[Any], Any]) -> None:
+        pair = self._composite(0, distribute, torch.optim.Adam)
+        pair.train(range(1))
+        saved = whole_tree(pair.states())
+        self._verify_pair(pair, *pair.states(FULL), options=FULL)
+        wanted, ref_saved = copy.deepcopy((saved, (pair.ref_model.state_dict(), pair.ref_optim.state_dict())))
+        pair.train(range(1, 2))
+        self.assertNotEqual(whole_tree(pair.states()), wanted)
+
+        msd, osd = copy.deepcopy(saved) if self.rank == 0 else ({}, {})
+        pair.load(msd, osd, FROM_RANK_0)
+        found = whole_tree(pair.states())
+        self.assertEqual(found[0], wanted[0], **EXACT)
+        self._compare_states(found[1], wanted[1])
+        pair.ref_model.load_state_dict(ref_saved[0])
+        pair.ref_optim.load_state_dict(ref_saved[1])
+        pair.train(range(1, 3))
+        self._verify_pair(pair, *pair.states())
+
+        for key in ("p", "u1.seq.1.bias", "buffer"):
+            short = {name: value for name, value in saved[0].items() if name != key}
+            with self.assertRaisesRegex(RuntimeError, f"Missing key.*{key}"):
+                set_model_state_dict(pair.model, short if self.rank == 0 else {}, options=FROM_RANK_0)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2])
+    def test_broadcast_from_rank0(self, fsdp):
+        mesh = make_mesh(self.world_size)
+        if fsdp == 1:
+            self._test_broadcast(functools.partial(self._fsdp1, device_mesh=mesh))
+        else:
+            self._test_broadcast(functools.partial(self._fsdp2, mesh=mesh))
+
+    @requires_world_size(4)
+    @subtests(fsdp=[1, 2])
+    def test_broadcast_from_rank0_hsdp(self, fsdp):
+        mesh = make_mesh(2, 2, names=("replicate", "shard"))
+        if fsdp == 1:
+            strategy = ShardingStrategy.HYBRID_SHARD
+            self._test_broadcast(functools.partial(self._fsdp1, device_mesh=mesh, sharding_strategy=strategy))
+        else:
+            self._test_broadcast(functools.partial(self._fsdp2, mesh=mesh))
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_root_not_initialized(self):
+        pair = self._composite(0, self._fsdp1, torch.optim.AdamW)
+        self._verify_msd(pair.ref_model.state_dict(), get_model_state_dict(pair.model))
+        osd = get_optimizer_state_dict(pair.model, pair.optims)
+        self.assertEqual(sorted(osd["state"]), sorted(name for name, _ in pair.ref_model.named_parameters()))
+
+    @torch_defect("fsdp2_new_setting_of_full_optim_state")
+    @skip_if_lt_x_gpu(2)
+    def test_optim_state_dict_param_matching(self):
+        """What a scheduler has put into the groups is loaded into groups that do not have it, on all ranks."""
+        self._test_new_setting(FROM_RANK_0)
+
+    @torch_defect("fsdp2_new_setting_of_full_optim_state")
+    @skip_if_lt_x_gpu(2)
+    def test_param_matching_on_each_rank(self):
+        """Beyond upstream: as :meth:`test_optim_state_dict_param_matching`, where each rank has the full dict."""
+        self._test_new_setting(FULL)
+
+    @skip_if_lt_x_gpu(2)
+    def test_param_matching_of_shards(self):
+        """Beyond upstream: as :meth:`test_optim_state_dict_param_matching`, with a sharded dict."""
+        self._test_new_setting(StateDictOptions())
+
+    def _test_new_setting(self, options: StateDictOptions) -> None:
+        saving, loading = (self._composite(seed, self._fsdp2, torch.optim.Adam) for seed in (0, 1))
+        torch.optim.lr_scheduler.LambdaLR(saving.optims[0], lambda epoch: 0.5)
+        saving.train(range(1))
+        osd = get_optimizer_state_dict(saving.model, saving.optims, options=options)
+        self.assertEqual(osd["param_groups"][0]["initial_lr"], 0.02)
+        self.assertNotIn("initial_lr", loading.optims[0].param_groups[0])
+        empty = options.broadcast_from_rank0 and self.rank > 0
+        set_optimizer_state_dict(loading.model, loading.optims, {} if empty else osd, options=options)
+        (group,) = loading.optims[0].param_groups
+        self.assertEqual((group["initial_lr"], group["lr"]), (0.02, 0.01))
+        self._compare_states(
+            whole_tree(get_optimizer_state_dict(loading.model, loading.optims)),
+            whole_tree(get_optimizer_state_dict(saving.model, saving.optims)),
+        )
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=["flat parameters", "original parameters", "FSDP2"])
+    def test_flattened_osd(self, fsdp):
+        """A flattened and a nested state dict make the same optimizer."""
+
+        def distribute(model: Any) -> Any:
+            return self._fsdp2(model) if fsdp == "FSDP2" else self._fsdp1(model, use_orig_params=fsdp[0] == "o")
+
+        def init(seed: int) -> Pair:
+            return self._composite(seed, distribute, torch.optim.AdamW)
+
+        self._test_save_load(init, flatten_optimizer=True)
+        pair = init(0)
+        pair.train(range(1))
+        pair.optims[0].zero_grad()
+        for flatten in (False, True):
+            options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+            osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+            self.assertEqual("state" in osd, not flatten)
+            optim = torch.optim.AdamW(pair.model.parameters())
+            set_optimizer_state_dict(pair.model, optim, osd, options=options)
+            self.assertEqual(whole_tree(optim.state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+
+    @skip_if_lt_x_gpu(2)
+    def test_deprecate_fsdp_api(self):
+        pair = self._composite(0, self._fsdp1, torch.optim.AdamW)
+        warning = r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated"
+        with (
+            self.assertWarnsRegex(FutureWarning, warning),
+            FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT),
+        ):
+            pair.model.state_dict()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "FSDP.state_dict_type", FutureWarning)
+            pair.load(*pair.states())
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(fsdp=[1, 2], flatten=[False, True])
+    def test_shared_weight(self, fsdp, flatten):
+        """A weight of two names is one parameter to the optimizer, and comes back as one."""
+
+        def distribute(model: nn.Module) -> nn.Module:
+            mesh = make_mesh(self.world_size)
+            return FSDP(model, device_mesh=mesh) if fsdp == 1 else fully_shard(model, mesh=mesh)
+
+        def init(seed: int) -> Pair:
+            manual_seed(seed)
+            plain = TiedModel(self.device)
+            return self._pair(plain, distribute, torch.optim.AdamW, width=DIM)
+
+        self._test_save_load(init, flatten)
+
+    def _test_meta(self, options: StateDictOptions) -> None:
+        manual_seed(0)
+        shapes = (4, 5), (5, 4)
+        source = nn.Sequential(*(nn.Linear(*shape, bias=False, device=self.device) for shape in shapes))
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+        shard_each((*model, model), mesh=make_mesh(self.world_size))
+        state_dict = copy.deepcopy(source.state_dict())
+        empty = options.broadcast_from_rank0 and self.rank > 0
+        set_model_state_dict(model, {} if empty else state_dict, options=options)
+        for name, param in model.named_parameters():
+            self.assertEqual(param.full_tensor(), source.get_parameter(name), **EXACT)
+            self.assertEqual(param.to_local().device.type, self.device.type)
+            # A shard that were a view would keep the whole tensor in memory. FSDP pads shards to the first one's rows.
+            most = -(-param.size(0) // self.world_size) * param.size(1) * param.element_size()
+            self.assertLessEqual(param.to_local().untyped_storage().nbytes(), most)
+        inputs = uniform(2, 4, seed=self.rank)
+        self.assertEqual(model(inputs), source(inputs))
+
+    @skip_if_lt_x_gpu(2)
+    def test_setting_meta_device_model(self):
+        self._test_meta(StateDictOptions(full_state_dict=True, strict=False))
+
+    @skip_if_lt_x_gpu(2)
+    def test_setting_meta_device_model_broadcasting(self):
+        self._test_meta(StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False))
+
+    @requires_world_size(4)
+    @subtests(
+        layout=["TP", "FSDP2", "FSDP2 + TP"],
+        groups=["two", "one and an empty one"],
+        options=[StateDictOptions(), FULL, FROM_RANK_0],
+    )
+    def test_multi_param_groups(self, layout, groups, options):
+        def distribute(model: nn.Module) -> nn.Module:
+            if layout == "FSDP2":
+                return shard_each((*model.children(), model))
+            tp_mesh = mesh["tp"] if layout == "FSDP2 + TP" else make_mesh(self.world_size)
+            parallelize_module(model, tp_mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            return model if layout == "TP" else shard_each((*model.children(), model), mesh=mesh["dp"])
+
+        def groups_of(model: Any, lrs: tuple[float, float]) -> list[dict[str, Any]]:
+            parts = [list(layer.parameters()) for layer in model]
+            parts = parts if groups == "two" else [parts[0] + parts[1], []]
+            return [{"params": part, "lr": lr} for part, lr in zip(parts, lrs, strict=True)]
+
+        def init(seed: int, lrs: tuple[float, float]) -> Pair:
+            manual_seed(seed)
+            plain = nn.Sequential(nn.Linear(4, 8, device=self.device), nn.Linear(8, 4, device=self.device))
+            data_rank = {"TP": 0, "FSDP2": self.rank}.get(layout, mesh.get_local_rank("dp"))
+            model = distribute(copy.deepcopy(plain))
+            optims = (torch.optim.AdamW(groups_of(each, lrs), eps=1e-3) for each in (plain, model))
+            ref_optim, optim = optims
+            return Pair(plain, ref_optim, model, [optim], data_rank, width=4)
+
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        pair, other = init(0, (0.1, 0.02)), init(1, (0.5, 0.5))
+        pair.train(range(2))
+        msd, osd = pair.states(options)
+        self._verify_pair(pair, msd, osd, options=options)
+        wanted = whole_tree((msd, osd))
+        other.load(*(({}, {}) if options.broadcast_from_rank0 and self.rank > 0 else (msd, osd)), options)
+        self.assertEqual([group["lr"] for group in other.optims[0].param_groups], [0.1, 0.02])
+        found = whole_tree(other.states())
+        self.assertEqual(found[0], wanted[0], **EXACT)
+        self._compare_states(found[1], wanted[1])
+        other.ref_model, other.ref_optim = pair.ref_model, pair.ref_optim
+        other.train(range(2, 4))
+        self._verify_pair(other, *other.states())
+
+
+class TiedModel(nn.Module):
+    """An embedding whose weight is that of the last layer, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, DIM, device=device)
+        self.hidden = nn.Linear(DIM, DIM, device=device)
+        self.decoder = nn.Linear(DIM, 11, bias=False, device=device)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.hidden(self.embedding((10 * x).long())))
+
+
+if __name__ == "__main__":
+    run_tests()

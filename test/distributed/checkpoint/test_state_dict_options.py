@@ -1,0 +1,666 @@
+"""What the options of distributed state dicts do to FSDP2 models, and what is refused.
+
+Beyond upstream, which has a part of it for plain models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torch_fsdp_tests import torch_facts, torch_names
+from torch_fsdp_tests.common_distributed import needs, requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.distributed.common_state_dict import (
+    EXACT,
+    FusionEmbeddingWithHook,
+    FusionEmbeddingWithModifier,
+    Pair,
+    StateDictTest,
+    is_sharded,
+    optimizer,
+    whole,
+    whole_tree,
+)
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.training import shard_each, train
+
+FULL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+ADAMS = [torch.optim.Adam, torch.optim.AdamW]
+BACKEND = "eager"  # the names of parameters depend on no backend, and this one is fast
+
+
+class WithExtraState(nn.Linear):
+    """Counts in its extra state; ``given`` has the extra states that it was given."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        super().__init__(3, 3, device=device)
+        self.count = count
+        self.given: list[Any] = []
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.given.append(state)
+
+
+class NestedStates(torch.optim.SGD):
+    """SGD that keeps sums of the gradients in states of states."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state |= {"sums": {"0": torch.zeros_like(param), "deep": {"count": 0}}, "label": 1.5}
+                state["sums"]["0"] += param.grad
+                state["sums"]["deep"]["count"] += 1
+        super().step()
+
+
+class RenamedModifier(FusionEmbeddingWithHook):
+    """Tells DSD of its names by a method of a name of its own."""
+
+    def renamed(self) -> dict[str, str]:
+        return {"weight": "embedding"}
+
+
+class TestStateDictOptions(StateDictTest):
+    def _plain(self, seed: int = 0) -> nn.Sequential:
+        """Two layers of unequal shards."""
+        manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5, device=self.device), nn.Linear(5, 4, device=self.device))
+
+    def _layers(self, model: Any) -> Any:
+        return shard_each((*model.children(), model), mesh=make_mesh(self.world_size))
+
+    def _small(self, seed: int = 0, optim_cls: type = torch.optim.Adam, trained: bool = True) -> Pair:
+        pair = self._pair(self._plain(seed), self._layers, optim_cls, width=4)
+        if trained:
+            pair.train(range(2))
+            for optim in pair.optims:
+                optim.zero_grad()
+        return pair
+
+    def _on_rank_0(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What is given to ``broadcast_from_rank0``."""
+        return state_dict if self.rank == 0 else {}
+
+    def _given(self, state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+        """What this rank gives to load with these options."""
+        return self._on_rank_0(state_dict) if options.broadcast_from_rank0 else state_dict
+
+    def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
+        """The name of the exception with which all ranks refuse to load, or "loaded", or that they disagree.
+
+        They also disagree where one refuses before a broadcast for which another waits. With ``broadcasts`` it then
+        takes part with nothing to send, so that the other waits no longer.
+        """
+        original = internals.dsd._broadcast_state_dict
+        with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:
+            try:
+                load()
+                outcome = "loaded"
+            except Exception as error:
+                outcome = type(error).__name__
+        if broadcasts and not broadcast.called:
+            dist.broadcast_object_list([{}], src=0)
+        outcomes = set(of_all_ranks((outcome, broadcast.called)))
+        return outcome if len(outcomes) == 1 else f"the ranks disagree: {sorted(outcomes)}"
+
+    # --- Keys ---
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FROM_RANK_0])
+    def test_missing_and_unexpected_keys(self, options):
+        """Strict loads name them and raise on each rank; others report them and load what there is."""
+        wanted = self._plain(1).state_dict()
+        for wrong in ("Missing", "Unexpected"):
+            source = self._layers(self._plain(1))
+            state_dict = dict(get_model_state_dict(source, options=options))
+            if wrong == "Missing":
+                del state_dict["1.bias"]
+            else:
+                state_dict["unknown"] = state_dict["1.bias"]
+            key = "1.bias" if wrong == "Missing" else "unknown"
+            given = self._given(state_dict, options)
+            # A broadcast leaves out, on the other ranks, what their model does not know: none but rank 0 hears of it.
+            hears = not (wrong == "Unexpected" and options.broadcast_from_rank0 and self.rank > 0)
+            model = self._layers(self._plain())
+            with self.assertRaisesRegex(RuntimeError, f"{wrong} key.*{key}") if hears else contextlib.nullcontext():
+                set_model_state_dict(model, dict(given), options=options)
+
+            model = self._layers(self._plain())
+            lenient = dataclasses.replace(options, strict=False)
+            missing, unexpected = set_model_state_dict(model, dict(given), options=lenient)
+            found = whole_tree(get_model_state_dict(model))
+            if wrong == "Missing":
+                # A broadcast fills what is missing with the model's own, so that nothing is reported.
+                self.assertEqual(list(missing), [] if options.broadcast_from_rank0 else [key])
+                self.assertEqual(found, {**wanted, key: self._plain().state_dict()[key]}, **EXACT)
+            else:
+                self.assertEqual(list(unexpected), [key] if hears else [])
+                self.assertEqual(found, wanted, **EXACT)
+
+    @torch_defect("fsdp2_full_load_ignores_missing_keys")
+    @skip_if_lt_x_gpu(2)
+    def test_missing_key_of_full_state_dict(self):
+        state_dict = self._plain(1).state_dict()
+        del state_dict["1.bias"]
+        with self.assertRaisesRegex(RuntimeError, "Missing key.*1.bias"):
+            set_model_state_dict(self._layers(self._plain()), state_dict, options=FULL)
+
+    @torch_defect("fsdp2_offloaded_broadcast_of_unknown_key_raises")
+    @skip_if_lt_x_gpu(2)
+    def test_unexpected_key_with_offload(self):
+        model = self._layers(self._plain())
+        state_dict = {**self._plain(1).state_dict(), "unknown": torch.zeros(2)}
+        options = dataclasses.replace(FROM_RANK_0, strict=False, cpu_offload=True)
+        set_model_state_dict(model, self._on_rank_0(state_dict), options=options)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(rows=[1, 3, 5])
+    def test_wrong_shape_of_full_state_dict(self, rows):
+        self._test_wrong_shape(rows, FULL)
+
+    @torch_defect("fsdp2_broadcast_of_wrong_shape_is_loaded")
+    @skip_if_lt_x_gpu(2)
+    @subtests(rows=[1, 3, 5])
+    def test_wrong_shape_is_refused(self, rows):
+        self._test_wrong_shape(rows, FROM_RANK_0)
+
+    def _test_wrong_shape(self, rows: int, options: StateDictOptions) -> None:
+        """Each rank refuses a bias that has not four rows. It comes last, so that nobody waits for what follows."""
+        model = self._layers(self._plain())
+        state_dict = {**self._plain(1).state_dict(), "1.bias": torch.full((rows,), 9.0, device=self.device)}
+        given = self._given(state_dict, options)
+        refused = self._agreed(lambda: set_model_state_dict(model, given, options=options))
+        self.assertEqual(refused, "RuntimeError")
+
+    @torch_defect("fsdp2_load_changes_the_callers_dict")
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[FULL, FROM_RANK_0])
+    def test_callers_dict_stays(self, options):
+        state_dict = self._given(self._plain(1).state_dict(), options)
+        wanted = copy.deepcopy(state_dict)
+        set_model_state_dict(self._layers(self._plain()), state_dict, options=options)
+        self.assertFalse(any(map(is_sharded, state_dict.values())))
+        self.assertEqual(state_dict, wanted, **EXACT)
+
+    @torch_defect("fsdp2_refusal_by_one_rank_hangs")
+    @skip_if_lt_x_gpu(2)
+    def test_missing_key_of_compiled_model(self):
+        model = torch.compile(self._layers(self._plain()), backend=BACKEND)
+        state_dict = self._plain(1).state_dict()
+        del state_dict["1.bias"]
+        given = self._on_rank_0(state_dict)
+        refused = self._agreed(lambda: set_model_state_dict(model, given, options=FROM_RANK_0), broadcasts=True)
+        self.assertEqual(refused, "RuntimeError")
+
+    # --- Which parameters, buffers and other states ---
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
+    def test_extra_state(self, options):
+        saving, loading = (fully_shard(WithExtraState(count, self.device)) for count in (3, 4))
+        state_dict = get_model_state_dict(saving, options=options)
+        self.assertEqual(list(state_dict), ["weight", "bias", "_extra_state"])
+        given = self._given(state_dict, options)
+        set_model_state_dict(loading, given, options=options)
+        self.assertEqual(loading.given, [{"count": 3}])
+
+    @torch_defect("fsdp2_missing_extra_state_is_made_up")
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
+    def test_missing_extra_state(self, options):
+        model = fully_shard(WithExtraState(3, self.device))
+        state_dict = dict(get_model_state_dict(model, options=options))
+        del state_dict["_extra_state"]
+        set_model_state_dict(model, state_dict, options=options)
+        self.assertEqual(model.given, [])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL])
+    def test_non_persistent_buffers(self, options):
+        """They are not saved, and a load leaves them as they are."""
+        saving, loading = self._plain(0), self._plain(1)
+        for value, model in ((1.0, saving), (2.0, loading)):
+            model[0].register_buffer("kept", torch.full((2,), value, device=self.device))
+            model[1].register_buffer("lost", torch.full((2,), value, device=self.device), persistent=False)
+            self._layers(model)
+        state_dict = get_model_state_dict(saving, options=options)
+        self.assertIn("0.kept", state_dict)
+        self.assertNotIn("1.lost", state_dict)
+        self.assertEqual(set_model_state_dict(loading, state_dict, options=options), ([], []))
+        self.assertEqual((loading[0].kept.tolist(), loading[1].lost.tolist()), ([1.0, 1.0], [2.0, 2.0]))
+
+    def _embeddings(self, cls: type, seed: int) -> tuple[nn.Module, Any]:
+        manual_seed(seed)
+        plain = nn.Sequential(cls(5, 3, 4)).to(self.device)
+        model = copy.deepcopy(plain)
+        fully_shard(model[0].embedding)
+        return plain, fully_shard(model)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
+    def test_fqn_modifiers(self, options):
+        """A module whose hooks change names in its state dict tells DSD of it."""
+        plain, saving = self._embeddings(FusionEmbeddingWithModifier, 0)
+        _, loading = self._embeddings(FusionEmbeddingWithModifier, 1)
+        state_dict = get_model_state_dict(saving, options=options)
+        self.assertEqual(sorted(state_dict), ["0.fusion_embedding.weight", "0.weight"])
+        self._verify_msd(plain.state_dict(), state_dict, options)
+        given = self._given(state_dict, options)
+        set_model_state_dict(loading, given, options=options)
+        self._verify_msd(plain.state_dict(), get_model_state_dict(loading))
+        with self.assertRaisesRegex(AttributeError, "weight"):
+            get_model_state_dict(self._embeddings(FusionEmbeddingWithHook, 0)[1])
+
+    @torch_defect("fsdp2_name_of_fqn_modifiers_is_ignored")
+    @skip_if_lt_x_gpu(2)
+    def test_fqn_modifiers_of_another_name(self):
+        plain, model = self._embeddings(RenamedModifier, 0)
+        options = StateDictOptions(dsd_fqn_modifiers="renamed")
+        self._verify_msd(plain.state_dict(), get_model_state_dict(model, options=options))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(prefixes=[True, False])
+    def test_submodules(self, prefixes):
+        """The deprecated way to ask for a part, and to load one."""
+        pair = self._small()
+        options = StateDictOptions(keep_submodule_prefixes=prefixes, strict=False)
+        with self.assertWarnsRegex(FutureWarning, "submodules only"):
+            state_dict = get_model_state_dict(pair.model, submodules={pair.model[1]}, options=options)
+        prefix = "1." if prefixes else ""
+        layer = pair.ref_model.get_submodule("1")
+        self._verify_msd({f"{prefix}{name}": value for name, value in layer.state_dict().items()}, state_dict)
+        other = self._layers(self._plain(1))
+        if prefixes:
+            set_model_state_dict(other, state_dict, options=options)
+        else:
+            with self.assertWarnsRegex(FutureWarning, "model_state_dict"):
+                set_model_state_dict(other, {other[1]: state_dict}, options=options)
+        self._verify_msd(layer.state_dict(), other[1].state_dict())
+        self._verify_msd(self._plain(1).get_submodule("0").state_dict(), other[0].state_dict())
+
+    # --- States of optimizers ---
+
+    @skip_if_lt_x_gpu(2)
+    @needs(torch_facts.FLATTENS_NESTED_STATES)
+    def test_flattened_nested_states(self):
+        pair, other = self._small(0, NestedStates), self._small(1, NestedStates, trained=False)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        self.assertIn("state.1.bias.sums.deep.count", osd)
+        self.assertEqual(whole(osd["state.1.bias.sums.0"]), pair.ref_optim.state[pair.ref_model[1].bias]["sums"]["0"])
+        set_optimizer_state_dict(other.model, other.optims, osd, options=options)
+        self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+
+    @skip_if_lt_x_gpu(2)
+    def test_flattened_states_have_numbers_alone(self):
+        pair = self._small()
+        pair.optims[0].state[pair.model[0].weight]["label"] = "text"
+        with self.assertRaisesRegex(NotImplementedError, "only supports.*tensor, int, float.*str"):
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            get_optimizer_state_dict(pair.model, pair.optims, options=options)
+
+    @skip_if_lt_x_gpu(2)
+    @needs(torch_facts.REFUSES_MISSING_OPTIM_STATES)
+    @subtests(options=[StateDictOptions(), FULL])
+    def test_missing_optim_state(self, options):
+        pair, other = self._small(0), self._small(1, trained=False)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        del osd["state"]["1.bias"]
+        with self.assertRaisesRegex(RuntimeError, "Missing optimizer state for parameter '1.bias'"):
+            set_optimizer_state_dict(other.model, other.optims, osd, options=options)
+        lenient = dataclasses.replace(options, strict=False)
+        set_optimizer_state_dict(other.model, other.optims, osd, options=lenient)
+        found = get_optimizer_state_dict(other.model, other.optims)
+        # A full state dict fills up the state that the optimizer had; a sharded one replaces it.
+        self.assertEqual("1.bias" in found["state"], options.full_state_dict)
+        self.assertEqual(whole_tree({**found["state"], "1.bias": None}), whole_tree({**osd["state"], "1.bias": None}))
+
+    @torch_defect("fsdp2_flattened_state_missing_in_silence")
+    @skip_if_lt_x_gpu(2)
+    def test_missing_state_of_flattened_optim_state(self):
+        pair = self._small()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        del osd["state.1.bias.exp_avg"]
+        with self.assertRaises((RuntimeError, KeyError)):
+            set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
+
+    @torch_defect("fsdp1_flattened_load_by_some_ranks")
+    @skip_if_lt_x_gpu(2)
+    def test_flattened_load_after_a_step(self):
+        """All ranks take the same states from a flattened state dict, and give them FSDP1 to gather."""
+        pair = self._pair(self._plain(), functools.partial(FSDP, use_orig_params=True), width=4)
+        pair.train(range(1))
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        replacement = {"return_value": pair.optims[0].state_dict()}  # or the gathers might not end
+        with torch_names.patched(FSDP, "optim_state_dict_to_load", **replacement) as to_load:
+            set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
+        given = to_load.call_args.args[2]["state"]
+        states = {name: sorted(state) for name, state in given.items()}
+        self.assertEqual(of_all_ranks(states), [{name: ["exp_avg", "exp_avg_sq", "step"] for name in given}] * 2)
+
+    @torch_defect("fsdp2_refusal_by_one_rank_hangs")
+    @skip_if_lt_x_gpu(2)
+    def test_missing_state_of_broadcast_optim_state(self):
+        pair = self._small()
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=FROM_RANK_0)
+        del osd["state"]["1.bias"]
+        given = self._on_rank_0(osd)
+        refused = self._agreed(
+            lambda: set_optimizer_state_dict(pair.model, pair.optims, given, options=FROM_RANK_0), broadcasts=True
+        )
+        self.assertEqual(refused, "RuntimeError")
+
+    @torch_defect("fsdp2_set_state_dict_does_not_broadcast")
+    @skip_if_lt_x_gpu(2)
+    def test_set_state_dict_broadcasts(self):
+        pair = self._small()
+        states = pair.states(FROM_RANK_0)
+        msd, osd = map(self._on_rank_0, states)
+        # Without this replacement rank 0 would wait for the others.
+        with torch_names.patched(internals.dsd, "_broadcast_state_dict") as broadcast:
+            set_state_dict(pair.model, pair.optims, model_state_dict=msd, optim_state_dict=osd, options=FROM_RANK_0)
+        self.assertEqual(broadcast.call_count, 2)
+
+    @torch_defect("fsdp2_frozen_parameter_loses_its_state")
+    @skip_if_lt_x_gpu(2)
+    def test_state_of_frozen_parameter(self):
+        """What was trained, and is frozen for a while, keeps its moments over a checkpoint."""
+        pair, other = self._small(0), self._small(1, trained=False)
+        for model in (pair.model, other.model):
+            model[1].requires_grad_(False)
+        set_optimizer_state_dict(other.model, other.optims, get_optimizer_state_dict(pair.model, pair.optims))
+        self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+
+    @torch_defect("fsdp2_flattened_full_optim_state_is_not_loaded")
+    @skip_if_lt_x_gpu(2)
+    def test_flattened_full_optim_state(self):
+        pair, other = self._small(0), self._small(1, trained=False)
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
+        set_optimizer_state_dict(other.model, other.optims, osd, options=options)
+        self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+
+    @torch_defect("fsdp2_full_optim_state_loads_lists_for_tuples")
+    @skip_if_lt_x_gpu(2)
+    def test_tuples_among_settings(self):
+        pair = self._small()
+        before = copy.deepcopy(pair.optims[0].param_groups[0]["betas"])
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL)
+        set_optimizer_state_dict(pair.model, pair.optims, osd, options=FULL)
+        self.assertEqual(repr(pair.optims[0].param_groups[0]["betas"]), repr(before))
+
+    @torch_defect("fsdp2_asking_for_optim_state_is_a_step")
+    @skip_if_lt_x_gpu(2)
+    @subtests(optim_cls=ADAMS)
+    def test_asking_for_states_changes_nothing(self, optim_cls):
+        """Who saves before the first step trains on as who does not."""
+        pair = self._small(0, optim_cls, trained=False)
+        get_optimizer_state_dict(pair.model, pair.optims)
+        pair.train(range(2))
+        self._verify_pair(pair, *pair.states())
+
+    @torch_defect("fsdp1_tp_full_optim_state_stays_split")
+    @requires_world_size(4)
+    def test_full_optim_state_of_fsdp1_and_tp(self):
+        pair = self._with_tp(8, fsdp=1)
+        config = FullOptimStateDictConfig(rank0_only=False)
+        with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
+            osd = FSDP.optim_state_dict(pair.model, pair.optims[0])
+        self.assertFalse(any(is_sharded(value) for state in osd["state"].values() for value in state.values()))
+        self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
+
+    @requires_world_size(4)
+    @subtests(fsdp=[1, 2], options=[StateDictOptions(), FULL])
+    def test_tp(self, fsdp, options):
+        """Inside tensor parallelism DSD has the whole of each parameter and state."""
+        pair = self._with_tp(8, fsdp)
+        self._verify_pair(pair, *pair.states(options), options=options)
+
+    @requires_world_size(4)
+    @subtests(options=[FULL, FROM_RANK_0])
+    def test_load_of_fsdp2_and_tp(self, options):
+        self._test_load_with_tp(8, options)
+
+    @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
+    @requires_world_size(4)
+    def test_broadcast_of_uneven_rows_to_fsdp2_and_tp(self):
+        self._test_load_with_tp(6, FROM_RANK_0)
+
+    @torch_defect("fsdp2_tp_uneven_full_state_dict_is_not_loaded")
+    @requires_world_size(4)
+    def test_uneven_rows_of_fsdp2_and_tp(self):
+        self._test_load_with_tp(6, FULL)
+
+    def _test_load_with_tp(self, rows: int, options: StateDictOptions) -> None:
+        pair = self._with_tp(rows, fsdp=2)
+        plain = self._with_tp(rows, fsdp=2, seed=1).ref_model
+        state_dict = copy.deepcopy(plain.state_dict())
+        given = self._given(state_dict, options)
+        set_model_state_dict(pair.model, given, options=options)
+        self._verify_msd(plain.state_dict(), get_model_state_dict(pair.model), **EXACT)
+
+    def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> Pair:
+        """A trained pair on two dimensions, of which tensor parallelism cuts ``rows`` and FSDP the half of them."""
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+
+        def distribute(model: nn.Module) -> Any:
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            if fsdp == 1:
+                return FSDP(model, device_mesh=mesh["dp"], use_orig_params=True)
+            return shard_each((*model.children(), model), mesh=mesh["dp"])
+
+        manual_seed(seed)
+        plain = nn.Sequential(nn.Linear(4, rows, device=self.device), nn.Linear(rows, 4, device=self.device))
+        pair = self._pair(plain, distribute, data_rank=mesh.get_local_rank("dp"), width=4)
+        pair.train(range(2))
+        return pair
+
+    # --- Groups of optimizers ---
+
+    def _test_groups(self, order: Callable[[list[Any]], list[Any]], options: StateDictOptions) -> None:
+        """Settings come to the groups that have the same parameters, with an empty group among them."""
+        pair, other = self._small(0), self._small(1, trained=False)
+        for each, lrs in ((pair, (0.5, 0.1)), (other, (7.0, 7.0))):
+            groups = [{"params": [], "lr": lrs[0]}, {"params": list(each.model.parameters()), "lr": lrs[1]}]
+            each.optims = [torch.optim.Adam(order(groups))]
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        set_optimizer_state_dict(other.model, other.optims, osd, options=options)
+        found, wanted = ([group["lr"] for group in each.optims[0].param_groups] for each in (other, pair))
+        self.assertEqual(found, wanted)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL])
+    def test_empty_group_comes_last(self, options):
+        self._test_groups(lambda groups: groups[::-1], options)
+
+    @torch_defect("fsdp2_settings_of_empty_group_are_not_loaded")
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[FULL, StateDictOptions()])
+    def test_empty_group_comes_first(self, options):
+        self._test_groups(lambda groups: groups, options)
+
+    @torch_defect("fsdp2_settings_of_empty_group_are_not_loaded")
+    @skip_if_lt_x_gpu(2)
+    def test_empty_group_of_flattened_optim_state(self):
+        self._test_groups(lambda groups: groups[::-1], StateDictOptions(flatten_optimizer_state_dict=True))
+
+    @torch_defect("fsdp2_stateless_optimizers_are_mixed_up")
+    @skip_if_lt_x_gpu(2)
+    def test_groups_of_stateless_optimizer(self):
+        """Settings come to the groups that have the same parameters, in whichever order those are."""
+        model = self._layers(self._plain())
+        saving = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)])
+        loading = torch.optim.SGD([{"params": layer.parameters()} for layer in reversed(model)])
+        set_optimizer_state_dict(model, loading, get_optimizer_state_dict(model, saving))
+        self.assertEqual([group["lr"] for group in loading.param_groups], [0.2, 0.1])
+
+    @torch_defect("fsdp2_stateless_optimizers_are_mixed_up")
+    @skip_if_lt_x_gpu(2)
+    def test_several_stateless_optimizers(self):
+        model = self._layers(self._plain())
+        optims = [torch.optim.SGD(layer.parameters(), lr=0.1 * i) for i, layer in enumerate(model, 1)]
+        osd = get_optimizer_state_dict(model, optims)
+        for optim in optims:
+            optim.param_groups[0]["lr"] = 7.0
+        set_optimizer_state_dict(model, optims, osd)
+        self.assertEqual([optim.param_groups[0]["lr"] for optim in optims], [0.1, 0.2])
+
+    @torch_defect("fsdp2_flattened_settings_are_not_compared")
+    @skip_if_lt_x_gpu(2)
+    def test_unlike_settings_of_flattened_optim_state(self):
+        model = self._layers(self._plain())
+        groups = [{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)]
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        osd = get_optimizer_state_dict(model, torch.optim.Adam(groups), options=options)
+        with self.assertRaisesRegex(RuntimeError, "same saved param_group value"):
+            set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd, options=options)
+
+    # --- What is refused ---
+
+    @skip_if_lt_x_gpu(2)
+    def test_refusals(self):
+        pair = self._small()
+        msd, osd = pair.states()
+        with self.assertRaisesRegex(ValueError, "full_state_dict must be True when broadcast_from_rank0"):
+            set_model_state_dict(pair.model, msd, options=StateDictOptions(broadcast_from_rank0=True))
+        with self.assertRaisesRegex(RuntimeError, "Optimizers are not passed in"):
+            set_optimizer_state_dict(pair.model, [], osd)
+        with self.assertRaisesRegex(RuntimeError, "model state_dict is empty"):
+            set_model_state_dict(pair.model, {})
+        with self.assertRaisesRegex(RuntimeError, "optim state_dict is empty"):
+            set_optimizer_state_dict(pair.model, pair.optims, {})
+        with self.assertRaisesRegex(RuntimeError, "_flat_param.*not the root module"):
+            set_model_state_dict(pair.model, {**msd, "0._flat_param": msd["0.weight"]})
+        with self.assertRaisesRegex(KeyError, "0"):
+            get_optimizer_state_dict(pair.model, torch.optim.Adam(pair.ref_model.parameters()))
+
+        empty = torch.optim.Adam([{"params": pair.model.parameters()}, {"params": []}])
+        with self.assertRaisesRegex(ValueError, "param groups that have zero parameters"):
+            set_optimizer_state_dict(pair.model, empty, osd)
+        groups = [*osd["param_groups"], {**osd["param_groups"][0], "params": []}, {**osd["param_groups"][0]}]
+        with self.assertRaisesRegex(ValueError, "multiple optimizers are not supported"):
+            set_optimizer_state_dict(pair.model, empty, {**osd, "param_groups": groups})
+
+    @skip_if_lt_x_gpu(2)
+    def test_refused_loads_leave_the_optimizer(self):
+        """After what :meth:`test_refusals` tries, states and settings are what they were, on each rank."""
+        pair = self._small()
+        before = whole_tree(pair.optims[0].state_dict())
+        osd = get_optimizer_state_dict(pair.model, pair.optims)
+        wrong = {**osd, "param_groups": [{**group, "params": group["params"][:-1]} for group in osd["param_groups"]]}
+        wrong["state"] = {name: {} for name in list(osd["state"])[:-1]}
+        with self.assertRaises((RuntimeError, KeyError)):
+            set_optimizer_state_dict(pair.model, pair.optims, wrong)
+        self.assertEqual(whole_tree(pair.optims[0].state_dict()), before, **EXACT)
+
+    # --- Training goes on ---
+
+    @requires_world_size(4)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0, StateDictOptions(flatten_optimizer_state_dict=True)])
+    def test_trajectory(self, options):
+        """A fresh model trains on, bit for bit as the saved one: two groups, a scheduler, and ranks without rows."""
+
+        def init(seed: int) -> tuple[Pair, Any]:
+            manual_seed(seed)
+            plain = nn.Sequential(nn.Linear(7, 7, device=self.device), nn.Linear(7, 7, device=self.device))
+            pair = self._pair(plain, self._layers, width=7)
+            groups = [{"params": layer.parameters(), "lr": 0.1 / i} for i, layer in enumerate(pair.model, 1)]
+            pair.optims = [torch.optim.Adam(groups)]
+            return pair, torch.optim.lr_scheduler.ExponentialLR(pair.optims[0], 0.5)
+
+        def train_on(pair: Pair, scheduler: Any, steps: range) -> None:
+            for step in steps:
+                pair.train(range(step, step + 1))
+                scheduler.step()
+
+        pair, scheduler = init(0)
+        train_on(pair, scheduler, range(3))
+        states, scheduled = copy.deepcopy(pair.states(options)), scheduler.state_dict()
+        train_on(pair, scheduler, range(3, 6))
+
+        other, other_scheduler = init(1)
+        msd, osd = (self._given(each, options) for each in states)
+        other.load(msd, osd, options)
+        other_scheduler.load_state_dict(scheduled)
+        train_on(other, other_scheduler, range(3, 6))
+        for found, wanted in zip(other.states(), pair.states(), strict=True):
+            found, wanted = whole_tree(found), whole_tree(wanted)
+            if "param_groups" in found:
+                self._compare_states(found, wanted)
+            else:
+                self.assertEqual(found, wanted, **EXACT)
+
+    @requires_world_size(4)
+    def test_trajectory_on_fewer_ranks(self):
+        """Saved in full by four ranks, two go on with as large a batch."""
+
+        def train_on(model: Any, optim: Any, steps: range, size: int) -> None:
+            for step in steps:
+                batch = uniform(8, 7, seed=step).chunk(size)[self.rank]
+                optim.zero_grad()
+                train(model, batch)
+                optim.step()
+
+        def init(seed: int, mesh: DeviceMesh | None) -> tuple[Any, Any]:
+            manual_seed(seed)
+            model = nn.Sequential(nn.Linear(7, 3, device=self.device), nn.Linear(3, 7, device=self.device))
+            if mesh is not None:
+                shard_each((*model, model), mesh=mesh)
+            return model, optimizer(torch.optim.Adam, model.parameters())
+
+        of_four, of_two = (DeviceMesh(self.device.type, list(range(size))) for size in (4, 2))
+        four = init(0, of_four)
+        train_on(*four, range(3), 4)
+        states = get_state_dict(*four, options=FULL)
+        if self.rank < 2:
+            two = init(1, of_two)
+            set_state_dict(*two, model_state_dict=states[0], optim_state_dict=states[1], options=FULL)
+            train_on(*two, range(3, 6), 2)
+            plain, optim = init(0, None)
+            for step in range(6):
+                optim.zero_grad()
+                train(plain, uniform(8, 7, seed=step))
+                optim.step()
+            for name, param in two[0].named_parameters():
+                self.assertEqual(param.full_tensor(), plain.get_parameter(name), msg=name)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,42 @@
+"""Activation checkpointing that is applied before FSDP1 lets DSD refuse the optimizer state that it gave.
+
+``get_optimizer_state_dict`` names the parameters as the plain model does. ``set_optimizer_state_dict`` has other names
+for them, and misses their states: in a flat parameter they are left with the name of the checkpoint wrapper in them,
+and below a checkpoint wrapper around an FSDP instance with that of FSDP. Checkpointing that is applied after FSDP1, to
+the modules inside, is not affected.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.state_dict._get_fqns",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict::TestStateDict::test_activation_ckpt_before_fsdp1",),
+    fails_with=("RuntimeError", "KeyError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    found = []
+    for around in (False, True):
+        layer = nn.Linear(2, 2, bias=False, device=device)
+        inner = FSDP(layer, use_orig_params=True, device_id=device) if around else layer
+        model = FSDP(nn.Sequential(checkpoint_wrapper(inner)), use_orig_params=around, device_id=device)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        optim.step()
+        osd = get_optimizer_state_dict(model, optim)
+        try:
+            set_optimizer_state_dict(model, optim, osd)
+            found.append("loaded")
+        except (RuntimeError, KeyError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found, ["loaded", "loaded"]

@@ -1,0 +1,42 @@
+"""After a step a flattened optimizer state dict is loaded by some of the ranks, which wait for the others.
+
+With ``use_orig_params`` a rank that has no element of a parameter has no state for it, once the optimizer has stepped
+or was loaded. Of a flattened state dict each rank takes the states that it has, and FSDP gathers what it is given. So
+some ranks take no part in the gathers: the others wait for ever, or take one tensor for another.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.HANG,
+    where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_flattened_load_after_a_step",),
+)
+
+
+def reproduce(rank, world_size, device):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    layers = nn.Linear(1, 1, bias=False, device=device), nn.Linear(1, 1, bias=False, device=device)
+    model = FSDP(nn.Sequential(*layers), use_orig_params=True, device_id=device)  # each rank has one of two weights
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1, device=device)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    osd = get_optimizer_state_dict(model, optim, options=options)
+    with mock.patch.object(FSDP, "optim_state_dict_to_load", return_value=optim.state_dict()) as to_load:
+        set_optimizer_state_dict(model, optim, osd, options=options)
+    given = to_load.call_args.args[2]["state"]  # what this rank gives FSDP to gather
+    return {name: len(given[name]) for name in given}, {"0.weight": 3, "1.weight": 3}

@@ -1,0 +1,41 @@
+"""To ask a new optimizer for its state dict changes what it will do.
+
+So that there are states, ``get_optimizer_state_dict`` lets a new optimizer step, with gradients of zero and a learning
+rate of zero. The step is counted, and a weight decay that is added to the gradients goes into the moments. Whoever
+saves before the first step of training trains on to other parameters than whoever does not.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.checkpoint.state_dict._init_optim_state",
+    broken=">=2.9",
+    arguable="DSD loads into a new optimizer what must be there before, and says that it initializes the states.",
+    tests=(
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_asking_for_states_changes_nothing",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    found = []
+    for asks in (True, False):
+        model = nn.Linear(1, 2, bias=False, device=device)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
+        if asks:
+            get_optimizer_state_dict(model, optim)
+        model(torch.ones(1, 1, device=device)).sum().backward()
+        optim.step()
+        found.append(model.weight.full_tensor().flatten().tolist())
+    return tuple(found)

@@ -1,0 +1,35 @@
+"""With broadcast_from_rank0 a tensor of the wrong shape is loaded.
+
+Each rank cuts its part out of what it was sent, as if that were of the parameter's shape, and copies it into its shard;
+``copy_`` repeats a single row where more are wanted. Nobody compares the shapes. Some ranks may raise instead, when
+others have loaded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed._state_dict_utils._distribute_tensors",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_wrong_shape_is_refused",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 4, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    state_dict = {"weight": torch.zeros(4, 2), "bias": torch.tensor([1.0, 2.0, 3.0])} if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    try:
+        set_model_state_dict(model, state_dict, options=options)
+        found = model.bias.full_tensor().tolist()
+    except RuntimeError:
+        found = "refused"
+    return found, "refused"

@@ -1,0 +1,46 @@
+"""A state that is missing from a flattened optimizer state dict becomes an empty dict, strict or not.
+
+Keys below the missing one are looked for, as nested states have them, and of none an empty dict is made. Loaded in the
+place of a tensor, it makes the next step fail. The nested form of the same state dict is refused, and says what is
+missing.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
+    broken=">=2.11",
+    tests=(
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_state_of_flattened_optim_state",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    osd = get_optimizer_state_dict(model, optim, options=options)
+    del osd["state.bias.momentum_buffer"]
+    try:
+        set_optimizer_state_dict(model, optim, osd, options=options)
+        found = f"a momentum of type {type(optim.state[model.bias]['momentum_buffer']).__name__}"
+    except (RuntimeError, KeyError):
+        found = "refused"
+    return found, "refused"

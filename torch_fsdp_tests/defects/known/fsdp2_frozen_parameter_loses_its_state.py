@@ -1,0 +1,35 @@
+"""The optimizer state of a parameter that is frozen is saved and not loaded.
+
+``get_optimizer_state_dict`` has the states of all parameters. ``set_optimizer_state_dict`` drops those of parameters
+that are frozen at that moment, in silence. A parameter that is trained again later starts without its moments.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    broken=">=2.9",
+    arguable="A frozen parameter needs no state as long as it is frozen.",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_state_of_frozen_parameter",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    model.weight.requires_grad_(False)
+    right = sorted(get_optimizer_state_dict(model, optim)["state"])
+    set_optimizer_state_dict(model, optim, get_optimizer_state_dict(model, optim))
+    return sorted(get_optimizer_state_dict(model, optim)["state"]), right

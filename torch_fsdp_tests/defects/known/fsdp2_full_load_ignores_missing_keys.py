@@ -1,0 +1,37 @@
+"""A full state dict that lacks a parameter is loaded in silence, although strict is set.
+
+With ``full_state_dict`` the model's own values fill what is missing before ``load_state_dict`` looks. It finds every
+key, and the parameter keeps the value that it had. A sharded state dict, and a full one with ``broadcast_from_rank0``,
+is refused.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed._state_dict_utils._distribute_state_dict",
+    broken=">=2.9",
+    tests=(
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_key_of_full_state_dict",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    try:
+        keys = set_model_state_dict(
+            model, {"weight": torch.zeros(2, 2, device=device)}, options=StateDictOptions(full_state_dict=True)
+        )
+        found = f"loaded, missing keys {list(keys.missing_keys)}"
+    except RuntimeError:
+        found = "refused"
+    return found, "refused"

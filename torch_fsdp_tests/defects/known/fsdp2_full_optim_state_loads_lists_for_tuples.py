@@ -1,0 +1,36 @@
+"""Tuples among the settings of an optimizer come back as lists from a full state dict.
+
+``set_optimizer_state_dict`` with ``full_state_dict`` takes the settings apart, and puts each sequence together as a
+list: ``betas`` of Adam, for one. Settings that were equal when they were saved are not equal any more.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COSMETIC,
+    where="torch.distributed._state_dict_utils._unflatten_state_dict",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_tuples_among_settings",),
+)
+
+
+def reproduce(rank, world_size, device):
+    options = StateDictOptions(full_state_dict=True)
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    right = str(optim.param_groups[0]["betas"])
+    osd = get_optimizer_state_dict(model, optim, options=options)
+    set_optimizer_state_dict(model, optim, osd, options=options)
+    return str(optim.param_groups[0]["betas"]), right

@@ -1,0 +1,34 @@
+"""Loading a full state dict replaces its tensors by shards, with broadcast_from_rank0 by the live parameters.
+
+``set_model_state_dict`` writes what it made for this rank into the dict that it was given. A caller who keeps that dict
+has the whole values no more: after the next step of training it has the new ones. ``nn.Module.load_state_dict`` leaves
+its argument as it is.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_callers_dict_stays",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 4, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    state_dict = {"weight": torch.zeros(4, 1, device=device)} if rank == 0 else {}
+    set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    kept = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state_dict.items()}
+    found = {name: value.flatten().tolist() for name, value in kept.items()}
+    return found, {"weight": [0.0] * 4} if rank == 0 else {}

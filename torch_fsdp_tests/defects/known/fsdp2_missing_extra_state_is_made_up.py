@@ -1,0 +1,42 @@
+"""A module whose extra state is missing from a full state dict is given an object that DSD uses inside.
+
+DSD marks the place of a module's extra state with an object of its own, and fills what is missing with its marks. The
+module's ``set_extra_state`` is called with one, where it should not be called at all.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_extra_state",),
+)
+
+
+class Counter(nn.Linear):
+    given = None
+
+    def get_extra_state(self):
+        return 0
+
+    def set_extra_state(self, state):
+        self.given = type(state).__name__
+
+
+def reproduce(rank, world_size, device):
+    model = Counter(2, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    set_model_state_dict(
+        model,
+        {"weight": torch.zeros(2, 2, device=device)},
+        options=StateDictOptions(full_state_dict=True, strict=False),
+    )
+    return model.given, None

@@ -1,0 +1,46 @@
+"""StateDictOptions.dsd_fqn_modifiers is heeded when a model is loaded, and not when its state dict is taken.
+
+The option names the method by which a module tells DSD how its hooks change the names in its state dict. Getters look
+for the method of the default name, and raise.
+"""
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.state_dict._get_model_state_dict",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_fqn_modifiers_of_another_name",),
+    fails_with=("AttributeError",),
+)
+
+
+class Embedding(nn.Module):
+    """Has ``weight`` in its state dict where the parameter is ``inner.weight``."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False, device=device)
+        self._register_state_dict_hook(Embedding.rename)
+
+    def rename(self, state_dict, prefix, metadata):
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}inner.weight")
+
+    def modifiers(self):
+        return {"weight": "inner"}
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(Embedding(device))
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    try:
+        found = ", ".join(get_model_state_dict(model, options=StateDictOptions(dsd_fqn_modifiers="modifiers")))
+    except AttributeError as error:
+        found = f"AttributeError: {error}"
+    return found, "0.weight"

@@ -1,0 +1,46 @@
+"""A full optimizer state dict with a setting that the optimizer does not have yet raises, or is loaded by rank 0 alone.
+
+A scheduler adds ``initial_lr`` to the groups of an optimizer. Loaded with ``full_state_dict`` into an optimizer without
+a scheduler, such a dict raises ``KeyError``. With ``broadcast_from_rank0`` too, rank 0 alone gets the setting.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+    broken=">=2.9",
+    tests=(
+        "distributed/checkpoint/test_state_dict::TestStateDict::test_optim_state_dict_param_matching",
+        "distributed/checkpoint/test_state_dict::TestStateDict::test_param_matching_on_each_rank",
+    ),
+    fails_with=("KeyError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    found = []
+    for broadcast in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        model = nn.Linear(2, 2, device=device)
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+        optims = [torch.optim.Adam(model.parameters()) for _ in range(2)]
+        torch.optim.lr_scheduler.LambdaLR(optims[0], lambda epoch: 1.0)
+        osd = get_optimizer_state_dict(model, optims[0], options=options)
+        try:
+            set_optimizer_state_dict(model, optims[1], {} if broadcast and rank else osd, options=options)
+            found.append(optims[1].param_groups[0].get("initial_lr"))
+        except KeyError as error:
+            found.append(f"KeyError: {error}")
+    return found, [0.001, 0.001]

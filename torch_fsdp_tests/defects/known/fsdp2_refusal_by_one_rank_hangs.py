@@ -1,0 +1,47 @@
+"""What rank 0 refuses of a full state dict to broadcast it refuses alone, and the other ranks wait for it.
+
+With ``broadcast_from_rank0`` rank 0 checks that each parameter has its optimizer state, and in a compiled model that
+each parameter is there, and raises where one is missing. The others have nothing to check: they wait for the
+broadcast until the process group gives up.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.HANG,
+    where="torch.distributed.checkpoint.state_dict._load_optim_state_dict, _load_model_state_dict",
+    broken=">=2.9",
+    tests=(
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_state_of_broadcast_optim_state",
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_key_of_compiled_model",
+    ),
+    fails_with=("AssertionError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    osd = get_optimizer_state_dict(model, optim, options=options)
+    del osd["state"]["bias"]
+    try:
+        set_optimizer_state_dict(model, optim, osd if rank == 0 else {}, options=options)
+        found = "waited for rank 0"
+    except (RuntimeError, KeyError):
+        found = "refused"
+        dist.broadcast_object_list([{}], src=0)  # for which the others wait
+    return found, "refused"

@@ -1,0 +1,38 @@
+"""set_state_dict with broadcast_from_rank0 lets rank 0 wait for the others for ever.
+
+Rank 0 has the state dicts and the others have empty ones, as ``StateDictOptions`` says. An empty one for the model is
+taken for the wish to load the optimizer alone, so that only rank 0 goes on to broadcast the model. The two functions
+for a model and for optimizers do not have the defect.
+"""
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.HANG,
+    where="torch.distributed.checkpoint.state_dict.set_state_dict",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_set_state_dict_broadcasts",),
+)
+
+
+def reproduce(rank, world_size, device):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.Adam(model.parameters())
+    states = get_state_dict(model, optim, options=options)
+    if rank > 0:
+        states = {}, {}
+    with mock.patch.object(state_dict, "_broadcast_state_dict") as broadcast:  # or rank 0 would wait
+        set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    return f"takes part in {broadcast.call_count} broadcasts", "takes part in 2 broadcasts"

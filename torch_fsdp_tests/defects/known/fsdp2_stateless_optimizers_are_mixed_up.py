@@ -1,0 +1,36 @@
+"""Optimizers without states, such as plain SGD, get each other's settings, or cannot be loaded.
+
+``set_optimizer_state_dict`` takes a state dict without states for one whose parameters have numbers, since all of its
+no keys are numbers. It is handed to each optimizer as it is: all groups of all optimizers, in the order in which they
+were saved.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
+    broken=">=2.9",
+    tests=(
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_groups_of_stateless_optimizer",
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_several_stateless_optimizers",
+    ),
+    fails_with=("AssertionError", "ValueError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    weight, bias = {"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}
+    osd = get_optimizer_state_dict(model, torch.optim.SGD([weight, bias]))
+    optim = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}])
+    set_optimizer_state_dict(model, optim, osd)
+    return [group["lr"] for group in optim.param_groups], [0.2, 0.1]

@@ -1,0 +1,37 @@
+"""A full state dict is not loaded where FSDP2 and tensor parallelism cut one dimension unevenly.
+
+``full_state_dict`` without ``broadcast_from_rank0`` has ``distribute_tensor`` cut each tensor, which asserts that the
+parts are even where both cut the rows. With ``broadcast_from_rank0`` the same state dict is loaded.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed._state_dict_utils._distribute_state_dict",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_uneven_rows_of_fsdp2_and_tp",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(1, 6, bias=False, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    whole = torch.arange(6.0, device=device).view(6, 1)
+    try:
+        set_model_state_dict(model, {"0.weight": whole.clone()}, options=StateDictOptions(full_state_dict=True))
+        found = model[0].weight.full_tensor().flatten().tolist()
+    except AssertionError as error:
+        found = f"AssertionError: {error}"
+    return found, whole.flatten().tolist()
