@@ -1,0 +1,178 @@
+"""What the stages of a pipeline have saved, each its own layer, is loaded into a model that has all of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import full
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.sharded_states import moments, step_counts
+
+DIM = 7
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class PipelineModel(nn.Module):
+    """Four layers, each of them a stage, with ReLU between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer0, self.layer1, self.layer2, self.layer3 = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x).relu()
+        return x
+
+
+def stage_of(numbers: list[int], seed: int = 0) -> PipelineModel:
+    """The layers of these numbers with the values that the whole model would have, and the others on no device."""
+    model = filled(PipelineModel(), seed=seed)
+    for number, layer in enumerate(model.children()):
+        if number not in numbers:
+            layer.to("meta")
+    return model
+
+
+def layer_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """A step of each layer that this rank has, with gradients that follow from the layer's own values."""
+    for layer in model.children():
+        if not next(layer.parameters()).is_meta:
+            layer(uniform(3, DIM, seed=1)).square().sum().backward()
+    optim.step()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Adam of what this rank has."""
+    return torch.optim.Adam([param for param in model.parameters() if not param.is_meta], lr=0.1)
+
+
+def materialized(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict without the tensors that are on no device."""
+    return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
+
+
+class TestPipeline(FSDPTest):
+    world_size = 4
+
+    def _wanted(self) -> dict[str, Any]:
+        """The parameters and states of a plain model whose layers all took the step."""
+        model = filled(PipelineModel().to(self.device), seed=0)
+        optim = adam(model)
+        layer_step(model, optim)
+        return self._states(*get_state_dict(model, optim))
+
+    def _states(self, msd: dict[str, Any], osd: dict[str, Any]) -> dict[str, Any]:
+        states = {name: full(value).detach().clone() for name, value in {**msd, **moments(osd)}.items()}
+        return {**states, "steps": step_counts(osd)}
+
+    def _load_into_fsdp(self, path: str, wrap: Any, options: StateDictOptions) -> dict[str, Any]:
+        model = wrap(filled(PipelineModel().to(self.device), seed=1))
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        msd, osd = get_state_dict(model, optim, options=options)
+        dcp.load({"model": msd, "optim": osd}, checkpoint_id=path)
+        set_state_dict(model, optim, model_state_dict=msd, optim_state_dict=osd, options=options)
+        return self._states(*get_state_dict(model, optim))
+
+    def _fsdp1(self, model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        return FSDP(model, device_mesh=mesh, use_orig_params=True)
+
+    def _fsdp2(self, model: nn.Module) -> nn.Module:
+        for module in (*model.children(), model):
+            fully_shard(module, mesh=init_device_mesh(self.device.type, (self.world_size,)))
+        return model
+
+    def _stage(self) -> tuple[PipelineModel, torch.optim.Optimizer]:
+        """This rank's layer, and its optimizer, after a step."""
+        model = stage_of([self.rank])
+        model.get_submodule(f"layer{self.rank}").to(self.device)
+        optim = adam(model)
+        layer_step(model, optim)
+        return model, optim
+
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(flatten_optimizer_state_dict=[False, True], family=["FSDP1", "FSDP2"])
+    def test_pipeline(self, flatten_optimizer_state_dict, family):
+        """Each rank saves one layer with its optimizer's states; FSDP loads all of them.
+
+        The other layers of a rank's state dict are on no device, and are left out. Optimizers that are not flattened
+        have their groups under one name, of which one rank's is saved; flattened ones have settings by parameter.
+        """
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten_optimizer_state_dict)
+        path = os.path.join(self.temp_dir, f"{family} {flatten_optimizer_state_dict}")
+        msd, osd = get_state_dict(*self._stage(), options=options)
+        own = materialized(msd)
+        self.assertEqual(list(own), [f"layer{self.rank}.weight", f"layer{self.rank}.bias"])
+        dcp.save({"model": own, "optim": osd}, checkpoint_id=path)
+        wrap = self._fsdp1 if family == "FSDP1" else self._fsdp2
+        self._check_same(self._load_into_fsdp(path, wrap, options), self._wanted())
+
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_layers_on_no_device(self):
+        """Beyond upstream: with the layers that are on no device, four ranks offer a value for each name, of which one
+        is real. That is refused on all ranks, and no checkpoint is left."""
+        msd, osd = get_state_dict(*self._stage())
+        self.assertEqual(len(msd), 8)
+        with self.assertRaisesRegex(CheckpointException, "Cannot copy out of meta tensor"):
+            dcp.save({"model": msd, "optim": osd}, checkpoint_id=self.temp_dir)
+        self.assertFalse(os.path.exists(os.path.join(self.temp_dir, ".metadata")))
+
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_fully_sharded_stages(self):
+        """Beyond upstream: two stages of two layers, each over two ranks with FSDP2, are split in another way: three
+        layers and one, and then all in one."""
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("stage", "shard"))
+        stage = mesh.get_local_rank("stage")
+
+        def build(numbers: list[int], seed: int) -> tuple[PipelineModel, torch.optim.Optimizer]:
+            model = stage_of(numbers, seed)
+            for number in numbers:
+                fully_shard(model.get_submodule(f"layer{number}").to(self.device), mesh=mesh["shard"])
+            return model, adam(model)
+
+        def own(model: PipelineModel, optim: torch.optim.Optimizer) -> dict[str, Any]:
+            msd, osd = get_state_dict(model, optim, options=FLATTENED)
+            return {"model": materialized(msd), "optim": osd}
+
+        model, optim = build([0, 1] if stage == 0 else [2, 3], seed=0)
+        layer_step(model, optim)
+        dcp.save(own(model, optim), checkpoint_id=self.temp_dir)
+
+        model, optim = build([0, 1, 2] if stage == 0 else [3], seed=1)
+        state = own(model, optim)
+        dcp.load(state, checkpoint_id=self.temp_dir)
+        wanted = self._wanted()
+        self.assertEqual(len(state["model"]), 6 if stage == 0 else 2)
+        for name, value in state["model"].items():
+            self.assertEqual(full(value), wanted[name], msg=name, rtol=0, atol=0)
+            for key in ("exp_avg", "exp_avg_sq"):
+                found = full(state["optim"][f"state.{name}.{key}"])
+                self.assertEqual(found, wanted[f"{name}.{key}"], msg=name, rtol=0, atol=0)
+        self._check_same(self._load_into_fsdp(self.temp_dir, self._fsdp2, FLATTENED), wanted)
+
+    def _check_same(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        self.assertEqual(len(wanted), 8 + 16 + 1)
+        self.assertEqual(found, wanted, rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    run_tests()

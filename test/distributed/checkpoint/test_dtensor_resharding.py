@@ -1,0 +1,211 @@
+"""A DTensor from a checkpoint under other placements, on another mesh, or on fewer ranks.
+
+Every element has a value of its own, so that rows that are lost or exchanged show. What must lie on a rank is cut from
+the whole by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, zeros
+
+from torch_fsdp_tests.common_distributed import requires_world_size, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.shards import chunk_of, local_of, shard_of
+
+ONE_DIM: list[tuple[Placement, ...]] = [(Replicate(),), (Shard(0),)]
+TWO_DIMS: list[tuple[Placement, ...]] = list(itertools.product([Replicate(), Shard(0)], repeat=2))
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+def counted(*shape: int) -> torch.Tensor:
+    """1, 2, 3, ... in this shape."""
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+
+
+def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """What of the whole lies on this rank, which is cut by the first dimension of the mesh first."""
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            whole = chunk_of(whole, mesh.get_local_rank(dim), mesh.size(dim), placement.dim)
+    return whole
+
+
+class ReshardingTest(DTensorTestBase):
+    """A tensor is saved in one layout and loaded in another."""
+
+    world_size = 4
+
+    def _check_resharding(
+        self,
+        meshes: tuple[DeviceMesh, DeviceMesh],
+        placements: tuple[tuple[Placement, ...], tuple[Placement, ...]],
+        *shape: int,
+    ) -> None:
+        whole = counted(*shape).to(self.device)
+        path = os.path.join(self.temp_dir, str(placements))
+        dcp.save({"tensor": distribute_tensor(whole, meshes[0], placements[0])}, checkpoint_id=path)
+        found = zeros(*shape, device_mesh=meshes[1], placements=placements[1])
+        dcp.load({"tensor": found}, checkpoint_id=path)
+        self.assertEqual((found.device_mesh, found.placements), (meshes[1], placements[1]))
+        self.assertEqual(found.to_local(), part_of(whole, meshes[1], placements[1]), rtol=0, atol=0)
+        self.assertEqual(found.full_tensor(), whole, rtol=0, atol=0)
+
+
+class TestDTensorReshardPlacementChange(ReshardingTest):
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(saved=ONE_DIM, loaded=ONE_DIM)
+    def test_1d_to_1d_reshard_placement_change(self, saved, loaded):
+        self._check_resharding((self.mesh, self.mesh), (saved, loaded), 4, 4)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(saved=TWO_DIMS, loaded=TWO_DIMS)
+    def test_2d_to_2d_reshard_placement_change(self, saved, loaded):
+        self.mesh = init_device_mesh(self.device_type, (2, 2))
+        self._check_resharding((self.mesh, self.mesh), (saved, loaded), 4, 4)
+
+
+class TestDTensorReshardMeshChange(ReshardingTest):
+    def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        return init_device_mesh(self.device_type, (4,)), init_device_mesh(self.device_type, (2, 2))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(saved=ONE_DIM, loaded=TWO_DIMS)
+    def test_1d_to_2d_reshard_mesh_change(self, saved, loaded):
+        self._check_resharding(self._meshes(), (saved, loaded), 4, 4)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(saved=TWO_DIMS, loaded=ONE_DIM)
+    def test_2d_to_1d_reshard_mesh_change(self, saved, loaded):
+        line, square = self._meshes()
+        self._check_resharding((square, line), (saved, loaded), 4, 4)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_dtensor_checkpoint_resharding_with_empty_shard(self):
+        """One element over four ranks leaves three without any, before and after."""
+        self._check_resharding(self._meshes(), ((Shard(0),), (Shard(0), Shard(0))), 1)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_fewer_ranks(self):
+        """Beyond upstream: of what four ranks saved two load halves together, and each rank all of it by itself."""
+        line, _ = self._meshes()
+        pair = DeviceMesh(self.device_type, [0, 1])
+        wholes = {f"{rows} rows": counted(rows, 2).to(self.device) for rows in (1, 3, 7, 8)}
+        shards = {name: distribute_tensor(whole, line, [Shard(0)]) for name, whole in wholes.items()}
+        dcp.save(shards, checkpoint_id=self.temp_dir)
+        alone = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
+        dcp.load(alone, checkpoint_id=self.temp_dir, no_dist=True)
+        self.assertEqual(alone, wholes, rtol=0, atol=0)
+        if self.rank < 2:
+            halves = {
+                name: zeros(*whole.shape, device_mesh=pair, placements=[Shard(0)]) for name, whole in wholes.items()
+            }
+            dcp.load(halves, checkpoint_id=self.temp_dir, process_group=pair.get_group())
+            for name, whole in wholes.items():
+                self.assertEqual(halves[name].to_local(), part_of(whole, pair, (Shard(0),)), rtol=0, atol=0)
+
+
+class FullySharded:
+    """A layout that ``fully_shard`` makes, on the dimensions of a mesh that are not called "tensor"."""
+
+    def __init__(self, mesh: DeviceMesh, shard_dim: int = 0, tensor_dim: int | None = None) -> None:
+        self.mesh, self.shard_dim, self.tensor_dim = mesh, shard_dim, tensor_dim
+
+    def __call__(self, whole: torch.Tensor) -> DTensor:
+        """The parameter that holds this."""
+        holder, mesh = nn.Module(), self.mesh
+        if self.tensor_dim is not None:
+            whole = distribute_tensor(whole, mesh["tensor"], [Shard(self.tensor_dim)])
+            mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")]
+        holder.weight = nn.Parameter(whole)
+        fully_shard(holder, mesh=mesh, shard_placement_fn=lambda param: Shard(self.shard_dim))
+        return holder.weight.detach()
+
+
+class TestFullyShardLayouts(DTensorTestBase):
+    """Beyond upstream: each layout that FSDP2 makes, into each, with rows that ranks divide and that they do not."""
+
+    @property
+    def world_size(self) -> int:
+        return 8 if "3d" in self.id() else 4
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_each_to_each(self):
+        line = init_device_mesh(self.device_type, (4,))
+        hybrid = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        with_tensor = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("shard", "tensor"))
+        self._check_each_to_each(
+            {
+                "whole": torch.clone,
+                "rows": FullySharded(line),
+                "columns": FullySharded(line, shard_dim=1),
+                "hybrid": FullySharded(hybrid),
+                "rows after TP's rows": FullySharded(with_tensor, tensor_dim=0),
+                "rows after TP's columns": FullySharded(with_tensor, tensor_dim=1),
+                "columns after TP's rows": FullySharded(with_tensor, shard_dim=1, tensor_dim=0),
+            },
+            rows=(3, 7, 8),
+        )
+
+    @with_comms
+    @requires_world_size(8)
+    @with_temp_dir
+    def test_3d(self):
+        """Two replicas, two shards, two ranks of tensor parallelism, and what eight ranks shard alone."""
+        cube = init_device_mesh(self.device_type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        self._check_each_to_each(
+            {
+                "rows": FullySharded(init_device_mesh(self.device_type, (8,))),
+                "rows after TP's rows": FullySharded(cube, tensor_dim=0),
+                "rows after TP's columns": FullySharded(cube, tensor_dim=1),
+            },
+            rows=(7, 16),
+        )
+
+    def _check_each_to_each(self, layouts: dict[str, Layout], rows: tuple[int, ...]) -> None:
+        wholes = {f"{each} rows": counted(each, 4).to(self.device) for each in rows}
+        saved: dict[str, Any] = {
+            name: {size: layout(whole) for size, whole in wholes.items()} for name, layout in layouts.items()
+        }
+        dcp.save(saved, checkpoint_id=self.temp_dir)
+        for target, layout in layouts.items():
+            loaded = {
+                name: {size: layout(torch.zeros_like(whole)) for size, whole in wholes.items()} for name in layouts
+            }
+            dcp.load(loaded, checkpoint_id=self.temp_dir)
+            for (name, tensors), (size, whole) in itertools.product(loaded.items(), wholes.items()):
+                tensor = tensors[size]
+                wanted = shard_of(whole, tensor) if isinstance(tensor, DTensor) else whole
+                self.assertEqual(local_of(tensor), wanted, msg=f"{size} from {name} to {target}", rtol=0, atol=0)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    run_tests()

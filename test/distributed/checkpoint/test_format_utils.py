@@ -1,0 +1,197 @@
+"""Files of ``torch.save`` and directories of ``torch.distributed.checkpoint``, one made from the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+    dcp_to_torch_save,
+    torch_save_to_dcp,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run, from_first_rank, plain_run
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.sharded_states import moments
+
+
+class SimpleModelUneven(nn.Module):
+    """Layers with rows that the ranks do not all divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2, self.net3 = nn.Linear(5, 10), nn.Linear(10, 15), nn.Linear(15, 5)
+
+
+class TestFormatUtils(DTensorTestBase):
+    world_size = 4
+
+    def _write(self, state_dict: dict[str, Any]) -> str:
+        """A file of ``torch.save`` that only the first rank finds under the path that is returned."""
+        path = os.path.join(self.temp_dir, f"file of rank {self.rank}")
+        if self.rank == 0:
+            torch.save(state_dict, path)
+        return path
+
+    def _load(self, state_dict: dict[str, Any], path: str) -> None:
+        reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
+        dcp.load(state_dict, checkpoint_id=path, storage_reader=reader, planner=planner)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_online_torch_save_to_dcp(self):
+        """The model itself is what is loaded into; only the first rank reads the file."""
+        plain = filled(SimpleModelUneven(), seed=0)
+        path = self._write({"model": plain.state_dict()})
+        model = FSDP(filled(SimpleModelUneven(), seed=1).to(self.device), device_mesh=self.mesh, use_orig_params=True)
+        for name, param in full_parameters(model).items():
+            self.assertNotEqual(param, plain.get_parameter(name), msg=name, exact_device=False)
+        self._load({"model": model}, path)
+        self.assertEqual(full_parameters(model), dict(plain.named_parameters()), rtol=0, atol=0, exact_device=False)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_another_shape(self):
+        """Beyond upstream: a tensor that is larger in the model is refused on all ranks."""
+        path = self._write({"weight": torch.ones(3, 2)})
+        model = FSDP(filled(nn.Linear(2, 4, bias=False), seed=1).to(self.device), device_mesh=self.mesh)
+        before = full_parameters(model)
+        with self.assertRaisesRegex(CheckpointException, r"mismatch sizes, torch.Size\(\[4, 2\]\) vs"):
+            with self._broadcasts_of(torch.ones(3, 2)):
+                self._load(model.state_dict(), path)
+        self.assertEqual(full_parameters(model), before, rtol=0, atol=0)
+
+    @contextlib.contextmanager
+    def _broadcasts_of(self, tensor: torch.Tensor) -> Iterator[None]:
+        """A broadcast delivers this tensor, since one between tensors of different sizes may abort the process."""
+        delivered = mock.Mock(side_effect=lambda target, **kwargs: target.set_(tensor.to(target.device)))
+        with mock.patch.object(dist, "broadcast", delivered):
+            yield
+        self.assertEqual(delivered.call_count, 1)
+
+    @torch_defect("fsdp2_torch_save_file_is_not_loaded")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_torch_save_file_into_shards(self):
+        """Beyond upstream: the same into a model of FSDP2, whose state dict has DTensors.
+
+        The first rank broadcasts a whole tensor, and the others receive it in a DTensor like that of their state dict,
+        a defect seen with torch 2.13.0. They hang in it, so here the ranks compare what they broadcast before they do.
+        """
+        plain, model = (filled(nn.Linear(3, 7), seed=seed) for seed in (0, 1))
+        path = self._write(plain.state_dict())
+        fully_shard(model.to(self.device), mesh=self.mesh)
+        with self._compared_broadcasts():
+            try:
+                self._load(model.state_dict(), path)
+            except CheckpointException as error:  # is no Exception, and would end the rank
+                self.fail(str(error))
+        for name, param in model.named_parameters():
+            self.assertEqual(param.full_tensor(), plain.get_parameter(name), msg=name, rtol=0, atol=0)
+
+    @contextlib.contextmanager
+    def _compared_broadcasts(self) -> Iterator[None]:
+        """A broadcast that hangs because the ranks call it with different tensors fails instead, on all ranks."""
+        broadcast = dist.broadcast
+
+        def compare_and_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            kinds = of_all_ranks((type(tensor).__name__, tensor.shape, tensor.dtype))
+            self.assertEqual(len(set(kinds)), 1, f"the ranks broadcast {kinds}")
+            return broadcast(tensor, *args, **kwargs)
+
+        with mock.patch.object(dist, "broadcast", compare_and_broadcast):
+            yield
+
+    @torch_defect("fsdp1_torch_save_file_of_another_dtype_becomes_noise")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_torch_save_file_of_another_dtype(self):
+        """Beyond upstream: a file of bfloat16 is converted to the model's dtype.
+
+        All ranks but the first take the bytes for float32, a defect seen with torch 2.13.0.
+        """
+        plain = filled(nn.Linear(2, 4), seed=0).to(torch.bfloat16)
+        path = self._write(plain.state_dict())
+        model = FSDP(filled(nn.Linear(2, 4), seed=1).to(self.device), device_mesh=self.mesh)
+        state_dict = model.state_dict()
+        with self._compared_broadcasts():
+            try:
+                self._load(state_dict, path)
+            except CheckpointException as error:
+                self.fail(str(error))
+        wanted = {name: value.float() for name, value in plain.state_dict().items()}
+        self.assertEqual(state_dict, wanted, rtol=0, atol=0, exact_device=False)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(layout=["FSDP1 on 4", "FSDP2 on 4", "FSDP2 on 2x2", "FSDP2 and TP on 2x2"])
+    def test_dcp_to_torch_save_and_back(self, layout):
+        """Beyond upstream: a sharded checkpoint becomes one file with whole tensors, and a checkpoint again.
+
+        The file has what a plain model and its optimizer have, with nested dicts as they were; the checkpoint can be
+        loaded by another number of ranks, and training goes on.
+        """
+        file, saved, again = (os.path.join(self.temp_dir, f"{layout} {name}") for name in ("file", "saved", "again"))
+        run = Run(LAYOUTS[layout]).train(range(2))
+        run.save(saved)
+        wanted = run.full()
+        if self.rank == 0:
+            dcp_to_torch_save(saved, file)
+            state = torch.load(file, weights_only=True)
+            self.assertEqual(list(state), ["model", "optim"])
+            found = {**state["model"], **moments(state["optim"])}
+            self.assertEqual(found, {name: wanted[name] for name in found}, rtol=0, atol=0, exact_device=False)
+            self.assertEqual(set(wanted), {*found, "steps"})
+            torch_save_to_dcp(file, again)
+        dist.barrier()
+        for other in ("FSDP2 on 2", "FSDP1 on 4"):
+            run = Run(LAYOUTS[other], seed=1).train(range(9, 10))
+            run.load(again)
+            if run.takes_part:
+                self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+                self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_torch_save_of_plain_model(self):
+        """Beyond upstream: a file that a plain training wrote, made a checkpoint, is where FSDP2 goes on."""
+        plain = Run(LAYOUTS["plain"]).train(range(2))
+        file, path = os.path.join(self.temp_dir, "file"), os.path.join(self.temp_dir, "checkpoint")
+        wanted = from_first_rank(plain.full())
+        if self.rank == 0:
+            torch.save(plain.state_dict(), file)
+            torch_save_to_dcp(file, path)
+        dist.barrier()
+        run = Run(LAYOUTS["FSDP2 on 4"], seed=1).train(range(9, 10))
+        run.load(path)
+        self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+        self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,167 @@
+"""``save`` and ``load`` with nothing but a path, what they do with keys that do not match, and where they write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests import torch_names
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.sharded_states import FourLayers, use_sharded_state_dicts
+
+fsspec_storage = torch_names.module("torch.distributed.checkpoint._fsspec_filesystem")
+
+
+class TestSaveAndLoadAPI(DTensorTestBase):
+    world_size = 2
+
+    def _model(self, seed: int) -> FSDP:
+        plain = filled(FourLayers().to(self.device), seed=seed)
+        model = FSDP(plain, device_mesh=self.mesh, use_orig_params=True)
+        use_sharded_state_dicts(model)
+        return model
+
+    def _check_saves_and_loads(self, path: str) -> None:
+        source, model = self._model(0), self._model(1)
+        dcp.save(source.state_dict(), checkpoint_id=path)
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=path)
+        model.load_state_dict(state)
+        self.assertEqual(full_parameters(model), full_parameters(source), rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_auto_detect(self):
+        """A path is for the file system. What that does not want goes to fsspec, where it is installed."""
+        self._check_saves_and_loads(os.path.join(self.temp_dir, "first"))
+        for refused in (dcp.save, dcp.load):
+            with self.assertRaisesRegex(RuntimeError, "Cannot detect"):
+                refused(self._model(1).state_dict(), checkpoint_id="abc://abc.abc")
+
+        used: list[str] = []
+
+        def noting(cls: Any) -> Any:
+            reset = cls.reset
+
+            def note_and_reset(storage: Any, *args: Any, **kwargs: Any) -> None:
+                used.append(type(storage).__name__)
+                reset(storage, *args, **kwargs)
+
+            return mock.patch.object(cls, "reset", note_and_reset)
+
+        nowhere = mock.Mock(return_value=False)
+        with (
+            mock.patch.object(FileSystemWriter, "validate_checkpoint_id", nowhere),
+            mock.patch.object(FileSystemReader, "validate_checkpoint_id", nowhere),
+            noting(FileSystemWriter),
+            noting(FileSystemReader),
+        ):
+            with mock.patch.object(fsspec_storage.FsspecWriter, "validate_checkpoint_id", nowhere):
+                with self.assertRaisesRegex(RuntimeError, "Cannot detect"):
+                    dcp.save(self._model(1).state_dict(), checkpoint_id=os.path.join(self.temp_dir, "second"))
+            self._check_saves_and_loads(os.path.join(self.temp_dir, "second"))
+        self.assertEqual(used, ["FsspecWriter", "FsspecReader"])
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_path_object(self):
+        """Beyond upstream: a ``Path`` does as well as a string."""
+        self._check_saves_and_loads(Path(self.temp_dir) / "here")  # type: ignore[arg-type]
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    def test_no_path(self):
+        """Beyond upstream: without a path, a reader and a writer there is nowhere to go."""
+        for call in (dcp.save, dcp.load):
+            with self.assertRaisesRegex(RuntimeError, "`checkpoint_id` must be specified"):
+                call({"tensor": torch.ones(1)})
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_keys_that_differ_between_ranks(self):
+        """Beyond upstream: what one rank alone has is saved too, and can be loaded by each rank."""
+        model = self._model(0)
+        own = {f"of rank {self.rank}": torch.full((2,), 1.0 + self.rank)}
+        dcp.save({"model": model.state_dict(), **own}, checkpoint_id=self.temp_dir)
+        found = {f"of rank {1 - self.rank}": torch.zeros(2)}
+        state = {"model": self._model(1).state_dict(), **found}
+        dcp.load(state, checkpoint_id=self.temp_dir)
+        self.assertEqual(found[f"of rank {1 - self.rank}"].tolist(), [2.0 - self.rank] * 2)
+        for name, value in model.state_dict().items():
+            self.assertEqual(state["model"][name].to_local(), value.to_local(), msg=name, rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_missing_key(self):
+        """Beyond upstream: a key that the checkpoint does not have is named on all ranks, whichever asks for it."""
+        dcp.save({"model": self._model(0).state_dict()}, checkpoint_id=self.temp_dir)
+        state: dict[str, Any] = {"model": self._model(1).state_dict()}
+        if self.rank == 1:
+            state["nowhere"] = torch.zeros(2)
+        with self.assertRaisesRegex(CheckpointException, "Missing key in checkpoint state_dict: nowhere") as caught:
+            dcp.load(state, checkpoint_id=self.temp_dir)
+        self.assertEqual(set(caught.exception.failures), {1})
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_rank_fails_to_write(self):
+        """Beyond upstream: all ranks hear of it, with the rank that failed, and nothing that is loadable is left."""
+        model = self._model(0)
+
+        class BrokenWriter(FileSystemWriter):
+            def write_data(writer, *args: Any) -> Any:
+                if self.rank == 1:
+                    raise OSError("no such luck")
+                return super().write_data(*args)
+
+        with self.assertRaisesRegex(CheckpointException, "no such luck") as caught:
+            dcp.save(model.state_dict(), storage_writer=BrokenWriter(self.temp_dir))
+        self.assertEqual(set(caught.exception.failures), {1})
+        self.assertFalse(os.path.exists(os.path.join(self.temp_dir, ".metadata")))
+        before = full_parameters(model)
+        with self.assertRaises(CheckpointException) as caught:
+            dcp.load(model.state_dict(), checkpoint_id=self.temp_dir)
+        self.assertEqual(set(caught.exception.failures), {0, 1})
+        self.assertEqual(full_parameters(model), before, rtol=0, atol=0)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=["FSDP2 on 2", "TP on 2"])
+    def test_load_into_live_shards(self, layout):
+        """Beyond upstream: a DTensor's shard is written where it lies, so the model has the values without being told.
+
+        The shards stay in their memory.
+        """
+        path = os.path.join(self.temp_dir, layout)
+        source, run = Run(LAYOUTS[layout]), Run(LAYOUTS[layout], seed=1)
+        dcp.save({"model": source.model.state_dict()}, checkpoint_id=path)
+        pointers = [param.to_local().data_ptr() for param in run.model.parameters()]
+        dcp.load({"model": run.model.state_dict()}, checkpoint_id=path)
+        self.assertEqual([param.to_local().data_ptr() for param in run.model.parameters()], pointers)
+        pairs = zip(source.model.named_parameters(), run.model.parameters(), strict=True)
+        for (name, wanted), param in pairs:
+            self.assertEqual(param.to_local(), wanted.to_local(), msg=name, rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    run_tests()

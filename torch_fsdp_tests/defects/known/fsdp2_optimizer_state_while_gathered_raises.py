@@ -1,0 +1,41 @@
+"""The optimizer's state dict cannot be had while parameters are gathered, as they are after an evaluation.
+
+A forward without gradients leaves the root's parameters gathered. ``get_optimizer_state_dict`` looks for them among
+the optimizer's parameters, which are the sharded ones, finds none, and raises ``KeyError: 0``. ``get_model_state_dict``
+reshards first. So does ``get_state_dict``, which takes the model's state first.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+    broken=">=2.9",
+    tests=(
+        "distributed/checkpoint/e2e/test_e2e_save_and_load::TestE2ESaveAndLoad::test_optimizer_state_while_gathered",
+    ),
+    fails_with=("KeyError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 2, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 1, device=device)).sum().backward()
+    optim.step()
+
+    with torch.no_grad():
+        model(torch.ones(1, 1, device=device))
+    try:
+        found = list(get_optimizer_state_dict(model, optim)["state"])
+    except KeyError as error:
+        return f"KeyError: {error}", ["weight"]
+    return found, ["weight"]

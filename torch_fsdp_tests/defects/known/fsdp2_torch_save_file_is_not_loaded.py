@@ -1,0 +1,50 @@
+"""Loading a file of torch.save into a sharded model hangs.
+
+``BroadcastingTorchSaveReader`` is there to read the file on one rank, to broadcast each tensor, and to shard it. That
+rank broadcasts the whole tensor. The others receive it in ``torch.empty_like`` of what is in the state dict, which is a
+DTensor and has room for a shard alone. The ranks wait for each other until the process group gives up. If they did
+not, each would get the first rows: ``DynamicMetaLoadPlanner`` describes the file to each rank as if it had that rank's
+shard alone. Sharded tensors of FSDP1 hang as well. Full state dicts can be loaded.
+"""
+
+import datetime
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.HANG,
+    where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data, and DynamicMetaLoadPlanner",
+    broken=">=2.9",
+    tests=("distributed/checkpoint/test_format_utils::TestFormatUtils::test_torch_save_file_into_shards",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 4, bias=False, device=device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    path = os.path.join(tempfile.gettempdir(), f"rank_{rank}_of_{os.getppid()}.pt")  # only rank 0 reads its file
+    torch.save({"weight": torch.arange(1.0, 5.0).view(4, 1)}, path)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))
+    try:
+        dcp.load(
+            model.state_dict(),
+            checkpoint_id=path,
+            storage_reader=BroadcastingTorchSaveReader(),
+            planner=DynamicMetaLoadPlanner(),
+        )
+        found = model.weight.full_tensor().flatten().tolist()
+    except (RuntimeError, dcp.CheckpointException) as error:
+        found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+    os.remove(path)
+    return found, [1.0, 2.0, 3.0, 4.0]
