@@ -23,6 +23,8 @@ DEFECT = Defect(
         "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_fp16",
         "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_force_sum",
         "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_fp16",
+        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest::test_gradient_divide_factor_forced_sum",
+        "distributed/_composable/test_replicate_mixed_precision::TestReplicateMixedPrecisionTraining::test_gradient_divide_factor_fp16",
     ),
 )
 

@@ -1,0 +1,127 @@
+"""The composable DDP, ``replicate``, around modules that FSDP2 shards: each parameter belongs to one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp import collectives, internals
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.references import of_all_ranks, replicate_in_place
+from torch_fsdp_tests.fsdp.training import TrainingMixin, accumulating, check_parity, shard_each, train
+
+DIM = 3
+
+
+class ToyModel(nn.Module):
+    """Three layers to be sharded, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(3)))
+        self.proj = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(self.linears(x).relu())
+
+
+class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
+    world_size = 2
+
+    def _plain(self) -> Any:
+        """The same model at each call."""
+        manual_seed(42)
+        return ToyModel().to(self.device)
+
+    def _compare(self, test: Any, ref_model: Any, model: Any) -> None:
+        """What FSDP2 has must be sharded, what DDP has whole; both as in the plain model."""
+        check_parity(self, ref_model.linears, model.linears)
+        self.assertEqual(model.proj.weight, ref_model.proj.weight)
+        self.assertEqual(model.proj.weight.grad, ref_model.proj.weight.grad)
+
+    @skip_if_lt_x_gpu(2)
+    def test_replicate_fully_shard_init(self):
+        """Neither wrapping with DDP nor its start in the first forward touches the sharded parameters."""
+        ref_model, model = self._plain(), self._plain()
+        shard_each([*model.linears, model.linears])
+        replicate_in_place(model)
+        for _ in range(2):
+            for linear in model.linears:
+                self.assertIsInstance(linear.weight, DTensor)
+                self.assertEqual(linear.weight.placements, (Shard(0),))
+            self.assertNotIsInstance(model.proj.weight, DTensor)
+            self.assertEqual(list(dict(model.named_parameters())), list(dict(ref_model.named_parameters())))
+            inp = self._inputs(2, DIM)
+            self.assertEqual(model(inp), ref_model(inp))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(replicate_first=[False, True])
+    def test_training(self, replicate_first):
+        """Beyond upstream: each half averages its own gradients, once, whichever was wrapped first."""
+        ref_model, model = self._plain(), self._plain()
+        wraps = [lambda: shard_each([*model.linears, model.linears]), lambda: replicate_in_place(model)]
+        for wrap in reversed(wraps) if replicate_first else wraps:
+            wrap()
+
+        def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
+            with collectives.recorded() as calls:
+                loss = train(each, inp)
+            # DDP's own collectives do not pass through Python.
+            self.assertEqual(calls.counts(), Counter(all_gather=6, reduce_scatter=3) if each is model else Counter())
+            return loss
+
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._inputs(4, DIM),
+            step=step,
+            compare=self._compare,
+            optim_cls=torch.optim.SGD,
+            momentum=0.9,
+        )
+        self.assertEqual(internals.ddp_of(model)._get_ddp_logging_data()["num_parameter_tensors"], 1)
+
+    @skip_if_lt_x_gpu(2)
+    def test_gradient_accumulation(self):
+        """Beyond upstream: each half leaves out its communication until the last microbatch."""
+        ref_model, model = self._plain(), self._plain()
+        shard_each([*model.linears, model.linears])
+        replicate_in_place(model)
+
+        def mark(is_last: bool) -> None:
+            if is_last:
+                first, second = of_all_ranks(model.proj.weight.grad)
+                self.assertNotEqual(first, second)  # or each microbatch was averaged, which adds up to the same
+                reduced = [param.grad for param in model.linears.parameters() if param.grad is not None]
+                self.assertFalse(any(grad.to_local().any() for grad in reduced))
+            model.linears.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last)
+
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._inputs(3, 4, DIM).unbind(),
+            step=accumulating(model, mark),
+            compare=self._compare,
+            optim_cls=torch.optim.SGD,
+        )
+
+    @skip_if_lt_x_gpu(2)
+    def test_one_module_for_both(self):
+        """Beyond upstream: DDP refuses a module that is sharded, and one of which nothing is left to replicate."""
+        with self.assertRaisesRegex(RuntimeError, "Cannot apply `replicate\\(\\)` on a Module already managed"):
+            replicate_in_place(shard_each([self._plain()]))
+        model = shard_each([replicate_in_place(self._plain())])
+        with self.assertRaisesRegex(RuntimeError, "DistributedDataParallel is not needed"):
+            model(self._inputs(2, DIM))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,514 @@
+"""The ``replicate`` that is built on FSDP2: whole parameters on each rank, and one all-reduce for each group.
+
+The reference is the plain model, whose gradients are averaged by hand, on data of each rank's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, MLPStack, check_sharded_parity
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp import collectives, internals
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
+from torch_fsdp_tests.fsdp.training import (
+    FEW,
+    TrainingMixin,
+    accumulating,
+    backward,
+    loss_of,
+    replicate_each,
+    tiny_transformer,
+    train,
+)
+
+
+class Net(nn.Sequential):
+    """Three layers in a row."""
+
+    def __init__(self, dim: int = 2) -> None:
+        super().__init__(*(nn.Linear(dim, dim) for _ in range(3)))
+
+
+def replicate(module: Any, **kwargs: Any) -> Any:
+    return replicate_each([module], **kwargs)
+
+
+def dp_mesh_dims(**kwargs: Any) -> Any:
+    """``DataParallelMeshDims``, which older versions of torch do not have."""
+    return torch.distributed.fsdp.DataParallelMeshDims(**kwargs)
+
+
+ROOTS: dict[str, Callable[..., Any]] = {"replicate": replicate, "fully_shard": fully_shard}
+
+
+@needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
+class ReplicateTest(TrainingMixin, FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 4 if "mesh" in self._testMethodName or "2d" in self._testMethodName else 2
+
+    def _net(self, dim: int = 4) -> Any:
+        """The same three layers at each call."""
+        manual_seed(42)
+        return Net(dim).to(self.device)
+
+    def _check_placements(self, model: nn.Module, *placements: Any) -> None:
+        params = list(model.parameters())
+        self.assertEqual({type(param) for param in params}, {DTensor})
+        self.assertEqual({param.placements for param in params}, {placements})
+
+    # How modules are wrapped.
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(root=list(ROOTS))
+    def test_replicate_transformer(self, root):
+        """Each module is noted under the name of its own API, and its parameters are laid out accordingly."""
+        model = tiny_transformer(n_layers=4)
+        for index, layer in enumerate(model.layers):
+            ROOTS["fully_shard" if index % 2 else "replicate"](layer)
+        ROOTS[root](model)
+        for index, layer in enumerate(model.layers):
+            self.assertEqual(internals.composable_apis(layer), ["fully_shard" if index % 2 else "replicate"])
+            self._check_placements(layer, Shard(0) if index % 2 else Replicate())
+        self.assertEqual(internals.composable_apis(model), [root])
+        self._check_placements(model.output, Replicate() if root == "replicate" else Shard(0))
+
+    @skip_if_lt_x_gpu(2)
+    def test_replicate_transformer_managed_modules(self):
+        """``replicate`` manages all modules but those that were wrapped before, by either API, and what is in them."""
+        replication = internals.replicate_on_fsdp2
+        managed = functools.partial(
+            internals.fsdp2_init._get_managed_modules,
+            is_composable_fn=replication.is_composable_with_replicate,
+            get_state_fn=replication._get_module_replicate_state,
+        )
+        model = tiny_transformer(n_layers=3)
+        self.assertEqual(set(managed((model,))), set(model.modules()))
+        replicate(model.layers[0])
+        fully_shard(model.layers[1])
+        wrapped = {module for layer in model.layers[:2] for module in layer.modules()}
+        self.assertEqual(set(managed((model,))), set(model.modules()) - wrapped)
+        self.assertIn(model.layers[2].attention, managed((model,)))
+
+    @skip_if_lt_x_gpu(4)
+    def test_replicate_tp_device_mesh(self):
+        """Of a mesh of three dimensions one replicates."""
+        mesh = self._mesh(2, 1, 2, names=("replicate", "shard", "tp"))
+        model = self._net()
+        for linear in model:
+            replicate(linear, mesh=mesh["replicate"])
+            self._check_placements(linear, Replicate())
+            for param in linear.parameters():
+                self.assertEqual(param.device_mesh, mesh["replicate"])
+                self.assertEqual(param.device_mesh.shape, (2,))
+                self.assertIs(param.device_mesh.get_group(), mesh.get_group("replicate"))
+
+    @skip_if_lt_x_gpu(2)
+    def test_default_mesh(self):
+        """Beyond upstream: without a mesh all ranks are replicas."""
+        model = replicate(self._net())
+        mesh = model[0].weight.device_mesh
+        self.assertEqual((mesh.shape, mesh.mesh_dim_names), ((self.world_size,), ("replicate",)))
+        self.assertEqual(mesh.device_type, self.device.type)
+
+    @skip_if_lt_x_gpu(2)
+    def test_class_of_module(self):
+        """Beyond upstream: a replicated module is of its own class still, and a part of it is a plain module."""
+        model = replicate(self._net())
+        self.assertEqual(type(model).__name__, "ReplicateNet")
+        self.assertIsInstance(model, Net)
+        self.assertIsInstance(model, internals.replicate_on_fsdp2.ReplicateModule)
+        self.assertIs(type(replicate(self._net())), type(model))
+        layers = replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        self.assertIs(type(layers[:1]), nn.Sequential)
+        with self.assertRaisesRegex(AssertionError, "does not support deepcopy"):
+            copy.deepcopy(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_refusals(self):
+        """Beyond upstream: what cannot be replicated is refused, and what is there stays as it was."""
+        mesh = self._mesh(2, 1)
+        with self.assertRaisesRegex(ValueError, "replicate expects a 1D DeviceMesh"):
+            replicate(self._net(), mesh=mesh)
+        with self.assertRaisesRegex(ValueError, "replicate does not support containers that do not implement forward"):
+            replicate(nn.ModuleList(self._net()))
+        sharded, replicated = fully_shard(self._net()), replicate(self._net())
+        with self.assertRaisesRegex(RuntimeError, "Cannot apply `replicate\\(\\)` on a Module already managed"):
+            replicate(sharded)
+        with self.assertRaisesRegex(AssertionError, "can only be applied to a module once"):
+            replicate(replicated)
+        with self.assertRaisesRegex(AssertionError, "more than once"):
+            fully_shard(replicated)
+        self._check_placements(sharded, Shard(0))
+        self._check_placements(replicated, Replicate())
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(grouped=[False, True])
+    def test_ignored_params(self, grouped):
+        """Beyond upstream: an ignored parameter stays plain, and its gradient this rank's own."""
+        ref_model, model = self._net(), self._net()
+        ignored = model[1].weight
+        if grouped:
+            replicate([model[0], model[1]], ignored_params={ignored})
+        replicate(model, ignored_params={ignored})
+        self.assertIs(model[1].weight, ignored)
+        self._seed()
+        inp = self._inputs(3, 4)
+        for each in (ref_model, model):
+            train(each, inp)
+        self.assertEqual(ignored.grad, ref_model[1].weight.grad)
+        self.assertNotEqual(*of_all_ranks(ignored.grad))
+        average_gradients(ref_model)
+        for name, param in model.named_parameters():
+            if param is not ignored:
+                self.assertEqual(param.grad.to_local(), ref_model.get_parameter(name).grad)
+
+    # Dimensions of a mesh by name.
+
+    @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
+    @skip_if_lt_x_gpu(4)
+    @subtests(both=[False, True])
+    def test_named_mesh_dims(self, both):
+        """Beyond upstream: a model of DTensors on the whole mesh, of which one dimension or both are replicas."""
+        inner = f"inner_{both}"
+        names = f"outer_{both}", inner  # with the same names it would be the same mesh
+        mesh = self._mesh(2, 2, names=names)
+        ref_model, model = self._net(), distribute_module(self._net(), mesh)
+        replicate(model, mesh=mesh, dp_mesh_dims=dp_mesh_dims(replicate=names if both else inner))
+        self._check_placements(model, Replicate(), Replicate())
+        self._seed(self.rank if both else mesh.get_local_rank(inner))
+        inp = self._inputs(3, 4)
+        train(ref_model, inp)
+        average_gradients(ref_model, None if both else mesh.get_group(inner))
+        whole = DTensor.from_local(inp, mesh, [Replicate()] * 2, run_check=False)
+        with collectives.recorded() as calls:
+            backward(loss_of(model(whole).to_local()))
+        self.assertEqual(calls.counts(), {"all_reduce": 1})
+        for name, param in model.named_parameters():
+            ref = ref_model.get_parameter(name)
+            self.assertEqual((param.to_local(), param.grad.to_local()), (ref, ref.grad))
+
+    def _check_dims_refused(self, message: str, **dims: Any) -> None:
+        mesh = self._mesh(2, 2)
+        with self.assertRaisesRegex(ValueError, message):
+            replicate(distribute_module(self._net(), mesh), mesh=mesh, dp_mesh_dims=dp_mesh_dims(**dims))
+
+    @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
+    @skip_if_lt_x_gpu(4)
+    def test_named_mesh_dims_refused(self):
+        """Beyond upstream: a dimension that shards, one that does not exist, or none at all."""
+        self._check_dims_refused("requires replicate-only", shard="shard")
+        self._check_dims_refused("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
+        self._check_dims_refused("At least one of shard or replicate")
+
+    @torch_defect("fsdp2_replicate_accepts_dims_that_shard")
+    @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
+    @skip_if_lt_x_gpu(4)
+    def test_named_mesh_dims_of_shards_and_replicas(self):
+        """Beyond upstream: a dimension that shards is refused beside one that replicates, too."""
+        self._check_dims_refused("requires replicate-only", replicate="replicate", shard="shard")
+
+    # Training.
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(optim_cls=[torch.optim.SGD, torch.optim.Adam])
+    def test_train_replicate_fsdp(self, optim_cls):
+        """Parity with plain data parallelism, with one all-reduce for each group. SGD shows a wrong factor."""
+        manual_seed(42)
+        model = tiny_transformer()
+        ref_model = self._replica(model)
+        replicate_each([*model.layers, model])
+
+        def step(each: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            with collectives.recorded() as calls:
+                loss = train(each, tokens)
+            self.assertEqual(calls.counts(), {"all_reduce": 4} if each is model else {})
+            return loss
+
+        kwargs: dict[str, Any] = {"momentum": 0.9} if optim_cls is torch.optim.SGD else {}
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._tokens(2, 8),
+            step=step,
+            compare=check_sharded_parity,
+            optim_cls=optim_cls,
+            **kwargs,
+        )
+
+    @skip_if_lt_x_gpu(4)
+    def test_train_parity_2d_mlp(self):
+        # Checkpointing does not depend on the size. All combinations are for slow tests.
+        cases = [(False, 3), (True, 16), (False, 17)]
+        if TEST_WITH_SLOW:
+            cases = list(itertools.product([False, True], [3, 16, 17]))
+        self.run_subtests({"case": cases}, lambda case: self._test_train_parity_2d_mlp(*case))
+
+    def _test_train_parity_2d_mlp(self, use_activation_checkpointing: bool, mlp_dim: int) -> None:
+        """Replicas alone train as the plain model does, and so do FSDP and tensor parallelism over the same mesh."""
+        mesh = self._mesh(2, 1, 2, names=("replicate", "shard", "tp"))
+        manual_seed(42)
+        plain = MLPStack(mlp_dim)
+        two_d = self._replica(plain).parallelize(mesh["tp"], mesh["replicate", "shard"], use_activation_checkpointing)
+        replicated = self._replica(plain)
+        if use_activation_checkpointing:
+            for mlp in replicated:
+                internals.composable.checkpoint(mlp)
+        replicate_each([*replicated, replicated], mesh=mesh["replicate"])
+        for model in (replicated, two_d):
+            self._train_and_compare(
+                self._replica(plain),
+                model,
+                lambda: self._inputs(8, mlp_dim),
+                average=functools.partial(average_gradients, group=mesh.get_group("replicate")),
+                data_rank=mesh.get_local_rank("replicate"),
+                iterations=FEW,
+                optim_cls=torch.optim.SGD,
+                foreach=False,
+            )
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(root=list(ROOTS), accumulate=[False, True], frozen=[False, True])
+    def test_train_mixed_model(self, root, accumulate, frozen):
+        """Beyond upstream: of layers some are replicated and some sharded; each kind calls its own collectives."""
+        manual_seed(42)
+        model = nn.Sequential(*(MLP(4) for _ in range(4)), nn.Linear(4, 4))
+        if frozen:
+            for index in (0, 1):  # one of each kind
+                model[index].in_proj.weight.requires_grad_(False)
+        ref_model = self._replica(model)
+        for index in range(4):
+            ROOTS["fully_shard" if index % 2 else "replicate"](model[index])
+        ROOTS[root](model)
+
+        microbatches = 3 if accumulate else 1
+        step = accumulating(model, model.set_requires_gradient_sync)
+
+        def counted(each: nn.Module, batch: Any) -> torch.Tensor:
+            with collectives.recorded() as calls:
+                losses = step(each, batch)
+            counts = calls.counts()
+            counts.pop("all_gather", None)  # how many depends on the root, see below
+            by_root = {"replicate": (2, 3), "fully_shard": (3, 2)}[root]
+            expected = Counter(dict(zip(("reduce_scatter", "all_reduce"), by_root)))
+            self.assertEqual(counts, expected if each is model else Counter())
+            return losses
+
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._inputs(microbatches, 3, 4).unbind(),
+            step=counted,
+            optim_cls=torch.optim.SGD,
+            momentum=0.9,
+        )
+
+    @torch_defect("fsdp2_replicate_root_keeps_shards_gathered")
+    @skip_if_lt_x_gpu(2)
+    def test_sharded_layers_reshard_under_replicated_root(self):
+        """Beyond upstream: sharded layers are freed after forward, whatever wraps the root."""
+        for root in ("fully_shard", "replicate"):
+            model = self._net()
+            fully_shard(model[1])
+            ROOTS[root](model)
+            model(self._inputs(2, 4))
+            self.assertIsInstance(model[1].weight, DTensor, f"{root=}")
+
+    @torch_defect("fsdp2_replicate_root_refuses_a_group")
+    @skip_if_lt_x_gpu(2)
+    def test_sharded_group_under_replicated_root(self):
+        """Beyond upstream: layers that are sharded as one group train, whatever wraps the root."""
+        for root in ("fully_shard", "replicate"):
+            ref_model, model = self._net(), self._net()
+            fully_shard([model[0], model[1]])
+            ROOTS[root](model)
+            self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(root=list(ROOTS))
+    def test_replicated_group(self, root):
+        """Beyond upstream: layers that are replicated as one group share an all-reduce."""
+        ref_model, model = self._net(), self._net()
+        self.assertEqual([type(each).__name__ for each in replicate([model[0], model[1]])], ["ReplicateLinear"] * 2)
+        ROOTS[root](model)
+
+        def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
+            with collectives.recorded("all_reduce") as calls:
+                loss = train(each, inp)
+            by_root = 1 if root == "replicate" else 0
+            self.assertEqual(len(calls), 1 + by_root if each is model else 0)
+            return loss
+
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), step=step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(tied=[False, True], frozen=[(), ("layers.0", "norm"), ("tok_embeddings", "pos_embeddings")])
+    def test_tied_and_frozen(self, tied, frozen):
+        """Beyond upstream: parameters that two modules share, or that do not train."""
+        manual_seed(42)
+        model = tiny_transformer(weight_tying=tied)
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        ref_model = self._replica(model)
+        replicate_each([*model.layers, model])
+        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 8), optim_cls=torch.optim.SGD, iterations=FEW)
+        self.assertEqual(model.tok_embeddings.weight is model.output.weight, tied)
+
+    # What reaches the gradients.
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(factor=[None, 1.0, 4.0])
+    def test_gradient_divide_factor(self, factor):
+        """Beyond upstream: the sum over the replicas is divided by the factor, or else by their number."""
+        model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model(torch.full((3, 2), 1.0 + self.rank, device=self.device)).sum().backward()
+        total = 3 * sum(range(1, self.world_size + 1))
+        expected = total / (self.world_size if factor is None else factor)
+        self.assertEqual(model.weight.grad.to_local(), torch.full((1, 2), expected, device=self.device))
+
+    @torch_defect("fsdp2_divides_twice")
+    @skip_if_lt_x_gpu(2)
+    def test_gradient_divide_factor_forced_sum(self):
+        """Beyond upstream: the same where the collectives may only add. A replica is a shard group of one rank."""
+        model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
+        model.set_gradient_divide_factor(4.0)
+        model.set_force_sum_reduction_for_comms(True)
+        model(torch.full((3, 2), 1.0 + self.rank, device=self.device)).sum().backward()
+        expected = 3 * sum(range(1, self.world_size + 1)) / 4
+        self.assertEqual(model.weight.grad.to_local(), torch.full((1, 2), expected, device=self.device))
+
+    @skip_if_lt_x_gpu(2)
+    def test_forced_sum(self):
+        """Beyond upstream: without a factor a sum that is divided afterwards is the average."""
+        ref_model, model = self._net(), replicate(self._net())
+        model.set_force_sum_reduction_for_comms(True)
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
+
+    @skip_if_lt_x_gpu(2)
+    def test_all_reduce_hook(self):
+        """Beyond upstream: a hook sees the average of each group, flat, and what it makes of it is the gradient."""
+        ref_model, model = self._net(), self._net()
+        replicate_each([*model])
+        replicate(model)
+        seen: list[torch.Tensor] = []
+
+        def halve(flat: torch.Tensor) -> None:
+            seen.append(flat.clone())
+            flat.mul_(0.5)
+
+        model[1].set_all_reduce_hook(halve)
+        self._seed()
+        inp = self._inputs(3, 4)
+        for each in (ref_model, model):
+            train(each, inp)
+        average_gradients(ref_model)
+        expected = torch.cat([param.grad.flatten() for param in ref_model[1].parameters()])
+        self.assertEqual(seen, [expected])
+        for param in ref_model[1].parameters():
+            param.grad.mul_(0.5)
+        check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_replicas_stay_equal(self):
+        """Beyond upstream: after 20 steps on data of their own replicas are equal to the last bit."""
+        model = self._net()
+        replicate_each([*model, model])
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self._seed()
+        for _ in range(20):
+            train(model, self._inputs(3, 4))
+            optim.step()
+            optim.zero_grad()
+        first, second = of_all_ranks([param.to_local().detach() for param in model.parameters()])
+        self.assertEqual(first, second, rtol=0, atol=0)
+        self.assertNotEqual(first, [param.detach() for param in self._net().parameters()])
+
+    @skip_if_lt_x_gpu(2)
+    def test_replicas_are_not_compared(self):
+        """Beyond upstream: unlike DDP, wrapping broadcasts nothing. Each rank keeps the values that it brings."""
+        model = nn.Linear(2, 2, device=self.device)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(self.rank)
+        replicate(model)
+        for _ in range(2):
+            for value in model.state_dict().values():
+                self.assertEqual(value.to_local(), torch.full_like(value.to_local(), self.rank))
+            model(self._inputs(2, 2)).sum().backward()
+
+    # State.
+
+    @skip_if_lt_x_gpu(2)
+    def test_state_dict(self):
+        """Beyond upstream: states have whole values under plain names, also while the parameters are unsharded."""
+        ref_model, model = self._net(), self._net()
+        replicate_each([*model, model])
+        other = replicate(nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(3))))
+        for forward_first in (False, True):
+            if forward_first:
+                model(self._inputs(2, 4))
+            state = model.state_dict()
+            self.assertEqual(list(state), list(ref_model.state_dict()))
+            self.assertEqual({type(value) for value in state.values()}, {DTensor})
+            self.assertEqual({name: value.to_local() for name, value in state.items()}, ref_model.state_dict())
+        other(self._inputs(2, 4))
+        other.load_state_dict(state)
+        inp = self._inputs(2, 4)
+        self.assertEqual(other(inp), ref_model(inp))
+
+    @skip_if_lt_x_gpu(2)
+    def test_meta_device(self):
+        """Beyond upstream: a model without memory is replicated, then given some, and then trained."""
+        ref_model = self._net()
+        with torch.device("meta"):
+            model = Net(4)
+        replicate_each([*model, model])
+        with self.assertRaisesRegex(RuntimeError, "parameters should be materialized from meta device"):
+            model(self._inputs(2, 4))
+        with torch.device("meta"):
+            model = Net(4)
+        replicate_each([*model, model])
+        model.to_empty(device=self.device)
+        for param, value in zip(model.parameters(), ref_model.parameters()):
+            param.to_local().detach().copy_(value)
+        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+
+    @skip_if_lt_x_gpu(2)
+    def test_clip_grad_norm(self):
+        """Beyond upstream: the norm of replicated gradients is that of one replica."""
+        ref_model, model = self._net(), replicate(self._net())
+        self._seed()
+        inp = self._inputs(3, 4)
+        for each in (ref_model, model):
+            train(each, inp)
+        average_gradients(ref_model)
+        for norm_type in (2.0, 1.0, float("inf")):
+            norms = [
+                torch.nn.utils.get_total_norm([p.grad for p in each.parameters()], norm_type)
+                for each in (ref_model, model)
+            ]
+            self.assertEqual(norms[1].full_tensor(), norms[0])
+        ref_norm, norm = (torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (ref_model, model))
+        self.assertEqual(norm.full_tensor(), ref_norm)
+        check_sharded_parity(self, ref_model, model)
+
+
+if __name__ == "__main__":
+    run_tests()

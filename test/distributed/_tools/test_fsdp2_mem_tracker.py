@@ -1,0 +1,497 @@
+"""``FSDPMemTracker`` accounts for every byte of FSDP2, by category and phase: here each number is worked out by hand.
+
+It counts storages by weak references, so its numbers are exact on any device. They double as a meter of FSDP2's own
+memory behaviour: a unit that is not resharded, or a buffer that is kept, is a number that is not met. The collectives
+are fake, since those of a backend may hold on to a tensor for a moment longer; what they compute is no matter here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.references import bytes_of
+from torch_fsdp_tests.fsdp.training import TrainingMixin, replicate_each, shard_each, train
+
+# Of this size every storage takes up a multiple of 512 bytes, also those of halves of biases and of 16-bit biases. Some
+# devices allocate no smaller pieces, and the tracker rounds up for them.
+DIM = 256
+BLOCKS = 3
+BATCH = 4
+BYTES = 4  # of a float32
+BLOCK = 2 * 4 * DIM * DIM + 5 * DIM  # elements of an MLP
+REST = DIM * DIM + DIM  # elements of the layer that the root has to itself
+PARAMETERS = 4 * BLOCKS + 2
+
+# What FSDP itself allocates, by the tracker's names. The rest belongs to the model, or to autograd.
+OURS = ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter", "Sharded Grad")
+
+Bytes = dict[str, int]
+
+
+def by_category(snapshot: Mapping[torch.device, Mapping[Any, int]], names: Iterable[str] | None = None) -> Bytes:
+    """The bytes of each category, over all devices; of these ``names`` alone, or of all that are not empty."""
+    found: dict[str, int] = {}
+    for of_device in snapshot.values():
+        for category, nbytes in of_device.items():
+            name = getattr(category, "value", category)
+            found[name] = found.get(name, 0) + nbytes
+    found.pop("Total", None)
+    if names is None:
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+    return {name: found.get(name, 0) for name in names}
+
+
+class TrackerTest(TrainingMixin, FSDPTest):
+    world_size = 2
+    fake_pg = True
+
+    def _plain(self, bias: bool = True) -> nn.Sequential:
+        manual_seed(42)
+        return nn.Sequential(*(MLP(DIM, bias=bias) for _ in range(BLOCKS)), nn.Linear(DIM, DIM)).to(self.device)
+
+    def _sharded(self, **kwargs: Any) -> Any:
+        """Equal blocks, each a unit, and a layer that belongs to the root."""
+        model = self._plain()
+        return shard_each([*model[:BLOCKS], model], **kwargs)
+
+    def _tracker(self, model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Any:
+        return internals.fsdp2_memory.FSDPMemTracker(model, optim)
+
+    def _input(self, tracker: Any = None) -> torch.Tensor:
+        """An input whose gradient is asked for: each unit's backward then ends at its turn, the first unit's as well.
+
+        The tracker counts it apart. It also keeps every such input alive, so a test makes one for all its iterations.
+        """
+        inp = self._inputs(BATCH, DIM, requires_grad=True)
+        if tracker is not None:
+            tracker.track_inputs((inp,))
+        return inp
+
+    def _train(self, model: nn.Module, inp: torch.Tensor) -> None:
+        """Make gradients of the parameters alone."""
+        train(model, inp)
+        inp.grad = None
+
+    def _now(self, tracker: Any, *names: str) -> Bytes:
+        """The bytes of these categories now, or of all that are not empty, less the inputs."""
+        found = by_category(tracker.get_tracker_snapshot(), names or None)
+        found.pop("Inputs", None)
+        return found
+
+    def _phases(self, tracker: Any, names: tuple[str, ...] = OURS) -> dict[tuple[str, str], list[Bytes]]:
+        """What each unit found in each of its phases, once for each time. The root's name is empty."""
+        return {
+            (stats.mod_fqn.partition(".")[2], phase.value): [by_category(each, names) for each in snapshots]
+            for stats in tracker.memory_tracking.values()
+            for phase, snapshots in stats.snapshots.items()
+        }
+
+    def _check_phases(self, tracker: Any, reshards: bool, param_size: int = BYTES) -> None:
+        """Each phase occurs once, with the bytes that were worked out by hand."""
+        found = self._phases(tracker)
+        for key, expected in expected_phases(reshards, param_size).items():
+            (bytes_found,) = found[key]
+            if key[1] == "After Post-Backward":  # see test_gradients_are_freed_by_reduction
+                bytes_found["Unsharded Grad"] = 0
+            self.assertEqual(bytes_found, expected, msg=f"{key}, {reshards=}, {param_size=}")
+
+
+def expected_phases(reshards: bool, param_size: int = BYTES, reduce_size: int = BYTES) -> dict[tuple[str, str], Bytes]:
+    """What FSDP has allocated in the phases of a forward and a backward; the sizes are of elements.
+
+    Beside the root's layer, forward has one block unsharded at a time, or as many as have run where none reshards. The
+    output of an all-gather is freed after the next one was copied out. Backward gathers a block ahead, and keeps the
+    input of one reduce-scatter.
+    """
+    rest, block = REST * param_size, BLOCK * param_size
+    found: dict[tuple[str, str], Bytes] = {}
+
+    def note(
+        name: str,
+        phase: str,
+        unsharded: int,
+        gathered: int,
+        grad: int = 0,
+        reduced: int = 0,
+        blocks_done: int = 0,
+        rest_done: bool = False,
+    ) -> None:
+        sharded = BYTES * (blocks_done * BLOCK + rest_done * REST) // 2
+        found[name, phase] = dict(zip(OURS, (unsharded, gathered, grad, reduced, sharded)))
+
+    def kept(blocks: int) -> int:
+        """What is unsharded where this many blocks have run forward, or are to run backward."""
+        return rest + (0 if reshards else blocks * block)
+
+    note("", "Before Pre-Forward", 0, 0)
+    note("", "After Pre-Forward", rest, rest)
+    for index in range(BLOCKS):
+        note(f"{index}", "Before Pre-Forward", kept(index), block if index else rest)
+        note(f"{index}", "After Pre-Forward", kept(index) + block, block)
+        note(f"{index}", "Before Post-Forward", kept(index) + block, block)
+        note(f"{index}", "After Post-Forward", kept(index + 1), block)
+    note("", "Before Post-Forward", kept(BLOCKS), block)
+    between = 0 if reshards else kept(BLOCKS)
+    note("", "After Post-Forward", between, 0)
+
+    note("", "Before Pre-Backward", between, 0)
+    ahead = block if reshards else 0
+    note("", "After Pre-Backward", kept(BLOCKS), ahead)
+    reduced = 0
+    for done, index in enumerate(reversed(range(BLOCKS))):
+        note(f"{index}", "Before Pre-Backward", kept(index + 1), ahead, 0, reduced, done)
+        now = kept(index) + block
+        note(f"{index}", "After Pre-Backward", now, ahead if index else 0, 0, reduced, done)
+        note(f"{index}", "Before Post-Backward", now, ahead if index else 0, block, reduced, done)
+        reduced = BLOCK * reduce_size
+        note(f"{index}", "After Post-Backward", kept(index), ahead if index else 0, 0, reduced, done + 1)
+    note("", "Before Post-Backward", rest, 0, rest, reduced, BLOCKS)
+    note("", "After Post-Backward", 0, 0, 0, REST * reduce_size, BLOCKS, True)
+    return found
+
+
+class TestTrackerFullyShard1DTrainingCore(TrackerTest):
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(reshard_after_forward=[True, False], offload=[False, True], low_precision=[False, True])
+    def test_tracker_multi_group_eager(self, reshard_after_forward, offload, low_precision):
+        """By phase what is unsharded, gathered and reduced; after each step the shards alone, and the optimizer's."""
+        policy = MixedPrecisionPolicy(torch.float16, torch.float32) if low_precision else MixedPrecisionPolicy()
+        model = self._sharded(
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
+        )
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        shards = BYTES * (BLOCKS * BLOCK + REST) // 2
+        states = 2 * shards + PARAMETERS * BYTES  # and a count of steps for each parameter
+        tracker = self._tracker(model, optim)
+        inp = self._input(tracker)
+        with tracker:
+            for iteration in range(2):
+                optim.zero_grad()
+                self.assertEqual(
+                    self._now(tracker),
+                    {"Sharded Param": shards} | ({"OptState": states} if iteration else {}),
+                )
+                self._train(model, inp)
+                optim.step()
+                self.assertEqual(
+                    self._now(tracker),
+                    {"Sharded Param": shards, "Sharded Grad": shards, "OptState": states},
+                )
+                self._check_phases(tracker, reshard_after_forward, 2 if low_precision else BYTES)
+                tracker.reset_mod_stats()
+            on_devices = tracker.get_tracker_snapshot()
+        where = {device.type for device, found in on_devices.items() if found[tracker._ref_class.SHARDED_PARAM]}
+        self.assertEqual(where, {"cpu" if offload else self.device.type})  # the CPU is the subject
+
+    @skip_if_lt_x_gpu(2)
+    def test_tracker_non_root_forward_backward(self):
+        """Where the first child is all that ever runs, its bytes alone come and go. As a root it does not reshard."""
+        model = self._sharded()
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        block = BYTES * BLOCK
+        shards = BYTES * (BLOCKS * BLOCK + REST) // 2
+        with tracker:
+            for _ in range(2):
+                self._train(model[0], inp)
+                self.assertEqual(self._now(tracker), {"Sharded Param": shards, "Sharded Grad": block // 2})
+                found = self._phases(tracker)
+                self.assertEqual({name for name, _ in found}, {""})
+                for phase, unsharded, gathered, grad in (
+                    ("Before Pre-Forward", 0, 0, 0),
+                    ("After Pre-Forward", block, block, 0),
+                    ("After Post-Forward", block, 0, 0),
+                    ("After Pre-Backward", block, 0, 0),
+                    ("Before Post-Backward", block, 0, block),
+                ):
+                    self.assertEqual(found["", phase], [dict(zip(OURS, (unsharded, gathered, grad, 0, 0)))], msg=phase)
+                model.zero_grad()
+                tracker.reset_mod_stats()
+
+    @torch_defect("fsdp2_memory_tracker_needs_all_units")
+    @skip_if_lt_x_gpu(2)
+    def test_unit_that_does_not_run(self):
+        """Beyond upstream: a model of which a part is left out in an iteration is tracked as it is trained."""
+        model = self._sharded()
+        inp = self._input()
+        train(model, inp)
+        model.zero_grad()
+        tracker = self._tracker(model)
+        with tracker:
+            train(model[0], inp)
+        self.assertEqual(self._now(tracker, *OURS), dict(zip(OURS, (0, 0, 0, 0, BYTES * BLOCK // 2))))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(rows=[4, 5, 1])
+    def test_uneven_shards(self, rows):
+        """Beyond upstream: each rank keeps as many bytes as the largest shard has, its padding included."""
+        model = nn.Linear(DIM, rows, bias=False, device=self.device)
+        shard_each([model])
+        internals.initialize_lazily(model)  # where older versions of torch make padding anew
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        row = DIM * BYTES
+        padded = math.ceil(rows / 2) * row
+        grad_row = row * len(range(rows)[self.rank * math.ceil(rows / 2) :][: math.ceil(rows / 2)])
+        tracker = self._tracker(model, optim)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+            self.assertEqual(
+                self._now(tracker, "Sharded Param", "Sharded Grad"), {"Sharded Param": padded, "Sharded Grad": padded}
+            )
+            optim.step()
+            self.assertEqual(self._now(tracker, "OptState"), {"OptState": 2 * grad_row + BYTES})
+        (gathered,) = self._phases(tracker)["", "After Pre-Forward"]
+        self.assertEqual(gathered["Unsharded Param"], rows * row if rows % 2 == 0 else 2 * padded)
+        self.assertEqual(gathered["All Gather"], 2 * padded)
+
+    @skip_if_lt_x_gpu(2)
+    def test_same_bytes_in_later_steps(self):
+        """Beyond upstream: in the fifth step every phase has the bytes of the second, and the peak does not grow."""
+        model = self._sharded()
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        tracker = self._tracker(model, optim)
+        inp = self._input(tracker)
+        everything = (*OURS, "Sharded Param", "Activation", "Temp", "OptState", "Buffer")
+        seen: list[Any] = []
+        with tracker:
+            for _ in range(5):
+                optim.zero_grad()
+                self._train(model, inp)
+                optim.step()
+                seen.append(
+                    (self._phases(tracker, everything), tracker.get_tracker_snapshot("peak"), self._now(tracker))
+                )
+                tracker.reset_mod_stats()
+        self.assertEqual(seen[4], seen[1])
+        self.assertEqual(len(seen[1][0]), 10 * (BLOCKS + 1))  # with a peak of forward and one of backward each
+
+    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
+    @skip_if_lt_x_gpu(2)
+    @subtests(most=[1, 2, 3, 10])
+    def test_reduce_scatter_buffers(self, most):
+        """Beyond upstream: as many inputs of reduce-scatters are kept as asked for, and none after backward."""
+        model = self._sharded()
+        model.set_reduce_scatter_max_input_buffers(most)
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+            self.assertEqual(self._now(tracker, "Reduce Scatter"), {"Reduce Scatter": 0})
+        found = self._phases(tracker)
+        kept: list[int] = []
+        for name, size in (*((str(index), BLOCK) for index in reversed(range(BLOCKS))), ("", REST)):
+            kept = [*kept, size * BYTES][-most:]
+            self.assertEqual(found[name, "After Post-Backward"][0]["Reduce Scatter"], sum(kept), msg=name)
+
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_parameters(self):
+        """Beyond upstream: what is frozen is gathered as ever, and has no bytes of gradients."""
+        model = self._plain()
+        for block in model[:BLOCKS]:
+            block.in_proj.requires_grad_(False)
+        shard_each([*model[:BLOCKS], model])
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+            trained = BYTES * (4 * DIM * DIM + DIM)
+            sharded = (BLOCKS * trained + BYTES * REST) // 2
+            self.assertEqual(self._now(tracker, "Sharded Grad"), {"Sharded Grad": sharded})
+        found = self._phases(tracker)
+        for index in range(BLOCKS):
+            self.assertEqual(found[f"{index}", "After Pre-Forward"][0]["All Gather"], BYTES * BLOCK)
+            self.assertEqual(found[f"{index}", "Before Post-Backward"][0]["Unsharded Grad"], trained)
+            self.assertEqual(found[f"{index}", "After Post-Backward"][0]["Reduce Scatter"], trained)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(low_precision=[False, True])
+    def test_accumulation(self, low_precision):
+        """Beyond upstream: gradients that are not reduced stay, once, in the dtype of the reduction."""
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low_precision else MixedPrecisionPolicy()
+        model = self._sharded(mp_policy=policy)
+        whole = BYTES * (BLOCKS * BLOCK + REST)
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            for _ in range(3):
+                model.set_requires_gradient_sync(False)
+                self._train(model, inp)
+                held = self._now(tracker)
+                shards = held.pop("Sharded Param")
+                self.assertEqual(shards, whole // 2)
+                if low_precision:  # older versions of torch cast them, after which the tracker calls them temporary
+                    held = {"Unsharded Grad": sum(held.values())}
+                self.assertEqual(held, {"Unsharded Grad": whole})
+                tracker.reset_mod_stats()
+            model.set_requires_gradient_sync(True)
+            self._train(model, inp)
+            self.assertEqual(self._now(tracker), {"Sharded Param": whole // 2, "Sharded Grad": whole // 2})
+
+    @needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
+    @skip_if_lt_x_gpu(2)
+    def test_replicate(self):
+        """Beyond upstream: replicas keep whole parameters and gradients, and a copy from forward to backward."""
+        model = self._plain()
+        replicate_each([*model[:BLOCKS], model])
+        whole = BYTES * (BLOCKS * BLOCK + REST)
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+            self.assertEqual(self._now(tracker), {"Sharded Param": whole, "Sharded Grad": whole})
+        found = self._phases(tracker)
+        for index in range(BLOCKS):
+            copies = BYTES * ((index + 1) * BLOCK + REST)
+            self.assertEqual(found[f"{index}", "After Post-Forward"], [dict(zip(OURS, (copies, 0, 0, 0, 0)))])
+            self.assertEqual(found[f"{index}", "Before Post-Backward"][0]["All Gather"], 0)
+            self.assertEqual(found[f"{index}", "After Post-Backward"][0]["Reduce Scatter"], 0)
+        self.assertEqual(found["", "After Post-Backward"][0]["Unsharded Param"], 0)
+
+    @skip_if_lt_x_gpu(2)
+    def test_agrees_with_storages(self):
+        """Beyond upstream: what the tracker counts as shards and gradients is what the tensors' storages hold."""
+        model = self._sharded()
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+            found = self._now(tracker, "Sharded Param", "Sharded Grad")
+        params = [param.to_local() for param in model.parameters()]
+        grads = [param.grad.to_local() for param in model.parameters()]
+        self.assertEqual(found, {"Sharded Param": bytes_of(params), "Sharded Grad": bytes_of(grads)})
+
+    @skip_if_lt_x_gpu(2)
+    def test_second_iteration_without_reset(self):
+        """Beyond upstream: the root may run once between resets, and the tracker says so."""
+        model = self._sharded()
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+            with self.assertRaisesRegex(NotImplementedError, "reset_mod_stats"):
+                model(inp)
+
+    @skip_if_lt_x_gpu(2)
+    def test_model_without_fsdp(self):
+        """Beyond upstream: a model that nothing was sharded in is refused."""
+        with self.assertRaises(AssertionError):
+            self._tracker(self._plain())
+
+    @torch_defect("fsdp2_memory_tracker_keeps_a_gradient")
+    @skip_if_lt_x_gpu(2)
+    def test_gradients_are_freed_by_reduction(self):
+        """Beyond upstream: when a unit has reduced, none of its unsharded gradients is left."""
+        model = self._sharded()
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+        found = self._phases(tracker)
+        for name in ("", *map(str, range(BLOCKS))):
+            self.assertEqual(found[name, "After Post-Backward"][0]["Unsharded Grad"], 0, msg=name)
+
+    @torch_defect("fsdp2_memory_tracker_breaks_groups")
+    @skip_if_lt_x_gpu(2)
+    def test_group_of_modules(self):
+        """Beyond upstream: a model with a group of modules is tracked, and then trains as before."""
+        model = self._plain()
+        shard_each([[model[0], model[1]], model])
+        inp = self._input()
+        with self._tracker(model):
+            train(model, inp)
+        for _ in range(2):
+            train(model, inp)
+
+    @torch_defect("fsdp2_memory_tracker_reorders_hooks")
+    @skip_if_lt_x_gpu(2)
+    def test_hooks_keep_their_order(self):
+        """Beyond upstream: a hook that was registered after FSDP's still runs after it, once tracking is over."""
+        model = self._sharded()
+        seen: list[str] = []
+        model[0].register_forward_hook(lambda block, *_: seen.append(type(block.in_proj.weight).__name__))
+        model(self._input())
+        with self._tracker(model):
+            pass
+        model(self._input())
+        self.assertEqual(seen, ["DTensor"] * 2)
+
+
+class TestTrackerFullyShard1DTrainingCompose(TrackerTest):
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "wrapper", None])
+    def test_tracker_with_activation_checkpointing(self, reshard_after_forward, checkpoint_impl):
+        """With checkpoints a block leaves its output alone to backward, without them its hidden layer too.
+
+        What FSDP allocates is the same, in the phases that there are without checkpoints.
+        """
+        model = self._plain()
+        if checkpoint_impl == "wrapper":
+            internals.checkpoint_wrapping.apply_activation_checkpointing(
+                model, check_fn=lambda module: isinstance(module, MLP)
+            )
+        elif checkpoint_impl == "composable":
+            for block in model[:BLOCKS]:
+                internals.composable.checkpoint(block)
+        shard_each([*model[:BLOCKS], model], reshard_after_forward=reshard_after_forward)
+        tracker = self._tracker(model)
+        inp = self._input(tracker)
+        with tracker:
+            self._train(model, inp)
+        found = self._phases(tracker, ("Activation", *OURS))
+        output, hidden = (BYTES * BATCH * width for width in (DIM, 4 * DIM))
+        per_block = output if checkpoint_impl else output + hidden
+        for index in range(BLOCKS):
+            (after,) = found[f"{index}", "After Post-Forward"]
+            self.assertEqual(after["Activation"], (index + 1) * per_block)
+        self._check_phases(tracker, reshard_after_forward)
+        # The wrapper lies inside the unit, which does not see it recompute.
+        recomputed = sorted(name for name, phase in found if phase == "Pre-Forward AC")
+        self.assertEqual(recomputed, [str(index) for index in range(BLOCKS)] if checkpoint_impl == "composable" else [])
+
+
+class TestTrackerInTraining(TrackerTest):
+    fake_pg = False
+
+    @skip_if_lt_x_gpu(2)
+    def test_training_is_not_changed(self):
+        """Beyond upstream: a model trains under the tracker, and afterwards, as without it."""
+        ref_model, model = self._plain(), self._sharded()
+
+        def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
+            tracked = each is model and next(turns)
+            if not tracked:
+                return train(each, inp)
+            with self._tracker(model):
+                return train(each, inp)
+
+        turns = itertools.cycle([False, True])
+        resize = torch.UntypedStorage.resize_
+        methods = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
+        self._train_and_compare(
+            ref_model, model, functools.partial(self._inputs, BATCH, DIM), step=step, optim_cls=torch.optim.SGD
+        )
+        self.assertIs(torch.UntypedStorage.resize_, resize)
+        found = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
+        self.assertEqual(found, methods)
+
+
+if __name__ == "__main__":
+    run_tests()

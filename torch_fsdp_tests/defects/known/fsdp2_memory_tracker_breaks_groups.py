@@ -1,0 +1,40 @@
+"""A model with a group of modules cannot be trained any more once FSDPMemTracker has tracked it.
+
+The modules of ``fully_shard([a, b])`` share a pair of hooks. The tracker replaces it by hooks of its own for each
+module, and keeps the handles in the state that the modules share. At the end it removes those of the last module alone.
+The others stay, and go on to track, until the tracker refuses a second iteration. In torch 2.9 such a
+model cannot even be run under the tracker: it computes with its shards.
+"""
+
+import torch
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
+    broken=">=2.9",
+    tests=("distributed/_tools/test_fsdp2_mem_tracker::TestTrackerFullyShard1DTrainingCore::test_group_of_modules",),
+    fails_with=("NotImplementedError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard([model[0], model[1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        with FSDPMemTracker(model):
+            model(torch.ones(1, 2, device=device)).sum().backward()
+        for _ in range(2):
+            model(torch.ones(1, 2, device=device)).sum().backward()
+        found = "trains on"
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, "trains on"

@@ -1,0 +1,52 @@
+"""FSDPMemTracker raises in backward where a unit of the model has not run.
+
+At the end of backward FSDP2 ends it for all units below the root, also for those that were left out in this iteration.
+The tracker asks for the statistics of each, and for its unsharded parameters, which a unit that has not run does not
+have. A model with layers that are used now and then can be trained, but not tracked.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
+    broken=">=2.9",
+    tests=(
+        "distributed/_tools/test_fsdp2_mem_tracker::TestTrackerFullyShard1DTrainingCore::test_unit_that_does_not_run",
+    ),
+    fails_with=("AttributeError", "KeyError"),
+)
+
+
+class UsesTheFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (world_size,))
+    model = UsesTheFirst().to(device)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, mesh=mesh)
+    found = []
+    for context in (contextlib.nullcontext(), FSDPMemTracker(model)):
+        try:
+            with context:
+                model(torch.ones(1, 2, device=device)).sum().backward()
+            found.append("trains")
+        except (AttributeError, KeyError) as error:
+            found.append(type(error).__name__)
+    return found, ["trains", "trains"]

@@ -1,0 +1,40 @@
+"""replicate accepts mesh dimensions that shard, although it means to refuse them.
+
+``replicate`` refuses ``dp_mesh_dims`` with a dimension that shards, and points to ``fully_shard``. The check asks for
+an instance of ``DDPMeshInfo``, of which ``HSDPMeshInfo`` is a subclass. So a dimension that shards is accepted if
+another one replicates: the parameters are sharded under the name of ``replicate``, and stay gathered after forward.
+"""
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COST,
+    where="torch.distributed._composable.replicate_with_fsdp.replicate",
+    since="2.13",
+    broken=">=2.13",
+    tests=(
+        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest::test_named_mesh_dims_of_shards_and_replicas",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    model = distribute_module(nn.Linear(2, 2, device=device), mesh)
+    dims = torch.distributed.fsdp.DataParallelMeshDims(replicate="replicate", shard="shard")
+    try:
+        replicate(model, mesh=mesh, dp_mesh_dims=dims)
+        found = f"accepted, placements {model.weight.placements}"
+    except ValueError as error:
+        found = str(error)
+    right = (
+        "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use fully_shard() for sharding."
+    )
+    return found, right

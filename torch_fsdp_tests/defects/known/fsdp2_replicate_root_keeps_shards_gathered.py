@@ -1,0 +1,40 @@
+"""Sharded modules below a root of replicate stay gathered after their forward.
+
+A root of ``replicate`` looks for states of ``replicate`` alone when it initializes lazily. A module of ``fully_shard``
+below it therefore takes itself for a root, and a root does not reshard after forward by default. All such modules are
+gathered at the same time, between forward and backward, which is the memory that sharding was to save. Under a root of
+``fully_shard`` both kinds are found.
+"""
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COST,
+    where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
+    since="2.11",
+    broken=">=2.11",
+    tests=(
+        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest"
+        "::test_sharded_layers_reshard_under_replicated_root",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (world_size,))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    fully_shard(model[0], mesh=mesh)
+    replicate(model, mesh=mesh)
+    model(torch.ones(1, 2, device=device))
+
+    found = isinstance(model[0].weight, DTensor)  # as long as a module is gathered it has plain parameters
+    right = True
+    return found, right

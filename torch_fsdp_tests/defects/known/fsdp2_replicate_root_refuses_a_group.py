@@ -1,0 +1,39 @@
+"""A group of fully_shard below a root of replicate raises in its first forward.
+
+A root of ``replicate`` looks for states of ``replicate`` alone when it initializes lazily. The state of
+``fully_shard([a, b])`` below it therefore takes itself for a root, and a root must be a single module. Under a root of
+``fully_shard`` the same model runs.
+"""
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
+    since="2.11",
+    broken=">=2.11",
+    tests=(
+        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest::test_sharded_group_under_replicated_root",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (world_size,))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    fully_shard([model[0], model[1]], mesh=mesh)
+    replicate(model, mesh=mesh)
+    try:
+        model(torch.ones(1, 2, device=device))
+        found = "runs"
+    except RuntimeError as error:
+        found = str(error)
+    return found, "runs"
