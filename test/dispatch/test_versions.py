@@ -126,7 +126,7 @@ class TestVersions(VersionsCase):
             [[("needs a torch that counts", 1)], [("counting was removed", 1)]],
         )
         python = sys.version.split()[0]
-        self.assertIn(f"| 9.1.0+cpu | {python} | CPU | --test-directory {self.tree} | 2 | 0 | 1 | 0 |", block)
+        self.assertIn(f"| 9.1.0+cpu | {python} | CPU | `--test-directory {self.tree}` | 2 | 0 | 1 | 0 |", block)
         self.assertIn("| new | 2 |", block)
         self.assertIn("needs a torch that counts", (self.output / "versions.md").read_text())
 

@@ -18,7 +18,7 @@ NAMED = 200  # tests of a group that the page names; the JSON has all
 
 def block(table: Table) -> str:
     """The README's part: a row for each version, and how many tests execute on some of them only."""
-    parts = [_markdown(TITLES, [_cells(row) for row in table.rows])]
+    parts = [_markdown(TITLES, [_cells(row, code="`") for row in table.rows])]
     if table.executes_only:
         counts = [(_listed(only.on), str(len(only.tests))) for only in table.executes_only]
         parts.append(_markdown(("tests that execute only on torch", "tests"), counts))
@@ -70,7 +70,7 @@ def page(table: Table) -> str:
 def _groups(verb: str, groups: Sequence[Only]) -> list[str]:
     parts = []
     for only in groups:
-        parts.append(f"## {plural(len(only.tests), 'test')} {verb} only on {_listed(only.on)}")
+        parts.append(f"## Tests that {verb} only on {_listed(only.on)}: {len(only.tests)}")
         names = [f"- `{name}`" for name in only.tests[:NAMED]]
         parts.append("\n".join([*names, *[f"- and {len(only.tests) - NAMED} more"] * (len(only.tests) > NAMED)]))
     return parts
@@ -97,7 +97,7 @@ def lines(table: Table) -> list[str]:
     said = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     for row in table.rows:
         said += [f"failed on {row.label}: {each['test']}" for each in row.failures]
-    said += [f"{plural(len(only.tests), 'test')} execute only on {_listed(only.on)}" for only in table.executes_only]
+    said += [f"tests that execute only on {_listed(only.on)}: {len(only.tests)}" for only in table.executes_only]
     said += [f"facts that {sentence}: {', '.join(found)}" for sentence, found in _facts(table)]
     return [*said, *table.remarks]
 
@@ -110,8 +110,10 @@ def counts(row: Row) -> str:
     return f"{numbers} in {seconds(row.seconds)}" + (f"; {row.problem}" if row.problem else "")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    what = f"{row.what}; {row.problem}" if row.what and row.problem else row.what or row.problem
+def _cells(row: Row, code: str = "") -> tuple[str, ...]:
+    """A version as a row; ``code`` stands around options."""
+    options = f"{code}{row.what}{code}" if row.what.startswith("-") else row.what
+    what = "; ".join(filter(None, (options, row.problem)))
     device = row.device.upper() if row.device == "cpu" else row.device
     return (row.torch, row.python, device, what, str(row.passed), str(row.failed), str(row.skipped), _defects(row))
 
