@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests import accelerator
@@ -167,6 +167,31 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
         test.assertEqual(full(param.detach()), refs[name].detach(), msg=f"parameter {name}")
 
 
+class Features(nn.Module):
+    """Works in a method of its own; its ``forward`` raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, kernel_size=7, stride=7)
+
+    def features(self, imgs: torch.Tensor) -> torch.Tensor:
+        return self.conv(imgs).flatten(2).transpose(1, 2)
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("only the features are used")
+
+
+class FeaturesModel(nn.Module):
+    """Projects the features of images of shape (batch, 3, 14, 14)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit, self.projector = Features(), nn.Linear(4, 2)
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        return self.projector(self.vit.features(imgs))
+
+
 class TrainingMixin(_Base):
     """For a test case with ranks, be they threads or processes: models, data and the comparison of two trainings."""
 
@@ -229,3 +254,20 @@ class TrainingMixin(_Base):
                 optim.step()
         compare(self, ref_model, model)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
+
+    def _test_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
+        """A registered method finds whole parameters, as ``forward`` does. Returns the model after a last forward."""
+        manual_seed(42)
+        model = FeaturesModel()
+        ref_model = self._replica(model)
+        wrap_each([model.vit, model.projector, model])
+        with self.assertRaisesRegex(ValueError, "does not have a method feature"):
+            register_fsdp_forward_method(model.vit, "feature")
+        register_fsdp_forward_method(model.vit, "features")
+        register_fsdp_forward_method(ref_model.vit, "features")  # has no shards, so nothing is done
+        seen: list[type] = []
+        model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
+        self._train_and_compare(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
+        self.assertEqual(seen, [nn.Parameter] * FEW)
+        model(self._inputs(4, 3, 14, 14))
+        return model

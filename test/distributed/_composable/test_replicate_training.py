@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_fsdp_tests import accelerator, torch_facts
@@ -536,37 +536,7 @@ class TestReplicateCustomForwardMethod(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_register_fsdp_forward_method(self):
         """A method that is registered runs with the module's parameters, as ``forward`` does."""
-
-        class Features(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.conv = nn.Conv2d(3, 4, kernel_size=7, stride=7)
-
-            def features(self, imgs: torch.Tensor) -> torch.Tensor:
-                return self.conv(imgs).flatten(2).transpose(1, 2)
-
-            def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-                raise NotImplementedError("only the features are used")
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.vit, self.projector = Features(), nn.Linear(4, 2)
-
-            def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-                return self.projector(self.vit.features(imgs))
-
-        manual_seed(42)
-        model = Model()
-        ref_model = self._replica(model)
-        replicate_each([model.vit, model.projector, model])
-        with self.assertRaisesRegex(ValueError, "does not have a method feature"):
-            register_fsdp_forward_method(model.vit, "feature")
-        register_fsdp_forward_method(model.vit, "features")
-        seen: list[type] = []
-        model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
-        self._train_and_compare(ref_model, model, lambda: self._inputs(4, 3, 14, 14))
-        self.assertEqual(seen, [nn.Parameter] * ITERATIONS)
+        self._test_register_fsdp_forward_method(replicate_each)
 
 
 @needs_replicate

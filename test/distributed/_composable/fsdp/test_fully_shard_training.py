@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -1758,40 +1757,8 @@ class TestFullyShardCustomForwardMethod(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_register_fsdp_forward_method(self):
         """A method that is registered gathers before and reshards after, as ``forward`` does."""
-
-        class VisionTransformer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.patch_proj = nn.Conv2d(3, 16, kernel_size=14, stride=14)
-
-            def forward_features(self, imgs: torch.Tensor) -> torch.Tensor:
-                return self.patch_proj(imgs).flatten(2).transpose(1, 2)
-
-            def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-                raise NotImplementedError("only the features are used")
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.vit, self.projector = VisionTransformer(), nn.Linear(16, 8)
-
-            def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-                return self.projector(self.vit.forward_features(imgs))
-
-        manual_seed(42)
-        model = Model()
-        ref_model = self._replica(model)
-        shard_each([model.vit, model.projector, model])
-        with self.assertRaisesRegex(ValueError, "does not have a method forward_featurs"):
-            register_fsdp_forward_method(model.vit, "forward_featurs")
-        register_fsdp_forward_method(model.vit, "forward_features")
-        register_fsdp_forward_method(ref_model.vit, "forward_features")  # has no shards, so nothing is done
-        registered: list[type] = []
-        model.vit.patch_proj.register_forward_pre_hook(lambda conv, args: registered.append(type(conv.weight)))
-        self._train_and_compare(ref_model, model, lambda: self._inputs(4, 3, 28, 28), iterations=FEW)
-        self.assertEqual(registered, [nn.Parameter] * FEW)
-        model(self._inputs(4, 3, 28, 28))
-        self.assertIsInstance(model.vit.patch_proj.weight, DTensor)
+        model = self._test_register_fsdp_forward_method(shard_each)
+        self.assertIsInstance(model.vit.conv.weight, DTensor)
 
 
 class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
