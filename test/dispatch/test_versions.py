@@ -143,6 +143,21 @@ class TestVersions(VersionsCase):
         self.run_command(environment, "-k", "test_p")
         self.assertEqual(self.log.read_text(), "xxxy")
 
+    def test_what_has_changed_is_done_again(self):
+        """A test of FSDP is repeated for itself alone; the suite's own tests are repeated after each change."""
+        log = "open(os.environ['LOG'], 'a').write('{}')\n"
+        names = {"distributed/test_a": "a", "distributed/test_b": "b", "test_c": "c"}
+        environment = f"9.1.0={self.environment('9.1.0')}"
+        self.write({name: log.format(letter) + PASS for name, letter in names.items()})
+        self.run_command(environment)
+        self.write({"distributed/test_b": log.format("B") + body("pass", "pass")})
+        self.run_command(environment)
+        self.assertEqual((self.log.read_text(), self.result()["rows"][0]["passed"]), ("abcBc", 4), self.err)
+        self.assertIn("going on after 1 of 3 files", self.err)
+        self.write({"distributed/shared.py": ""})
+        self.run_command(environment)
+        self.assertEqual(self.log.read_text(), "abcBcaBc")
+
     def test_table_of_what_is_there(self):
         self.write({"test_x": PASS})
         self.run_command(f"9.1.0={self.environment('9.1.0')}")

@@ -65,13 +65,20 @@ class Folder:
         data = _json(self.path / RECORD)
         return data if isinstance(data, dict) else {}
 
-    def begin_anew(self, key: object, about: Mapping[str, Any]) -> None:
-        """Remove what is there, and note what is run and in which state."""
+    def begin(self, key: object, about: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+        """Note what is to be run and in which state, and keep of what is there what that state has not changed."""
+        record = self.record()
+        kept = record.get("parts", {}) if record.get("key") == key else {}
+        self._write({"key": key, "about": dict(about), "digests": dict(digests), "parts": kept})
+        if not self.read().files:
+            self.clear()
+            self._write({"key": key, "about": dict(about), "digests": dict(digests), "parts": {}})
+
+    def clear(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        self._write({"key": key, "about": about})
 
     def note_problem(self, words: str) -> None:
-        record = self.record() or {"key": None, "about": {}}
+        record = self.record() or {"key": None, "about": {}, "digests": {}, "parts": {}}
         record["about"]["problem"] = words
         self._write(record)
 
@@ -83,12 +90,18 @@ class Folder:
         return sorted(self.path.glob("part-*"), key=lambda path: int(path.name.removeprefix("part-")))
 
     def new_part(self) -> Path:
-        parts = self.parts()
-        return self.path / f"part-{int(parts[-1].name.removeprefix('part-')) + 1 if parts else 1}"
+        """The folder of one more report, which is about the files as they are now."""
+        parts, record = self.parts(), self.record()
+        name = f"part-{int(parts[-1].name.removeprefix('part-')) + 1 if parts else 1}"
+        record["parts"][name] = record["digests"]
+        self._write(record)
+        return self.path / name
 
     def read(self) -> VersionRun:
-        """What the record says, and the files that ran to their end."""
-        run = VersionRun(self.label, **self.record().get("about", {}))
+        """What the record says, and the files that ran to their end and have not changed since."""
+        record = self.record()
+        run = VersionRun(self.label, **record.get("about", {}))
+        is_cut_up = "shard" in (record.get("key") or {}).get("options", ())
         done: dict[str, list[dict[str, Any]]] = {}
         for part in self.parts():
             whole = _json(part / report.FILE)
@@ -98,10 +111,14 @@ class Folder:
             run.device = data["device"] or run.device
             run.seconds += data["seconds"]
             run.known_defects += data["known_defects"]
+            ran = record["parts"].get(part.name, {})
             # A shard of a run may hold some parts of a file only; what it was to run, it did run.
-            run.is_complete = bool(whole) and not data["not_started"] and not any(map(_was_stopped, data["files"]))
+            run.is_complete = (
+                is_cut_up and bool(whole) and not data["not_started"] and not any(map(_was_stopped, data["files"]))
+            )
             for name, files in _by_name(data).items():
-                if run.is_complete or _came_to_its_end(files):
+                is_current = name in ran and ran[name] == record["digests"].get(name)
+                if is_current and (run.is_complete or _came_to_its_end(files)):
                     done[name] = files
         run.files = [file for name in sorted(done) for file in done[name]]
         run.is_complete = bool(run.selected) and (run.is_complete or set(run.selected) <= done.keys())
@@ -150,14 +167,12 @@ class Runs:
         folder, suite = Folder(self._output, environment.wanted.label), self._suite
         torch, python = self.look(environment)
         key = {**suite.key, "torch": torch, "python": python, "interpreter": environment.python}
+        if again or (suite.is_cut_up and not folder.read().is_complete):
+            folder.clear()
+        about = {"what": suite.words, "selected": list(suite.files), "torch": torch, "python": python}
+        state = {"commit": suite.commit, "is_dirty": suite.is_dirty, "digest": suite.digest}
+        folder.begin(key, {**about, **state}, suite.digests)
         before = folder.read()
-        if again or folder.record().get("key") != key or (suite.is_cut_up and not before.is_complete):
-            about = {"what": suite.words, "selected": list(suite.files), "torch": torch, "python": python}
-            folder.begin_anew(
-                key, {**about, "commit": suite.commit, "is_dirty": suite.is_dirty, "digest": suite.digest}
-            )
-            before = folder.read()
-        folder.note_problem("")
         if not before.facts:
             self._ask_facts(environment, folder)
         if before.is_complete:

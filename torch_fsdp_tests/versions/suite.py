@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch_fsdp_tests.versions.refusal import Refusal
 CHECKOUT = Path(__file__).resolve().parents[2]
 _OURS = {"report", "list_files", "list_tests", "dry_run", "as_json", "failed_only", "compare"}  # or of no use here
 _NO_MATTER = ("keep_going", "jobs", "verbose", "slow_after", "pipe_logs", "save_xml")  # to which tests run, and how
+_FSDPS = "distributed/"  # the tests of FSDP and its company; the others are the suite's own
 _VARIABLES = ("TORCH_FSDP_TESTS_", "PYTORCH_TEST_", "DISABLED_TESTS_FILE", "SLOW_TESTS_FILE")
 
 
@@ -33,6 +34,7 @@ class Suite:
     commit: str
     is_dirty: bool
     digest: str  # of the contents of all that a run reads
+    digests: dict[str, str]  # by file, of all that its results depend on
     reports: Path  # where run_test.py leaves what nobody names a place for
 
     @property
@@ -44,7 +46,8 @@ class Suite:
     def key(self) -> dict[str, Any]:
         """What has to be the same for results to be still good."""
         chosen = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-        return {"digest": self.digest, "options": self.options, "variables": dict(sorted(chosen.items()))}
+        whole = {"digest": self.digest} if self.is_cut_up else {}  # a shard's files follow from all of them
+        return {**whole, "options": self.options, "variables": dict(sorted(chosen.items()))}
 
 
 def of(arguments: Sequence[str]) -> Suite:
@@ -75,6 +78,8 @@ def of(arguments: Sequence[str]) -> Suite:
     if not chosen:
         raise Refusal("nothing is selected")
     kept = {name: value for name, value in given.items() if name not in _NO_MATTER}
+    paths = {name: file.path for name, file in files.items()}
+    digest, digests = _digests([CHECKOUT / DEFAULT_DIRECTORY, CHECKOUT / "torch_fsdp_tests", directory], paths)
     return Suite(
         arguments=tuple(arguments),
         words=" ".join(_spelled(spelled[name], value) for name, value in kept.items()) or "everything",
@@ -83,7 +88,8 @@ def of(arguments: Sequence[str]) -> Suite:
         commit=_git("rev-parse", "--short", "HEAD"),
         is_dirty=bool(_git("status", "--porcelain")),
         reports=RunTests(directory, CHECKOUT / DEFAULT_DIRECTORY).reports,
-        digest=_digest([CHECKOUT / DEFAULT_DIRECTORY, CHECKOUT / "torch_fsdp_tests", directory]),
+        digest=digest,
+        digests={name: digests[name] for name in chosen},
     )
 
 
@@ -95,12 +101,29 @@ def _spelled(option: str, value: object) -> str:
     return shlex.join([option, *(str(each) for each in values if each is not True)])
 
 
-def _digest(folders: Sequence[Path]) -> str:
-    found = hashlib.sha256((CHECKOUT / "run_test.py").read_bytes())
-    for folder in dict.fromkeys(folders):
-        for path in _files(folder):
-            found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+def _digests(folders: Sequence[Path], tests: Mapping[str, Path]) -> tuple[str, dict[str, str]]:
+    """A digest of all that a run reads, and one for each file of tests.
+
+    A file of FSDP's tests depends on itself and on the code that it shares with others, which this command is no
+    part of. The suite's own tests read everything.
+    """
+    names = {path: name for name, path in tests.items()}
+    whole, shared = hashlib.sha256(), hashlib.sha256()
+    contents: dict[str, bytes] = {}
+    paths = [(folder, path) for folder in dict.fromkeys(folders) for path in _files(folder)]
+    for folder, path in [(CHECKOUT, CHECKOUT / "run_test.py"), *paths]:
+        content = f"{path.relative_to(folder)}\0".encode() + path.read_bytes()
+        whole.update(content)
+        if path in names:
+            contents[names[path]] = content
+        elif path.suffix == ".py" and path.parent != Path(__file__).parent:
+            shared.update(content)
+    everything = whole.hexdigest()[:16]
+    digests = {
+        name: hashlib.sha256(shared.digest() + content).hexdigest()[:16] if name.startswith(_FSDPS) else everything
+        for name, content in contents.items()
+    }
+    return everything, digests
 
 
 def _files(folder: Path) -> Iterator[Path]:
