@@ -96,7 +96,6 @@ KEEPS_INPUTS_IN_PLACE = Fact((2, 14), "hands on a container of inputs as it is w
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
-HYBRID_SHARD_SYNCS_BUFFERS = Fact((2, 12), "broadcasts buffers to all ranks of a hybrid strategy, not to one group")
 KEEPS_HOST_TENSORS_IN_PLACE = Fact((2, 14), "does not copy what is offloaded to the host when it is there already")
 TELLS_READERS_OF_WHOLE_COPIES = Fact(
     (2, 15),
@@ -183,7 +182,6 @@ REDUCES_IN_GROUP_OF_ITS_OWN = _fsdp2_method("set_separate_reduce_scatter_group",
 ALLOCATES_SYMMETRIC_MEMORY = _fsdp2_method("set_symm_mem_for_comm", (2, 12))
 COPIES_GRADIENT_OF_ONE_RANK = Fact((2, 10), "copies a gradient that only one rank has, and does not reduce it")
 AVERAGES_OVER_SHARDS = Fact((2, 10), "averages where FSDP2's divide factor is the number of shards, not of all ranks")
-SETS_DTYPES_AFTER_FROZEN_FORWARD = Fact((2, 14), "sets the dtypes of gradients also after a forward with none to train")
 REDUCES_IN_PARAMETER_DTYPE = Fact((2, 15), "reduces in the parameters' own dtype where there is no reduce_dtype")
 ASKS_PARAMETERS_FOR_GRAD_DTYPE = Fact(
     (2, 15),
