@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,21 @@ class Method:
     @with_temp_dir
     def fail(self) -> None:
         raise LookupError(self.temp_dir)
+
+
+class TestLastOut(TestCase):
+    def test_the_other_one_has_removed_it_in_between(self):
+        """Both may have seen all markers, and then one of them looks at a directory that is gone."""
+        list_files = os.listdir
+
+        def removed_first(path: str) -> list[str]:
+            if os.path.basename(path) != "files":
+                shutil.rmtree(path)
+            return list_files(path)
+
+        with mock.patch.object(os, "listdir", removed_first):
+            path, _ = Method().write_and_list(0)
+        self.assertFalse(os.path.exists(os.path.dirname(path)))
 
 
 class TestSharedDirectory(MultiProcessTestCase):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -53,9 +54,10 @@ def _shared_directory() -> Iterator[str]:
     finally:
         with open(os.path.join(base, f"rank_{rank}_left"), "x"):
             pass
-        if len(os.listdir(base)) == size + 1:
-            # Two ranks may both find themselves last; the second one finds less to remove.
-            shutil.rmtree(base, ignore_errors=True)
+        # Two ranks may both find themselves last; the second one finds less to remove, or nothing.
+        with contextlib.suppress(FileNotFoundError):
+            if len(os.listdir(base)) == size + 1:
+                shutil.rmtree(base, ignore_errors=True)
 
 
 def with_checkpoint_logging(
