@@ -174,6 +174,22 @@ class TestVersions(VersionsCase):
         self.assertEqual(row["failures"][0]["test"], "test_f::TestF.test_f")
         self.assertIn("failed on 9.1.0: test_f::TestF.test_f", self.err)
 
+    def test_what_failed_is_done_again(self):
+        log = "open(os.environ['LOG'], 'a').write('{}')\n"
+        flaky = (
+            log.format("f")
+            + f"class TestF(unittest.TestCase):\n    def test_f(self): open({str(self.root / 'there')!r})\n"
+        )
+        self.write({"test_f": flaky, "test_p": log.format("p") + PASS})
+        environment = f"9.1.0={self.environment('9.1.0')}"
+        codes = []
+        for arguments in ([], [], ["--failed"], ["--failed"]):
+            self.run_command(environment, *arguments)
+            codes.append(self.code)
+            (self.root / "there").touch()
+        self.assertEqual((codes, self.log.read_text()), ([1, 1, 0, 0], "fpf"), self.err)
+        self.assertEqual(self.result()["rows"][0]["passed"], 2)
+
     def test_version_without_an_environment(self):
         """It has a row, and costs the others nothing; what is known of it from before is kept."""
         self.write({"test_x": PASS})

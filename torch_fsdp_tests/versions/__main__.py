@@ -71,7 +71,7 @@ def _run_all(asked: Options) -> list[VersionRun]:
         for environment in environments:
             label = environment.wanted.label
             try:
-                run = runs.run(environment, label in asked.again, _about(label))
+                run = runs.run(environment, label in asked.again, asked.failed, _about(label))
                 _about(label)(texts.counts(table.make([run], ()).rows[0]))
             except CannotBeMade as problem:
                 run = _broken(asked, label, problem)

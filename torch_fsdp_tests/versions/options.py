@@ -49,6 +49,7 @@ class Options:
     recipe: Recipe
     output: Path
     again: frozenset[str]  # labels
+    failed: bool  # whether files in which something failed are run again
     as_markdown: bool
     write: Path | None
 
@@ -89,6 +90,7 @@ def _parser() -> _Parser:
     add("--output", type=Path, default=CHECKOUT / REPORTS / "versions", metavar="DIR", help=words)
     words = "run these versions anew, or all; to stand at the end"
     add("--again", nargs="*", metavar="LABEL", help=words)
+    add("--failed", action="store_true", help="run the files anew in which something failed")
     add("--markdown", action="store_true", help="print the README's table, and nothing else, on stdout")
     add("--write", type=Path, metavar="FILE", help="put that table between its marks in this file")
     return parser
@@ -138,6 +140,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
         recipe=recipe,
         output=output,
         again=frozenset(again or ()),
+        failed=given.failed,
         as_markdown=given.markdown,
         write=given.write,
     )

@@ -7,13 +7,14 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import coverage, report
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import Ending, How
+from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.versions import facts
 from torch_fsdp_tests.versions.environments import Environment
 from torch_fsdp_tests.versions.processes import Processes, Say
@@ -73,6 +74,14 @@ class Folder:
         if not self.read().files:
             self.clear()
             self._write({"key": key, "about": dict(about), "digests": dict(digests), "parts": {}})
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Have these files run again."""
+        record = self.record()
+        for name in names:
+            for ran in record["parts"].values():
+                ran.pop(name, None)
+        self._write(record)
 
     def clear(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -152,6 +161,10 @@ def _was_stopped(file: Mapping[str, Any]) -> bool:
     return file["attempts"][-1]["ending"] == _STOPPED
 
 
+def _has_failed(file: Mapping[str, Any]) -> bool:
+    return any(State(test["outcome"]).is_bad for test in file["tests"])
+
+
 class Runs:
     """Runs the suite in one environment after the other, and keeps the results."""
 
@@ -159,24 +172,30 @@ class Runs:
         """``show`` takes the output of ``run_test.py``, line by line."""
         self._suite, self._output, self._processes, self._show = suite, output, processes, show
 
-    def run(self, environment: Environment, again: bool, say: Say) -> VersionRun:
-        """Run all of the suite, or what is left to run, and return the whole.
+    def run(self, environment: Environment, again: bool, failed: bool, say: Say) -> VersionRun:
+        """Run all of the suite, or what is left to run, and return the whole; ``failed`` files are left to run.
 
         Raises :class:`CannotBeMade`, or :class:`Refusal`, for an environment that turns out to be of no use.
         """
         folder, suite = Folder(self._output, environment.wanted.label), self._suite
         torch, python = self.look(environment)
         key = {**suite.key, "torch": torch, "python": python, "interpreter": environment.python}
-        if again or (suite.is_cut_up and not folder.read().is_complete):
+        before = folder.read()
+        # What is left of a shard cannot be told from its files, so it is run as a whole.
+        if again or (suite.is_cut_up and not before.is_complete):
+            folder.clear()
+        elif failed and suite.is_cut_up and any(map(_has_failed, before.files)):
             folder.clear()
         about = {"what": suite.words, "selected": list(suite.files), "torch": torch, "python": python}
         state = {"commit": suite.commit, "is_dirty": suite.is_dirty, "digest": suite.digest}
         folder.begin(key, {**about, **state}, suite.digests)
+        if failed:
+            folder.forget({file["file"] for file in folder.read().files if _has_failed(file)})
         before = folder.read()
         if not before.facts:
             self._ask_facts(environment, folder)
         if before.is_complete:
-            say("has been run already in this state of the suite; --again runs it anew")
+            say("has been run already in this state of the suite; --again runs it anew, --failed what failed")
             return folder.read()
         ended = {file["file"] for file in before.files}
         about_rest = f", going on after {len(ended)} of {len(suite.files)} files" if ended else ""
