@@ -446,6 +446,29 @@ class TestCoverage(TreeCase):
         self.assertNotIn("return 2", covered)
         self.assertEqual([path.name for path in self.tree.glob(".coverage*")], [])
 
+    def test_of_torch_only_fsdp_and_its_state_dicts_are_measured(self):
+        distributed = self.root / "torch/distributed"
+        measured = {
+            "fsdp/api.py",
+            "fsdp/_fully_shard/_fsdp_param.py",
+            "_composable/replicate_with_fsdp.py",
+            "_state_dict_utils.py",
+            "checkpoint/state_dict.py",
+        }
+        for name in (*measured, "checkpoint/planner.py", "tensor/api.py", "utils.py"):
+            (distributed / name).parent.mkdir(parents=True, exist_ok=True)
+            (distributed / name).write_text("pass\n")
+        runs = (
+            f"import pathlib, runpy; [runpy.run_path(str(p)) for p in pathlib.Path({str(distributed)!r}).rglob('*.py')]"
+        )
+        self.check({"test_x": body(runs)}, ["--coverage"], passed=1)
+        import coverage as library
+
+        data = library.CoverageData(str(self.root / "test-reports/.coverage"))
+        data.read()
+        found = {Path(file) for file in data.measured_files()}
+        self.assertEqual({str(f.relative_to(distributed)) for f in found if distributed in f.parents}, measured)
+
 
 class TestCoverageAbsent(unittest.TestCase):
     def test_says_what_to_install(self):

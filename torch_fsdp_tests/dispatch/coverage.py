@@ -1,7 +1,8 @@
 """``--coverage``: coverage.py in every test process and in the ranks that are forked for it.
 
-Measured are the test files, this package and torch's FSDP. Not measured is what runs in interpreters of its own
-(spawned ranks, programs that a test starts), and what a killed process had seen: it cannot save that any more.
+Measured are the test files, this package, and torch's FSDP with its state dicts. Not measured is what runs in
+interpreters of its own (spawned ranks, programs that a test starts), and what a killed process had seen: it cannot save
+that any more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, by which ranks leave
 RESULT = ".coverage"  # in the folder of reports
 COMBINE_LIMIT = 300.0  # seconds; thousands of ranks leave thousands of small files
+OF_TORCH = ("fsdp/*", "_composable/*", "_state_dict_utils.py", "checkpoint/state_dict.py")  # in torch/distributed
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "coverage"  # folder inside the run's own
 
@@ -35,7 +37,7 @@ def begin(directory: Path, test_directory: Path) -> tuple[str, ...]:
     folder = directory / _INSIDE
     folder.mkdir()
     settings = folder / "settings"
-    of_torch = [f"*/torch/distributed/{name}/*" for name in ("fsdp", "_composable")]
+    of_torch = [f"*/torch/distributed/{pattern}" for pattern in OF_TORCH]
     measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
     lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}", "include ="]
     settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))

@@ -133,7 +133,7 @@ def make_parser() -> _Parser:
     words = f"seed of order and RNG, or 'random' (default: source order, {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
     add("--showlocals", **flag, dest="show_locals", help="local variables in tracebacks")
-    words = f"measure tests, harness and torch's FSDP with coverage.py, into {REPORTS}/.coverage"
+    words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py, into {REPORTS}/.coverage"
     add("--coverage", **flag, help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     words = "upstream's list of disabled tests"
