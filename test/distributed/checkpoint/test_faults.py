@@ -1,0 +1,509 @@
+"""Checkpoints that were not finished, were damaged, or do not belong together.
+
+There are two right answers: an error on every rank, or the values of one checkpoint. Values of two checkpoints, or of
+none, are never right. After an error the checkpoint before it can be loaded, by the same ranks or by new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, HostBackendMixin, Run, plain_run
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
+from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.fsdp.shards import local_of
+from torch_fsdp_tests.ranks import Kind
+
+BOTH = ["FSDP1 on 2", "FSDP2 on 2"]
+METADATA = ".metadata"
+FULL_DISK = Path("/dev/full")
+
+requires_full_disk = requires(lambda: None if FULL_DISK.exists() else f"needs {FULL_DISK}, a file that is always full")
+
+
+def shard_file(rank: int) -> str:
+    """The file that this rank writes."""
+    return f"__{rank}_0.distcp"
+
+
+FILES = [shard_file(0), shard_file(1), f"{METADATA}.tmp"]
+
+
+def contents(path: str) -> dict[str, bytes]:
+    """What is in the files of a directory."""
+    return {file.name: file.read_bytes() for file in Path(path).iterdir()}
+
+
+# What can happen to a file after it was written.
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _overwritten_with_noise(file: Path) -> None:
+    file.write_bytes(b"\x5a" * file.stat().st_size)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda file: os.truncate(file, 0),
+    "cut": _cut,
+    "short of a byte": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "noise": _overwritten_with_noise,
+}
+
+
+class FaultTest(HostBackendMixin, DTensorTestBase):
+    """What the tests of faults share, whether their ranks are launched once or more often."""
+
+    temp_dir: str
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.temp_dir, name)
+
+    def _save(self, run: Run, path: str, asynchronously: bool = False, **kwargs: Any) -> None:
+        """Save the run, and wait until that is done or has failed."""
+        if asynchronously:
+            # A group of its own: the collectives of a thread and those of the training would come in any order.
+            group = dist.new_group()
+            future: Any = dcp.async_save(run.state_dict(), checkpoint_id=path, process_group=group, **kwargs)
+            getattr(future, "upload_completion", future).result()
+        else:
+            run.save(path, **kwargs)
+
+    def _check_refuses(self, run: Run, path: str, *ranks: int) -> str:
+        """Loading is an error on every rank, which names at least these ranks. Returns what the error says."""
+        with self.assertRaises(CheckpointException) as caught:
+            run.load(path)
+        self.assertLessEqual(set(ranks), set(caught.exception.failures))
+        return str(caught.exception)
+
+    def _check_recovers(self, run: Run, path: str) -> None:
+        """The checkpoint of two steps can be loaded, and the next two steps are those of a plain training."""
+        run.load(path)
+        self.assertEqual(run.full(), plain_run(range(2)))
+        self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
+
+    def _check_refused_or_right(self, run: Run, path: str, steps: range) -> None:
+        """Loading is an error on every rank, or gives the states after these steps."""
+        try:
+            run.load(path)
+        except CheckpointException:
+            return
+        self.assertEqual(run.full(), plain_run(steps))
+
+    def _on_first_rank(self, change: Callable[[], object]) -> None:
+        if self.rank == 0:
+            change()
+        dist.barrier()
+
+
+class TestDamagedCheckpoint(FaultTest):
+    world_size = 2
+
+    def _checkpoints(self, layout: str, name: object) -> tuple[Run, str, str]:
+        """A run of three steps, and its checkpoints: a good one of two steps, and one of three that will be damaged."""
+        run = Run(LAYOUTS[layout]).train(range(2))
+        good, bad = (self._path(f"{layout} {name} {kind}") for kind in ("good", "bad"))
+        run.save(good)
+        run.train(range(2, 3)).save(bad)
+        return run, good, bad
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @pairwise_subtests(layout=BOTH, rank=[0, 1], damage=list(DAMAGES))
+    def test_shard_file(self, layout, rank, damage):
+        """One rank's file is damaged: all ranks hear of it, with the rank that could not read its shard."""
+        run, good, bad = self._checkpoints(layout, (rank, damage))
+        self._on_first_rank(lambda: DAMAGES[damage](Path(bad, shard_file(rank))))
+        self._check_refuses(run, bad, rank)
+        self._check_recovers(run, good)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @pairwise_subtests(layout=BOTH, damage=list(DAMAGES))
+    def test_metadata_file(self, layout, damage):
+        """Without a whole metadata file nothing is loaded, and the states stay as they are."""
+        run, good, bad = self._checkpoints(layout, damage)
+        self._on_first_rank(lambda: DAMAGES[damage](Path(bad, METADATA)))
+        before = run.full()
+        self._check_refuses(run, bad, 0, 1)
+        self.assertEqual(run.full(), before, rtol=0, atol=0)
+        self._check_recovers(run, good)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_metadata_of_another_model(self, layout):
+        """Parameters of other names or shapes are named, and the states stay as they are."""
+        run, good, bad = self._checkpoints(layout, "")
+        before = run.full()
+        for name, model_class, says in (
+            ("names", OtherNames, "Missing key in checkpoint state_dict: model.net[12]"),
+            ("shapes", OtherShapes, "Size mismatch between saved .* and current: .* for model.net[12]"),
+        ):
+            other = self._path(f"{layout} {name}")
+            Run(LAYOUTS[layout], model_class=model_class).train(range(1)).save(other)
+            self._on_first_rank(functools.partial(shutil.copy, Path(other, METADATA), bad))
+            self.assertRegex(self._check_refuses(run, bad, 0, 1), says)
+        self.assertEqual(run.full(), before, rtol=0, atol=0)
+        self._check_recovers(run, good)
+
+    @torch_defect("fsdp2_altered_shards_are_loaded")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_altered_values(self, layout):
+        """One bit of one element is turned over in the file of one rank. The file has a checksum of the element."""
+        run, _, bad = self._checkpoints(layout, "")
+        of_each_rank = of_all_ranks(local_of(run.state_dict()["model"]["net1.bias"]))
+        self._on_first_rank(lambda: turn_a_bit(Path(bad, shard_file(1)), of_each_rank[1]))
+        self._check_refused_or_right(run, bad, range(3))
+
+    @torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_shard_file_of_another_step(self, layout):
+        """One file of a checkpoint is that of an earlier one, as after a copy that was not finished."""
+        run, good, bad = self._checkpoints(layout, "")
+        self._on_first_rank(lambda: shutil.copy(Path(good, shard_file(1)), bad))
+        self._check_refused_or_right(run, bad, range(3))
+
+
+class OtherNames(nn.Module):
+    """The shapes of ``UnevenLayers`` under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        return torch.rand(2, 3, generator=generator)
+
+
+class OtherShapes(nn.Module):
+    """The names of ``UnevenLayers`` with other shapes of as many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(5, 3), nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net2(self.net1(x).tanh())
+
+    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        return torch.rand(2, 5, generator=generator)
+
+
+def turn_a_bit(file: Path, values: torch.Tensor) -> None:
+    """Turn over a bit of these values where they stand in the file."""
+    data, wanted = bytearray(file.read_bytes()), values.detach().cpu().numpy().tobytes()
+    data[data.index(wanted) + 2] ^= 1 << 6
+    file.write_bytes(data)
+
+
+class TestSaveThatFails(FaultTest):
+    world_size = 2
+
+    @requires_full_disk
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @pairwise_subtests(
+        layout=BOTH, file=[shard_file(0), shard_file(1), f"{METADATA}.tmp"], asynchronously=[False, True]
+    )
+    def test_full_disk(self, layout, file, asynchronously):
+        """The disk has no room for one of the files. All ranks hear why; nothing that could be loaded is left."""
+        run = Run(LAYOUTS[layout]).train(range(2))
+        good, bad = (self._path(f"{layout} {file} {asynchronously} {kind}") for kind in ("good", "bad"))
+        self._save(run, good, asynchronously)
+        run.train(range(2, 3))
+        os.makedirs(bad, exist_ok=True)
+        self._on_first_rank(functools.partial(os.symlink, FULL_DISK, os.path.join(bad, file)))
+        with self.assertRaisesRegex(CheckpointException, "No space left on device") as caught:
+            self._save(run, bad, asynchronously)
+        self.assertEqual(set(caught.exception.failures), {1 if file == shard_file(1) else 0})
+        self._check_refuses(run, bad, 0, 1)
+        self._check_recovers(run, good)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_room_for_a_part(self, layout):
+        """The disk becomes full in the middle of a file of one rank, where an older checkpoint is overwritten.
+
+        The same directory then takes the next checkpoint.
+        """
+        path = self._path(layout)
+        run = Run(LAYOUTS[layout]).train(range(2))
+        run.save(path)
+        with self.assertRaisesRegex(CheckpointException, "File too large") as caught:
+            with at_most(2000) if self.rank == 1 else contextlib.nullcontext():
+                run.train(range(2, 3)).save(path)
+        self.assertEqual(set(caught.exception.failures), {1})
+        self._check_refuses(run, path, 1)
+        run.save(path)
+        other = Run(LAYOUTS[layout], seed=1)
+        other.load(path)
+        self.assertEqual(other.train(range(3, 4)).full(), plain_run(range(4)))
+
+    @torch_defect("fsdp2_full_disk_is_not_named")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_room_for_a_part_of_a_large_tensor(self):
+        """The same in the middle of a tensor that is larger than the buffers of files."""
+        model = fully_shard(nn.Linear(100, 100, device=self.device), mesh=self.mesh)
+        with self.assertRaises(CheckpointException) as caught:
+            with at_most(10000):
+                dcp.save(model.state_dict(), checkpoint_id=self.temp_dir)
+        self.assertEqual(set(caught.exception.failures), {0, 1})
+        self.assertFalse(os.path.exists(self._path(METADATA)))
+        self.assertIn("File too large", str(caught.exception))
+
+    @torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_rank_that_did_not_overwrite_its_file(self, layout):
+        """One rank fails before it opens its file. The older checkpoint in the directory is as it was, or refused."""
+        path = self._path(layout)
+        run = Run(LAYOUTS[layout]).train(range(2))
+        run.save(path)
+        writer = FileSystemWriter(path)
+        if self.rank == 1:
+            writer.write_data = mock.Mock(side_effect=OSError("no such luck"))
+        with self.assertRaisesRegex(CheckpointException, "no such luck"):
+            run.train(range(2, 3)).save(path, storage_writer=writer)
+        self._check_refused_or_right(run, path, range(2))
+
+    @torch_defect("fsdp2_failed_writer_thread_is_not_noticed")
+    @requires_full_disk
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_full_disk_in_a_thread(self, layout):
+        """Two threads of each rank write a file each, and one of one rank finds the disk full."""
+        path = self._path(layout)
+        run = Run(LAYOUTS[layout]).train(range(2))
+        writer = FileSystemWriter(path, thread_count=2)
+        if self.rank == 1:
+            writer.fs.create_stream = FullForThreads(writer.fs.create_stream)
+        with mock.patch.object(threading, "excepthook"):
+            with self.assertRaisesRegex(CheckpointException, "No space left on device"):
+                run.save(path, storage_writer=writer)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @pairwise_subtests(layout=BOTH, asynchronously=[False, True])
+    def test_overwrite_is_refused(self, layout, asynchronously):
+        """With ``overwrite=False`` a directory that has a checkpoint is not touched, byte by byte."""
+        path = self._path(f"{layout} {asynchronously}")
+        run = Run(LAYOUTS[layout]).train(range(2))
+        self._save(run, path, asynchronously)
+        before = contents(path)
+        run.train(range(2, 3))
+        with self.assertRaisesRegex(CheckpointException, "already exists") as caught:
+            self._save(run, path, asynchronously, storage_writer=FileSystemWriter(path, overwrite=False))
+        self.assertEqual(set(caught.exception.failures), {0, 1})
+        self.assertEqual(contents(path), before)
+        self._check_recovers(run, path)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @pairwise_subtests(layout=BOTH, overwrite=[False, True])
+    def test_directory_with_other_files(self, layout, overwrite):
+        """What is not a checkpoint stays as it is and is no reason to refuse a directory."""
+        path = self._path(f"{layout} {overwrite}")
+        others = {"notes.txt": b"mine", "__9_0.distcp": b"of nobody"}
+
+        def put() -> None:
+            os.mkdir(path)
+            for name, data in others.items():
+                Path(path, name).write_bytes(data)
+
+        self._on_first_rank(put)
+        run = Run(LAYOUTS[layout]).train(range(2))
+        run.save(path, storage_writer=FileSystemWriter(path, overwrite=overwrite))
+        run.train(range(2, 3))
+        self.assertEqual({name: contents(path)[name] for name in others}, others)
+        self.assertEqual(set(contents(path)), {*others, METADATA, shard_file(0), shard_file(1)})
+        self._check_recovers(run, path)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(layout=BOTH)
+    def test_path_of_a_file(self, layout):
+        """Where a directory is wanted there is a file. All ranks refuse, and the file stays."""
+        path = self._path(layout)
+        self._on_first_rank(lambda: Path(path).write_bytes(b"mine"))
+        run = Run(LAYOUTS[layout]).train(range(2))
+        with self.assertRaises(CheckpointException) as caught:
+            run.save(path)
+        self.assertEqual(set(caught.exception.failures), {0, 1})
+        self._check_refuses(run, path, 0, 1)
+        self.assertEqual(Path(path).read_bytes(), b"mine")
+        self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
+
+    @torch_defect("fsdp2_metadata_is_synced_too_early")
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_files_are_whole_when_they_are_synced(self):
+        """What is synced to the disk is each whole file, so that a machine that stops has not lost what it reported."""
+        synced, sync = [], os.fsync
+
+        def note(descriptor: int) -> None:
+            synced.append(os.fstat(descriptor).st_size)
+            sync(descriptor)
+
+        model = fully_shard(nn.Linear(2, 2, device=self.device), mesh=self.mesh)
+        with mock.patch.object(os, "fsync", note):
+            dcp.save(model.state_dict(), checkpoint_id=self.temp_dir)
+        written = [shard_file(self.rank), METADATA][: 2 - self.rank]
+        self.assertEqual(synced, [len(contents(self.temp_dir)[name]) for name in written])
+
+
+@contextlib.contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Files cannot become larger than so many bytes, as if the disk were full then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class FullForThreads:
+    """Opens files for the main thread, and the full disk for the others. The main thread lets another begin."""
+
+    def __init__(self, create_stream: Callable[..., Any]) -> None:
+        self._create_stream, self._begun = create_stream, threading.Event()
+
+    def __call__(self, path: Any, mode: str) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            if "distcp" in str(path):
+                assert self._begun.wait(60)
+            return self._create_stream(path, mode)
+        self._begun.set()
+        return self._create_stream(FULL_DISK, mode)
+
+
+class TestKilledRank(LaunchesTestCase, FaultTest):
+    """A rank is killed while it saves; then the job is launched again."""
+
+    def _check_resumes(self, layout: str, victim: int, moment: str, asynchronously: bool = False) -> None:
+        """A checkpoint that was not finished is refused by the new ranks, and the one before it is loaded."""
+        self._kill(layout, victim, moment, asynchronously=asynchronously, path="bad")
+        self.complete(self._resume, 2, layout=layout)
+
+    def _kill(self, layout: str, victim: int, moment: str, **settings: Any) -> None:
+        """Launch ranks that save a checkpoint, and of which one is killed while they save another."""
+        reports = self.launch(self._save_and_die, 2, layout=layout, victim=victim, moment=moment, **settings)
+        self.assertEqual(reports[victim].ending.signal, signal.SIGKILL)
+        other = reports[1 - victim]
+        # Over gloo it hears that the connection is gone. Others may wait for the dead until they are killed.
+        self.assertTrue(other.ending.ours if other.outcome is None else other.outcome.kind is Kind.ERROR, other)
+
+    @with_comms
+    def _save_and_die(self) -> None:
+        settings = self.settings
+        run = Run(LAYOUTS[settings["layout"]]).train(range(2))
+        run.save(self._path("good"))
+        writer = DyingWriter(self._path(settings["path"]), settings["moment"], self.rank == settings["victim"])
+        self._save(run.train(range(2, 3)), str(writer.path), settings["asynchronously"], storage_writer=writer)
+
+    @with_comms
+    def _resume(self) -> None:
+        run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
+        self._check_refuses(run, self._path("bad"), 0, 1)
+        self._check_recovers(run, self._path("good"))
+
+    @with_comms
+    def _resume_overwritten(self) -> None:
+        run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
+        self._check_refused_or_right(run, self._path("good"), range(2))
+
+    def test_before_planning(self):
+        self._check_resumes("FSDP2 on 2", victim=1, moment="prepare_local_plan")
+
+    def test_before_writing(self):
+        self._check_resumes("FSDP1 on 2", victim=1, moment="write_data")
+
+    def test_coordinator_before_writing(self):
+        self._check_resumes("FSDP2 on 2", victim=0, moment="write_data", asynchronously=True)
+
+    def test_coordinator_before_it_names_the_metadata(self):
+        """All files are there, the metadata still under a temporary name."""
+        self._check_resumes("FSDP1 on 2", victim=0, moment="rename", asynchronously=True)
+
+    @torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints")
+    def test_while_it_overwrites(self):
+        """Both checkpoints have the same directory. Rank 0 has written its new file, rank 1 has not."""
+        for layout in BOTH:
+            self._kill(layout, victim=1, moment="after the other", asynchronously=False, path="good")
+            self.complete(self._resume_overwritten, 2, layout=layout)
+
+
+class DyingWriter(FileSystemWriter):
+    """A writer in all ranks, one of which is killed at a moment, which is named after the method that it calls then."""
+
+    def __init__(self, path: str, moment: str, dies: bool) -> None:
+        super().__init__(path)
+        self._waits, self._dies = moment == "after the other", dies
+        owner: Any = self.fs if moment == "rename" else self
+        if dies and not self._waits:
+            setattr(owner, moment, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+
+    def write_data(self, *args: Any) -> Any:
+        if not self._waits:
+            return super().write_data(*args)
+        written = None if self._dies else super().write_data(*args)
+        dist.barrier()
+        if self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+
+if __name__ == "__main__":
+    run_tests()

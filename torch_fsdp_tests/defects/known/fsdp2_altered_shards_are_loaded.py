@@ -1,0 +1,49 @@
+"""A checkpoint whose file was altered is loaded in silence.
+
+``torch.save`` writes a checksum (CRC-32) for each tensor of a shard file. ``torch.load``, with which the file is read,
+does not look at it. A bit that a disk or a network has turned over becomes another weight.
+"""
+
+import os
+import pathlib
+import tempfile
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data, and torch.load",
+    broken=">=2.9",
+    arguable="torch.load is known not to look at checksums, and file systems have their own",
+    tests=("distributed/checkpoint/test_faults::TestDamagedCheckpoint::test_altered_values",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 4, bias=False, device=device)
+    nn.init.constant_(model.weight, 1.25)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        dcp.save(model.state_dict(), checkpoint_id=folders[0])
+        shard = model.weight.to_local().detach().cpu().numpy().tobytes()
+        file = pathlib.Path(os.path.join(folders[0], f"__{rank}_0.distcp"))
+        data = bytearray(file.read_bytes())
+        data[data.index(shard) + 2] ^= 64
+        file.write_bytes(data)
+        dist.barrier()
+        try:
+            dcp.load(model.state_dict(), checkpoint_id=folders[0])
+            found = model.weight.full_tensor().flatten().tolist()
+        except dcp.CheckpointException:
+            found = "refused"
+        dist.barrier()
+    return found, "refused"

@@ -1,0 +1,60 @@
+"""A save that breaks off while it overwrites a checkpoint leaves a mixture of both, which is loaded in silence.
+
+``FileSystemWriter`` overwrites by default, and each rank writes over its old file. The metadata of the old checkpoint
+stays until all ranks have written. If one of them fails or is killed before that, the old metadata describes new files
+and old ones, which have the same layout. Nothing in a file says to which checkpoint it belongs, so it can be loaded.
+"""
+
+import os
+import tempfile
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.checkpoint.filesystem.FileSystemWriter",
+    broken=">=2.9",
+    arguable="the writer warns that it overwrites, and its docstring assumes an empty directory",
+    tests=(
+        "distributed/checkpoint/test_faults::TestDamagedCheckpoint::test_shard_file_of_another_step",
+        "distributed/checkpoint/test_faults::TestSaveThatFails::test_rank_that_did_not_overwrite_its_file",
+        "distributed/checkpoint/test_faults::TestKilledRank::test_while_it_overwrites",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    class Writer(dcp.FileSystemWriter):
+        def write_data(self, *args):
+            if rank == 1:
+                raise OSError("this rank cannot write")
+            return super().write_data(*args)
+
+    model = nn.Linear(1, 4, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        path = os.path.join(folders[0], "checkpoint")
+        dcp.save(model.state_dict(), checkpoint_id=path)
+        nn.init.constant_(model.weight, 2.0)
+        try:
+            dcp.save(model.state_dict(), storage_writer=Writer(path))
+        except dcp.CheckpointException:
+            pass
+        nn.init.zeros_(model.weight)
+        try:
+            dcp.load(model.state_dict(), checkpoint_id=path)
+            found = model.weight.full_tensor().flatten().tolist()
+        except dcp.CheckpointException:
+            found = "refused"
+        dist.barrier()
+    return found, "refused" if found == "refused" else [1.0, 1.0, 1.0, 1.0]

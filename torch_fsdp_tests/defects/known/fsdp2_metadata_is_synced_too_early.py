@@ -1,0 +1,46 @@
+"""The metadata of a checkpoint is synced to the disk before it is written, so a machine that stops can lose it.
+
+``FileSystemWriter`` syncs each file unless it is told not to. It syncs that of the metadata while the last kilobytes
+are in Python's buffer, all of them for a small model, and then closes and renames it. After a power cut the directory
+can have an empty metadata file, and no other, for a checkpoint that was reported as saved. 2.14 flushes the buffer
+first.
+"""
+
+import os
+import tempfile
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
+    broken=">=2.9,<2.14",
+    tests=("distributed/checkpoint/test_faults::TestSaveThatFails::test_files_are_whole_when_they_are_synced",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = fully_shard(nn.Linear(2, 2, device=device), mesh=init_device_mesh(device.type, (world_size,)))
+    synced, sync = [], os.fsync
+
+    def note(descriptor):
+        synced.append(os.fstat(descriptor).st_size)
+        sync(descriptor)
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        os.fsync = note
+        dcp.save(model.state_dict(), checkpoint_id=folders[0])
+        os.fsync = sync
+        names = [f"__{rank}_0.distcp", ".metadata"][: 2 if rank == 0 else 1]
+        written = [os.stat(os.path.join(folders[0], name)).st_size for name in names]
+        dist.barrier()
+    return synced, written
