@@ -1,0 +1,58 @@
+"""A training that is launched again and again, each time from the last checkpoint and in another layout."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, Run, from_first_rank, plain_run
+from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
+
+STEPS = 2  # of each launch
+
+
+class TestRestarts(LayoutsMixin, LaunchesTestCase):
+    def _check_restarts(self, *layouts: str, same_directory: bool = False) -> None:
+        for index, layout in enumerate(layouts):
+            directories = ["all"] * 2 if same_directory else [str(index - 1), str(index)]
+            settings = {"index": index, "layout": layout, "load": directories[0], "save": directories[1]}
+            self.complete(self._train, LAYOUTS[layout].size, **settings)
+
+    @with_comms
+    def _train(self):
+        index, layout = self.settings["index"], self.settings["layout"]
+        known = os.path.join(self.temp_dir, "known.pt")
+        run = Run(LAYOUTS[layout], seed=min(index, 1))
+        if index:
+            run.train(range(100, 101))
+            wanted = torch.load(known)
+            self._check_all_differ(run, wanted)
+            run.load(os.path.join(self.temp_dir, self.settings["load"]))
+            self.assertEqual(run.full(), wanted, rtol=0, atol=0)
+        found = run.train(range(STEPS * index, STEPS * (index + 1))).full()
+        self.assertEqual(found, plain_run(range(STEPS * (index + 1))))
+        run.save(os.path.join(self.temp_dir, self.settings["save"]))
+        if self.rank == 0:
+            torch.save(found, known)
+        self.assertEqual(from_first_rank(found), found, rtol=0, atol=0)
+
+    def test_other_numbers_of_ranks(self):
+        """Four ranks, two, and one, with FSDP1 and FSDP2; most parameters leave some rank without rows."""
+        self._check_restarts("FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4", "FSDP1 on 2", "plain", "FSDP1 on 4")
+
+    def test_other_dimensions(self):
+        """From one dimension to hybrid sharding, to tensor parallelism, to both, and back."""
+        self._check_restarts(
+            "FSDP2 on 4", "FSDP2 on 2x2", "TP on 2", "FSDP2 and TP on 2x2", "FSDP1 on 2x2", "TP on 4", "FSDP2 on 2"
+        )
+
+    def test_same_directory(self):
+        """Each launch overwrites the last checkpoint. Fewer ranks leave files of more ranks, which do no harm."""
+        self._check_restarts("FSDP2 on 4", "FSDP2 on 2", "FSDP1 on 4", same_directory=True)
+
+
+if __name__ == "__main__":
+    run_tests()
