@@ -16,7 +16,9 @@ setup(
     python_requires=">=3.10",
     # "test" stays out, since the standard library has a package of that name; the source distribution carries it.
     packages=find_packages(include=["torch_fsdp_tests", "torch_fsdp_tests.*"]),
-    package_data={"torch_fsdp_tests": ["dispatch/data/*", "defects/data/*", "defects/README.md", "py.typed"]},
+    package_data={
+        "torch_fsdp_tests": ["dispatch/data/*", "defects/data/*", "defects/README.md", "reach/data/*", "py.typed"]
+    },
     install_requires=["torch>=2.9", "expecttest", "numpy"],
     extras_require={
         "dev": [*LINTERS, *TESTS],

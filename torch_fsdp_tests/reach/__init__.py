@@ -1,0 +1,18 @@
+"""What a change reaches: a map of which tests enter which functions of torch, and what can be asked of it.
+
+``run_test.py --coverage --save-map FILE`` records one. Nothing here imports torch.
+"""
+
+from torch_fsdp_tests.reach.functions import Function, functions_of, module_name, owners
+from torch_fsdp_tests.reach.reachmap import MalformedMap, MapBuilder, Reached, ReachMap
+
+__all__ = [
+    "Function",
+    "MalformedMap",
+    "MapBuilder",
+    "ReachMap",
+    "Reached",
+    "functions_of",
+    "module_name",
+    "owners",
+]

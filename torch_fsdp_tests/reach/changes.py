@@ -1,0 +1,308 @@
+"""What somebody means by a change: a name, lines of a file, a diff, another source tree, or what is installed now.
+
+Each becomes names of functions, classes and modules. Of an edit these are the ones whose code differs, so that a change
+of comments or layout is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from torch_fsdp_tests.reach import recording
+from torch_fsdp_tests.reach.functions import digest as digest_of
+from torch_fsdp_tests.reach.functions import digests, find_root, functions_in, module_name
+from torch_fsdp_tests.reach.reachmap import ReachMap
+
+_LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_SHOWN = 5  # names in a sentence
+
+
+class UnknownChange(ValueError):
+    """Words that mean nothing that can be looked up. The message is one sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Names of what changes, and sentences on what could not be made out."""
+
+    names: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def shown(names: Iterable[str]) -> str:
+    """The first of some names, and how many more there are."""
+    known = list(names)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return ", ".join(known[:_SHOWN]) + more
+
+
+class Changes:
+    """Makes out changes of the package whose folder is ``root``, with the help of a map of it."""
+
+    def __init__(self, known: ReachMap, root: Path) -> None:
+        self._map, self._root = known, root.resolve()
+        self._prefix = f"{self._root.name}/"
+
+    def find(self, what: str) -> Change:
+        """What a word of ``--reaching`` means. Raises :class:`UnknownChange`, or ``OSError`` for a bad file."""
+        place = Path(what)
+        if what == "-":
+            return self.of_diff(sys.stdin.buffer.read().decode(errors="replace"), "the diff on standard input")
+        if lines := _LINES.fullmatch(what):
+            return self._of_lines(lines[1], int(lines[2]), int(lines[3] or lines[2]))
+        if what.endswith(".py"):
+            return self._inside([self._module(what)])
+        if place.is_dir():
+            return self._of_folder(place)
+        if place.is_file():
+            return self.of_diff(place.read_text(encoding="utf-8", errors="replace"), what)
+        if place.suffix in (".diff", ".patch"):
+            raise UnknownChange(f"there is no file {what}")
+        return self._inside(self._named(what.strip("/").replace("/", ".")))
+
+    def since_recorded(self) -> Change:
+        """What differs between the installed package and the one that the map was recorded with."""
+        names, remarks = set[str](), list[str]()
+        paths = {module: path for path in recording.sources(self._root) if self._covers(module := self._name_of(path))}
+        for module in sorted({*self._map.modules, *paths}):
+            before = self._map.modules.get(module)
+            content = self._read(paths[module]) if module in paths else None
+            if before is None or content is None:
+                names.add(module)
+                continue
+            if before.digest != digest_of(content):
+                now = self._parsed(content, module, remarks)
+                names |= {module} if now is None else _differing(before.parts, now)
+        return Change(tuple(sorted(names)), tuple(remarks))
+
+    # --- names and files ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _all_names(self) -> set[str]:
+        return {*self._map.reached}.union(*(module.parts for module in self._map.modules.values()))
+
+    def _inside(self, names: Iterable[str]) -> Change:
+        """Of functions they themselves; of classes, modules and packages the functions that they hold, if any."""
+        found = set[str]()
+        for name in names:
+            held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
+            found |= {name} if self._map.is_function(name) or not held else held
+        return Change(tuple(sorted(found)))
+
+    def _named(self, text: str) -> tuple[str, ...]:
+        """What a name means: as it is, by its end (``FlatParamHandle.unshard``), or as a package exports it."""
+        parts = text.split(".")
+        for count in range(len(parts), -1, -1):
+            head, tail = ".".join(parts[:count]), ".".join(parts[count:])
+            below = [n for n in self._all_names if not head or n.startswith(f"{head}.") or n == head]
+            if below and not tail:
+                return (head,)
+            if found := [name for name in below if name.endswith(f".{tail}")]:
+                return tuple(sorted(found))
+            if head in self._map.modules and self._path_of(head) == f"{head.replace('.', '/')}.py":
+                return (text,)  # unknown, of a module that is known
+        import difflib  # not at import: few runs name something unknown
+
+        close = difflib.get_close_matches(text, sorted(self._all_names), n=3)
+        nearest = f"; nearest: {', '.join(close)}" if close else ""
+        raise UnknownChange(f"{text!r} is no name in the map, no file and no folder{nearest}")
+
+    def _module(self, text: str) -> str:
+        """The module of a path: in the installed package, in another tree of it, or relative to either."""
+        modules = self._modules_at(text)
+        if not modules:
+            raise UnknownChange(f"the map has nothing of the file {text}; it covers {self._covered()}")
+        if len(modules) > 1:
+            raise UnknownChange(f"{text} can mean {' or '.join(map(self._path_of, modules))}")
+        return modules[0]
+
+    def _modules_at(self, text: str) -> list[str]:
+        wanted = f"/{Path(text).as_posix().removeprefix('./')}"
+        paths = {module: f"/{self._path_of(module)}" for module in self._map.modules}
+        return [m for m, path in paths.items() if wanted.endswith(path)] or [
+            m for m, path in paths.items() if path.endswith(wanted)
+        ]
+
+    def _path_of(self, module: str) -> str:
+        """The path of a module, such as ``torch/distributed/fsdp/api.py``."""
+        path = module.replace(".", "/")
+        return f"{path}/__init__.py" if (self._root.parent / path).is_dir() else f"{path}.py"
+
+    def _name_of(self, path: Path) -> str:
+        return module_name(path, self._root)
+
+    def _covers(self, module: str) -> bool:
+        whole = (f"{self._prefix}{folder}".replace("/", ".") for folder in recording.WHOLE)
+        return module in self._map.modules or any(f"{module}.".startswith(f"{folder}.") for folder in whole)
+
+    def _covered(self) -> str:
+        return ", ".join(self._prefix + folder for folder in recording.FOLDERS)
+
+    def _read(self, path: Path) -> bytes | None:
+        return path.read_bytes() if path.is_file() else None
+
+    def _parsed(self, content: bytes, module: str, remarks: list[str]) -> Mapping[str, str] | None:
+        """The parts of a file with their digests; None, and a remark, where it is not Python."""
+        known = self._map.modules.get(module)
+        if known is not None and known.digest == digest_of(content):
+            return known.parts
+        try:
+            return digests(functions_in(content, module))
+        except (SyntaxError, ValueError) as error:
+            remarks.append(f"{self._path_of(module)} is not Python ({error}), so all of it counts as changed")
+            return None
+
+    def _of_lines(self, file: str, first: int, last: int) -> Change:
+        module = self._module(file)
+        place = Path(file)
+        content = (place if place.is_file() else self._root.parent / self._path_of(module)).read_bytes()
+        count = content.count(b"\n")
+        if not 1 <= first <= last <= count:
+            raise UnknownChange(f"{file} has the lines 1 to {count}, and {first}-{last} was asked for")
+        try:
+            return Change(tuple(sorted(_around(content, module, range(first, last + 1)))))
+        except (SyntaxError, ValueError) as error:
+            raise UnknownChange(f"{file} is not Python: {error}") from error
+
+    # --- other sources --------------------------------------------------------------------------------------------
+
+    def _of_folder(self, folder: Path) -> Change:
+        inside = folder.resolve()
+        if inside == self._root or self._root in inside.parents:
+            return self._inside(self._named(".".join(inside.relative_to(self._root.parent).parts)))
+        for other in (inside / self._root.name, inside, find_root(inside / "any")):
+            if other is not None and (other / recording.FOLDERS[0]).is_dir():
+                return self._of_tree(other)
+        raise UnknownChange(f"the folder {folder} holds no {self._prefix}{recording.FOLDERS[0]} to compare with")
+
+    def _of_tree(self, other: Path) -> Change:
+        names, remarks = set[str](), list[str]()
+        trees = {p.relative_to(root).as_posix() for root in (self._root, other) for p in recording.sources(root)}
+        for path in sorted(trees):
+            module = self._name_of(self._root / path)
+            ours, theirs = self._read(self._root / path), self._read(other / path)
+            if ours != theirs and self._covers(module):
+                names |= self._difference(module, ours, theirs, remarks)
+        return Change(tuple(sorted(names)), tuple(remarks))
+
+    def _difference(self, module: str, before: bytes | None, after: bytes | None, remarks: list[str]) -> set[str]:
+        sides = [None if side is None else self._parsed(side, module, remarks) for side in (before, after)]
+        if sides[0] is None or sides[1] is None:
+            return {module}
+        return _differing(sides[0], sides[1])
+
+    # --- diffs ----------------------------------------------------------------------------------------------------
+
+    def of_diff(self, text: str, called: str) -> Change:
+        """What a unified diff changes. It may have been applied to the installed package already, or not."""
+        names, remarks, outside = set[str](), list[str](), list[str]()
+        files = list(_files_of(text))
+        if not files:
+            raise UnknownChange(f"{called} is not a unified diff")
+        for path, hunks in files:
+            modules = self._modules_at(path)
+            inside = f"/{path}".rpartition(f"/{self._prefix}")[2]
+            dotted = (self._prefix + inside).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            if len(modules) == 1:
+                names |= self._of_hunks(modules[0], hunks, remarks)
+            elif path.endswith(".py") and self._covers(dotted):
+                names.add(dotted)  # new
+            else:
+                outside.append(path)
+        if outside:
+            remarks.append(f"outside of what the map covers, and left out: {shown(outside)}")
+        return Change(tuple(sorted(names)), tuple(remarks))
+
+    def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str]) -> set[str]:
+        content = self._read(self._root.parent / self._path_of(module))
+        if content is None or not hunks:  # gone here, or renamed
+            return {module}
+        lines = content.decode(errors="replace").split("\n")
+        for is_applied in (False, True):
+            changed = _patched(lines, [hunk.reversed() if is_applied else hunk for hunk in hunks])
+            if changed is not None:
+                return self._difference(module, content, "\n".join(changed).encode(), remarks)
+        remarks.append(f"the diff does not fit the installed {self._path_of(module)}, so its line numbers count")
+        touched = (line for hunk in hunks for line in hunk.touched())
+        return _around(content, module, [line for line in touched if line <= len(lines)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hunk:
+    """One place of a diff: the line where it starts, and what stands there before and after."""
+
+    start: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def reversed(self) -> _Hunk:
+        return _Hunk(self.start, self.after, self.before)
+
+    def touched(self) -> Iterator[int]:
+        """Numbers of the lines that go, and of those before which others come."""
+        import difflib
+
+        matcher = difflib.SequenceMatcher(None, self.before, self.after, autojunk=False)
+        for tag, first, last, _, _ in matcher.get_opcodes():
+            if tag != "equal":
+                yield from range(self.start + first, self.start + max(last, first + 1))
+
+
+def _files_of(text: str) -> Iterator[tuple[str, list[_Hunk]]]:
+    """The files of a unified diff, by the path that they have before it, or after it where they are new."""
+    lines = iter(text.split("\n"))  # not at form feeds, which a source may have
+    path, hunks = "", list[_Hunk]()
+    for line in lines:
+        if line.startswith("--- "):
+            if path:
+                yield path, hunks
+            old, new = line[4:], next(lines, "")[4:]
+            path, hunks = (new if old.startswith("/dev/null") else old).partition("\t")[0].strip(), []
+        elif path and (header := _HUNK.match(line)):
+            hunks.append(_hunk(header, lines))
+    if path:
+        yield path, hunks
+
+
+def _hunk(header: re.Match[str], lines: Iterator[str]) -> _Hunk:
+    olds, news = int(header[2] or 1), int(header[3] or 1)
+    before, after = list[str](), list[str]()
+    while len(before) < olds or len(after) < news:
+        line = next(lines, None)
+        if line is None:  # cut short
+            break
+        before += [line[1:]] * (line[:1] in ("", " ", "-"))
+        after += [line[1:]] * (line[:1] in ("", " ", "+"))
+    return _Hunk(int(header[1]) + (olds == 0), tuple(before), tuple(after))  # of no line it names the one before
+
+
+def _patched(lines: list[str], hunks: Iterable[_Hunk]) -> list[str] | None:
+    """A text with a diff applied, where each hunk fits nearest to its place; None where one fits nowhere."""
+    lines, moved, least = list(lines), 0, 0
+    for hunk in hunks:
+        height, wanted = len(hunk.before), hunk.start - 1 + moved
+        places = sorted(range(least, len(lines) - height + 1), key=lambda place: abs(place - wanted))
+        place = next((p for p in places if tuple(lines[p : p + height]) == hunk.before), None)
+        if place is None:
+            return None
+        lines[place : place + height] = hunk.after
+        least = place + len(hunk.after)
+        moved = least - (hunk.start - 1 + height)
+    return lines
+
+
+def _around(content: bytes, module: str, numbers: Iterable[int]) -> set[str]:
+    """The innermost functions, classes or module in which these lines lie, but for blank lines and comments."""
+    lines, parts = [line.strip() for line in content.split(b"\n")], functions_in(content, module)
+    code = [number for number in numbers if lines[number - 1] and not lines[number - 1].startswith(b"#")]
+    return {max((p for p in parts if p.first <= n <= p.last), key=lambda p: p.first).name for n in code}
+
+
+def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    return {name for name in {**before, **after} if before.get(name) != after.get(name)}

@@ -1,0 +1,133 @@
+"""The functions of a source file, with their lines and a digest that comments, docstrings and layout do not change.
+
+Nothing is imported or run: a plan must be there at once, and the file may belong to another torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Scope = _Function | ast.ClassDef | ast.Module
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+
+# Fields that differ between versions of Python for the same source, or say nothing about what it does.
+_LEFT_OUT = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function, or the statements of a class or of a module that belong to none of its functions.
+
+    ``name`` is the module's name and the ``__qualname__``, such as ``torch.nn.Module.train``. A property and its setter
+    share a name and are two functions. ``body`` is the first line that runs only when the function does; in a class or
+    a module there is none.
+    """
+
+    name: str
+    first: int  # line of the first decorator
+    last: int
+    digest: str
+    body: int | None = None
+
+
+def module_name(source: Path, package_root: Path) -> str:
+    """The name under which ``import`` knows a file of the package whose folder is ``package_root``."""
+    parts = source.resolve().relative_to(package_root.resolve().parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def functions_of(source_path: Path, package_root: Path) -> list[Function]:
+    """The functions, classes and the module of a file, in the order of their first lines.
+
+    Raises ``SyntaxError`` for a file that is not Python, and ``OSError`` where it cannot be read.
+    """
+    return functions_in(source_path.read_bytes(), module_name(source_path, package_root))
+
+
+def functions_in(source: bytes, module: str) -> list[Function]:
+    """As :func:`functions_of`, of the content of a file."""
+    tree = ast.parse(source)
+    length = source.count(b"\n") + 1
+    return [Function(module, 1, length, _digest(tree)), *_inside(tree, f"{module}.")]
+
+
+def _inside(scope: ast.AST, prefix: str) -> Iterator[Function]:
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = prefix + node.name
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            body = None if isinstance(node, ast.ClassDef) else _body(node)
+            yield Function(name, first, node.end_lineno or node.lineno, _digest(node), body)
+            yield from _inside(node, f"{name}." if body is None else f"{name}.<locals>.")
+        elif not isinstance(node, ast.expr):  # under a condition, in a loop
+            yield from _inside(node, prefix)
+
+
+def _body(function: _Function) -> int:
+    """The first line of the body; where it shares the line of the header, which also runs at import, the next one."""
+    header = [function, *ast.walk(function.args), *([function.returns] if function.returns else [])]
+    after = max(function.lineno, *(getattr(node, "end_lineno", 0) or 0 for node in header[1:])) + 1
+    return max(function.body[0].lineno, after)
+
+
+def _digest(scope: _Scope) -> str:
+    """Ten hexadecimal digits that change with the code of a scope, but not with that of a function or class in it."""
+    words: list[str] = []
+    _spell(scope, words)
+    return digest("\x1f".join(words).encode("utf-8", "backslashreplace"))
+
+
+def _spell(node: ast.AST, words: list[str]) -> None:
+    """Add a node in words that are the same in every version of Python, less the functions and classes inside of it."""
+    words.append(type(node).__name__)
+    for field in node._fields:
+        value = getattr(node, field, None)
+        if value is None or value == [] or field in _LEFT_OUT:
+            continue
+        if field == "body" and isinstance(node, _SCOPES) and ast.get_docstring(node, clean=False) is not None:
+            value = value[1:]
+        words.append(field)
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, ast.AST):
+                words.append(repr(each))
+            elif not isinstance(each, _SCOPES):
+                _spell(each, words)
+
+
+def owners(functions: Iterable[Function]) -> dict[int, str]:
+    """To which function a line belongs that runs only when the function does; the name, by line.
+
+    A line of a function inside another one is not the outer one's; its header and decorators are.
+    """
+    found: dict[int, str] = {}
+    # An inner function begins after the outer one, and so replaces what that has said of its lines.
+    for function in sorted((each for each in functions if each.body is not None), key=lambda each: each.first):
+        found.update(dict.fromkeys(range(function.body or 0, function.last + 1), function.name))
+    return found
+
+
+def digests(functions: Iterable[Function]) -> dict[str, str]:
+    """The digest of each name; of a name that several functions share, all of theirs."""
+    found: dict[str, str] = {}
+    for function in functions:
+        found[function.name] = "+".join(filter(None, (found.get(function.name), function.digest)))
+    return found
+
+
+def digest(content: bytes) -> str:
+    """Ten hexadecimal digits that change with any byte."""
+    import hashlib  # not at import: not every plan needs it
+
+    return hashlib.sha256(content).hexdigest()[:10]
+
+
+def find_root(file: Path) -> Path | None:
+    """The folder of the outermost package that a file belongs to; None for a file of no package."""
+    folder, root = file.resolve().parent, None
+    while (folder / "__init__.py").is_file():
+        folder, root = folder.parent, folder
+    return root

@@ -1,0 +1,208 @@
+"""Which tests enter which functions: the map, its file, and what can be asked of it."""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import dataclasses
+import functools
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_fsdp_tests.reach.functions import digest, digests, functions_in
+
+FORMAT = 1
+
+
+class MalformedMap(ValueError):
+    """A file that is no map, or one of another format; the message says what to do."""
+
+
+class Reached(NamedTuple):
+    """A test that enters a function: its seconds while that was recorded, and how many functions it enters at all."""
+
+    file: str
+    test: str
+    seconds: float
+    breadth: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A source file as it was when the map was recorded: the digests of the whole, and of its parts by their names."""
+
+    digest: str
+    functions: Mapping[str, str]
+    scopes: Mapping[str, str]  # classes, and the module itself: what runs when it is imported
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return {**self.functions, **self.scopes}
+
+    @classmethod
+    def of(cls, content: bytes, name: str) -> Module:
+        """The module of this name and content. Raises ``SyntaxError``."""
+        parts = functions_in(content, name)
+        functions = digests(each for each in parts if each.body is not None)
+        return cls(digest(content), functions, digests(each for each in parts if each.body is None))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReachMap:
+    """Tests by the functions that they enter. A set of tests is a whole number: test N is in it if bit N is set."""
+
+    torch: str
+    tests: tuple[Reached, ...]
+    reached: Mapping[str, int]  # by qualified name; functions that no test enters are not in it
+    modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> ReachMap:
+        """Read a map. Raises :class:`MalformedMap`, and ``OSError`` where the file cannot be read."""
+        remedy = "record one with run_test.py --coverage --save-map FILE"
+        try:
+            data = json.loads(path.read_bytes())
+            if data["format"] != FORMAT:
+                raise MalformedMap(f"{path} has format {data['format']!r}, and this version reads {FORMAT}; {remedy}")
+            return cls(
+                torch=data["torch"],
+                tests=tuple(Reached(file, *told) for file in data["tests"] for told in data["tests"][file]),
+                reached=_unpack(data["reached"]),
+                modules={
+                    module: Module(whole, *({module + name: part for name, part in parts.items()} for parts in kinds))
+                    for module, (whole, *kinds) in data["modules"].items()
+                },
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+            if isinstance(error, MalformedMap):
+                raise
+            raise MalformedMap(f"{path} is not a map of what tests reach; {remedy}") from error
+
+    def as_json(self) -> dict[str, Any]:
+        """The map as it is written: a few hundred kilobytes for some thousand tests and functions."""
+        tests: dict[str, list[Any]] = {}
+        for file, *told in self.tests:
+            tests.setdefault(file, []).append(told)
+
+        def relative(module: str, names: Mapping[str, str]) -> dict[str, str]:
+            return {name.removeprefix(module): names[name] for name in names}
+
+        return {
+            "format": FORMAT,
+            "torch": self.torch,
+            "tests": tests,
+            "modules": {
+                name: [module.digest, relative(name, module.functions), relative(name, module.scopes)]
+                for name, module in self.modules.items()
+            },
+            "reached": _pack(self.reached, len(self.tests)),
+        }
+
+    def as_text(self) -> str:
+        """What a file of it holds: a line for each file of tests and each module, so that two can be compared."""
+        data = self.as_json()
+
+        def lines(table: Mapping[str, Any]) -> str:
+            rows = (f"{json.dumps(key)}: {json.dumps(table[key], separators=(',', ':'))}" for key in table)
+            return "{\n" + ",\n".join(rows) + "\n}"
+
+        parts = (f'"{key}": {lines(v) if isinstance(v, dict) else json.dumps(v)}' for key, v in data.items())
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.as_text(), encoding="utf-8")
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return sorted(self.reached)
+
+    def bits_of(self, name: str) -> int:
+        """The tests that enter a function or one inside of it, or any function of a class, module or package."""
+        found = self.reached.get(name, 0)
+        start, end = (bisect.bisect_left(self._names, name + after) for after in (".", "/"))  # "/" comes next to "."
+        for each in self._names[start:end]:
+            found |= self.reached[each]
+        return found
+
+    def is_function(self, name: str) -> bool:
+        """Whether this is a function that was there when the map was recorded."""
+        return name in self.reached or any(name in module.functions for module in self._around(name))
+
+    def knows(self, name: str) -> bool:
+        """Whether a function, class, module or package of this name was there."""
+        return self.is_function(name) or any(name in m.scopes for m in self._around(name)) or bool(self.bits_of(name))
+
+    def _around(self, name: str) -> list[Module]:
+        """The modules in which something of this name could be."""
+        return [module for each in _enclosing(name) if (module := self.modules.get(each)) is not None]
+
+    def enclosing(self, name: str) -> str | None:
+        """The innermost of a name and what it lies in that tests reach; None where that is in no module of the map."""
+        known = (each for each in _enclosing(name) if self._around(each))
+        return next((each for each in known if self.bits_of(each)), None)
+
+    def tests_of(self, qualified_name: str) -> list[Reached]:
+        """The tests that enter a function, or any function of a class or module: those that enter least come first.
+
+        Among equals the fastest comes first. Empty for what no test enters, and for an unknown name.
+        """
+        return self.in_order(self.bits_of(qualified_name))
+
+    def in_order(self, tests: int) -> list[Reached]:
+        """A set of tests, the most specific first, and the fastest among equals."""
+        found = [test for test, bit in zip(self.tests, reversed(f"{tests:b}"), strict=False) if bit == "1"]
+        return sorted(found, key=lambda test: (test.breadth, test.seconds, test.file, test.test))
+
+
+class MapBuilder:
+    """Collects what tests enter, one after the other or in pieces, and makes the map."""
+
+    def __init__(self) -> None:
+        self._tests: dict[tuple[str, str], float] = {}
+        self._entered: dict[tuple[str, str], set[str]] = {}
+
+    def add(self, file: str, test: str, functions: Iterable[str], seconds: float = 0.0) -> None:
+        """Add functions that a test enters; its seconds are the most that were said."""
+        key = file, test
+        self._tests[key] = max(seconds, self._tests.get(key, 0.0))
+        self._entered.setdefault(key, set()).update(functions)
+
+    def functions(self) -> set[str]:
+        """The functions that any test enters."""
+        return set().union(*self._entered.values())
+
+    def build(self, torch: str, modules: Mapping[str, Module] | None = None) -> ReachMap:
+        """The map; the order in which things were added leaves no trace."""
+        keys = sorted(self._tests)
+        reached: dict[str, int] = {}
+        for index, key in enumerate(keys):
+            for name in self._entered[key]:
+                reached[name] = reached.get(name, 0) | 1 << index
+        tests = tuple(Reached(*key, round(self._tests[key], 2), len(self._entered[key])) for key in keys)
+        return ReachMap(torch, tests, dict(sorted(reached.items())), dict(sorted((modules or {}).items())))
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """A qualified name, and what it lies in: ``a.b.c``, ``a.b``, ``a``."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _pack(reached: Mapping[str, int], count: int) -> list[Any]:
+    """Names, and their sets as rows of bits of one width; both compress well."""
+    width = (count + 7) // 8
+    rows = b"".join(tests.to_bytes(width, "little") for tests in reached.values())
+    return [width, *(base64.b64encode(zlib.compress(part, 9)).decode() for part in (" ".join(reached).encode(), rows))]
+
+
+def _unpack(packed: list[Any]) -> dict[str, int]:
+    width, *parts = packed
+    text, rows = (zlib.decompress(base64.b64decode(part)) for part in parts)
+    names = text.decode().split()
+    if len(rows) != len(names) * width:
+        raise ValueError("the rows do not fit the names")
+    return {name: int.from_bytes(rows[n * width : (n + 1) * width], "little") for n, name in enumerate(names)}

@@ -1,0 +1,74 @@
+"""From what coverage.py recorded under the names of tests to the map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch_fsdp_tests.reach.functions import Function, functions_in, module_name, owners
+from torch_fsdp_tests.reach.reachmap import MapBuilder, Module, ReachMap
+
+SEPARATOR = "::"  # in a context, between a file and a test
+# Folders of torch whose functions are in the map, and of these the ones that it has whole: of the others it has only
+# modules that some test enters, since the rest is not what FSDP uses.
+FOLDERS = tuple(f"distributed/{name}" for name in ("fsdp", "_composable", "checkpoint", "tensor"))
+WHOLE = FOLDERS[:2]
+
+
+def context(file: str, test: str) -> str:
+    """Under which name coverage.py is to record what a test runs."""
+    return f"{file}{SEPARATOR}{test}"
+
+
+def sources(root: Path, folders: tuple[str, ...] = FOLDERS) -> Iterator[Path]:
+    """The source files of these folders of a package."""
+    for folder in folders:
+        yield from sorted((root / folder).rglob("*.py"))
+
+
+def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch: str) -> ReachMap:
+    """The map of the tests with known seconds, by file and name, out of a data file of coverage.py.
+
+    ``root`` is the folder of the installed torch. Raises ``OSError`` for a data file that cannot be read.
+    """
+    contents = {path: path.read_bytes() for path in sources(root)}
+    functions: dict[Path, list[Function]] = {}
+    lines_of: dict[Path, dict[int, str]] = {}
+    builder = MapBuilder()
+    for (file, test), spent in seconds.items():
+        builder.add(file, test, (), spent)
+    for name, label, lines in _lines(data):
+        path = Path(name)
+        file, _, test = label.partition(SEPARATOR)
+        if path not in contents or (file, test) not in seconds:
+            continue
+        if path not in lines_of:
+            functions[path] = functions_in(contents[path], module_name(path, root))
+            lines_of[path] = owners(functions[path])
+        owner = lines_of[path]
+        builder.add(file, test, {owner[line] for line in lines if line in owner})
+    entered = builder.functions()
+    kept = {*sources(root, WHOLE), *(p for p, known in functions.items() if any(f.name in entered for f in known))}
+    names = {path: module_name(path, root) for path in kept}
+    return builder.build(torch, {name: Module.of(contents[path], name) for path, name in names.items()})
+
+
+def _lines(data: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """File, context and lines, by the schema of data files that coverage.py documents."""
+    import sqlite3  # not at import: a plan needs neither
+
+    from coverage.numbits import numbits_to_nums
+
+    query = (
+        "select path, context, numbits from line_bits"
+        " join file on file.id = file_id join context on context.id = context_id"
+    )
+    try:
+        database = sqlite3.connect(f"{data.resolve().as_uri()}?mode=ro", uri=True)
+        try:
+            for path, label, numbits in database.execute(query):
+                yield path, label, numbits_to_nums(numbits)
+        finally:
+            database.close()
+    except sqlite3.Error as error:
+        raise OSError(f"{data}: {error}") from error

@@ -1,0 +1,49 @@
+"""Which tests to run for a change, and what no test would notice of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch_fsdp_tests.reach.changes import shown
+from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Tests in the order in which they should run, and what is to be said of them."""
+
+    tests: tuple[Reached, ...]
+    functions: int  # that change
+    unreached: tuple[str, ...]  # of these, the ones that no test enters
+    remarks: tuple[str, ...]
+
+
+def select(names: Iterable[str], known: ReachMap) -> Selection:
+    """The tests that reach any of these functions, classes and modules.
+
+    First come those that enter a function that is named, then those that only reach the class or the module of code
+    that belongs to no function, or that the map does not know.
+    """
+    entering = around = 0
+    unreached, instead = list[str](), dict[str, list[str]]()
+    asked = list(dict.fromkeys(names))
+    for name in asked:
+        if known.is_function(name):
+            here = known.bits_of(name)
+            entering |= here
+            unreached += [name] * (not here)
+            continue
+        enclosing = known.enclosing(name)
+        if enclosing is None:
+            unreached.append(name)
+            continue
+        around |= known.bits_of(enclosing)
+        if not known.knows(name):
+            instead.setdefault(enclosing, []).append(name)
+    tests = (*known.in_order(entering), *known.in_order(around & ~entering))
+    remarks: tuple[str, ...] = ()
+    if instead:
+        new = shown(name for names in instead.values() for name in names)
+        remarks = (f"not in the map: {new}; taken for them are the tests of {shown(instead)}",)
+    return Selection(tests, len(asked), tuple(unreached), remarks)
