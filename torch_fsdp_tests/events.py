@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import unittest
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ _descriptor: int | None = None
 _owner = 0  # id of the process that attached; a fork of it must not speak in its name
 _running: str | None = None  # id of the test that runs
 _file_facts: dict[str, Any] = {}
+_watcher: Callable[[str | None], None] | None = None
 
 
 def attach() -> bool:
@@ -106,6 +107,18 @@ def test_name(test: unittest.TestCase) -> str:
     return test.id().removeprefix(_MODULE_PREFIX)
 
 
+def watch(watcher: Callable[[str | None], None]) -> None:
+    """Have a function told of every test that begins, here and in ranks that are forked off; of its end by None."""
+    global _watcher
+    _watcher = watcher
+
+
+def enter(test_id: str | None) -> None:
+    """Tell whoever watches of the test that this process runs from here on, by unittest's id of it."""
+    if _watcher is not None:
+        _watcher(None if test_id is None else test_id.removeprefix(_MODULE_PREFIX))
+
+
 def tests_in(suite: Iterable[Any]) -> Iterator[unittest.TestCase]:
     """The test cases of a suite, down through suites of suites, in the order in which they run."""
     for item in suite:
@@ -167,6 +180,8 @@ class Reporting(unittest.TestResult):
 
     announced: Mapping[str, list[str]] = {}  # tests still to come, by class, for a class fixture that skips them all
     fixture = Fixture("", "")  # the last one that failed or skipped
+    fail_fast = False  # whether the first failure is the end of the file
+    forgiven: Collection[str] = ()  # tests that are listed as failing, whose failure is not
 
     def startTest(self, test: unittest.TestCase) -> None:
         global _running
@@ -179,6 +194,7 @@ class Reporting(unittest.TestResult):
         self._subtests_skipped: dict[str, int] = {}  # how many, by reason
         self._began = time.perf_counter()
         emit("started", test=_running)
+        enter(test.id())
 
     def stopTest(self, test: unittest.TestCase) -> None:
         global _running
@@ -192,8 +208,15 @@ class Reporting(unittest.TestResult):
             subtests=self._subtests,
             subtests_skipped=self._subtests_skipped,
         )
+        if verdict.state.is_bad and _running not in self.forgiven:
+            self._stop_if_asked()
         _running = None
+        enter(None)
         super().stopTest(test)
+
+    def _stop_if_asked(self) -> None:
+        if self.fail_fast:
+            self.stop()
 
     def _concluded(self) -> Verdict:
         """The verdict on a test of which unittest reported none: one cut short, or one whose subtests skipped."""
@@ -231,6 +254,7 @@ class Reporting(unittest.TestResult):
             name = ".".join(filter(None, fixture[::-1])) or str(test)
             verdict = _verdict_on(test, err[1], State.ERROR, Phase.FIXTURE)
             _ended(name, verdict, text="" if verdict.ranks else text, scope=fixture.scope)
+            self._stop_if_asked()
         else:
             self._take(_verdict_on(test, err[1], State.ERROR), text)
 

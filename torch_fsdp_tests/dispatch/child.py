@@ -24,7 +24,7 @@ from typing import Any
 
 from torch_fsdp_tests import events, host, messages
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
-from torch_fsdp_tests.dispatch.plan import ShardedTest
+from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import in_one_line
 
@@ -52,16 +52,16 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     if part.test.included:
         found: set[int] = set()
         for wanted in sorted(part.test.included):
-            matches = _named(wanted, names)
+            matches = named(wanted, names)
             found |= matches
-            if not matches:
+            if not matches and wanted not in part.test.order:
                 import difflib  # not at import: few runs name something unknown
 
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
                 remarks.append(f"{wanted!r} is no test here" + f"; nearest: {', '.join(near)}" * bool(near))
         chosen &= found
     for unwanted in part.test.excluded:
-        chosen -= _named(unwanted, names)
+        chosen -= named(unwanted, names)
     if run.patterns:
         chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in run.patterns)}
     selected = len(chosen)
@@ -73,14 +73,10 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     picked = sorted(chosen)
     if run.shuffle:
         picked.sort(key=lambda index: _shuffled(names[index], run.seed))
+    elif part.test.order:
+        places = {name: place for place, name in enumerate(part.test.order)}
+        picked.sort(key=lambda index: places.get(names[index], len(places)))
     return picked, remarks, selected
-
-
-def _named(wanted: str, names: Sequence[str]) -> set[int]:
-    """Positions of a class' tests, of one test, of what a glob fits, or of the tests generated from a name."""
-    exact = {i for i, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")}
-    exact = exact or {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted)}
-    return exact or {i for i, name in enumerate(names) if name.startswith(f"{wanted}_")}
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -120,6 +116,10 @@ class Run:
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
+        events.Reporting.fail_fast = self.orders.run.fail_fast
+        events.Reporting.forgiven = verdicts["known"].keys()
+        if gone := set(self.orders.part.test.order).difference(names):
+            events.note(f"the map knows tests that are not here any more: {', '.join(sorted(gone))}")
         events.emit(
             "announced",
             tests=[names[index] for index in picked],
@@ -193,6 +193,10 @@ def main(argv: Sequence[str]) -> None:
     faulthandler.enable()
     # For a file whose process takes no notice of the signal: the stacks, and then the end that the signal means.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    if orders.run.save_map is not None:
+        from torch_fsdp_tests.dispatch import coverage
+
+        coverage.record_by_test(orders.part.name)
     run = install(orders)
     sys.argv = [file, *arguments[arguments[:1] == ["--"] :]]
     sys.path[0] = str(Path(file).parent)

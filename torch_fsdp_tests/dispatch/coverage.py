@@ -8,10 +8,14 @@ that any more.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from torch_fsdp_tests import events
+from torch_fsdp_tests.reach import recording
 
 LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, by which ranks leave
 RESULT = ".coverage"  # in the folder of reports
@@ -32,22 +36,48 @@ def lacking() -> str | None:
     return None
 
 
-def begin(directory: Path, test_directory: Path) -> tuple[str, ...]:
-    """Prepare a folder inside the run's, and return the arguments to the interpreter that measure a process."""
+def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ...]:
+    """Prepare a folder inside the run's, and return the arguments to the interpreter that measure a process.
+
+    ``by_test`` is for what :func:`record_by_test` records; more of torch is measured then.
+    """
     folder = directory / _INSIDE
     folder.mkdir()
     settings = folder / "settings"
     of_torch = [f"*/torch/distributed/{pattern}" for pattern in OF_TORCH]
+    if by_test:
+        of_torch = [f"*/torch/{folder}/*" for folder in recording.FOLDERS]
     measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
-    lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}", "include ="]
+    lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}"]
+    lines += ["core = ctrace"] * by_test  # the core that is faster on Python 3.14 cannot tell tests apart
+    lines += ["include ="]
     settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))
     return "-m", "coverage", "run", "--rcfile", str(settings)
+
+
+def record_by_test(file: str) -> None:
+    """Have what each test of a file runs be recorded under its name, in this process and in those forked off it."""
+    from coverage import Coverage
+
+    current: str | None = None
+
+    def switch(test: str | None) -> None:
+        nonlocal current
+        current = test
+        measured = Coverage.current()  # of this process: a fork has its own
+        if measured is not None:
+            measured.switch_context("" if test is None else recording.context(file, test))
+
+    events.watch(switch)
+    # For a fork that a test makes itself. Coverage.py, which registered before, measures the child by then.
+    os.register_at_fork(after_in_child=lambda: None if current is None else switch(current))
 
 
 def end(directory: Path, reports: Path) -> str:
     """Make one file of what all processes saw, in the folder of reports, and say where."""
     folder, result = directory / _INSIDE, reports / RESULT
     reports.mkdir(parents=True, exist_ok=True)
+    result.unlink(missing_ok=True)  # what is there afterwards is of this run
     command = ["combine", "--quiet", "--rcfile", str(folder / "settings"), "--data-file", str(result), str(folder)]
     try:
         done = subprocess.run(

@@ -136,16 +136,23 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
             yield vendor
 
 
-@functools.cache
-def _torch_versions() -> dict[str, str]:
-    """Torch's version and what it was built for, read from its version file, since importing it takes seconds."""
+def torch_folder() -> Path | None:
+    """Where the installed torch lies, found without importing it; None where there is none."""
     import importlib.util
 
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
+    places = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(places))) if places else None
+
+
+@functools.cache
+def _torch_versions() -> dict[str, str]:
+    """Torch's version and what it was built for, read from its version file, since importing it takes seconds."""
+    folder = torch_folder()
+    if folder is None:
         return {}
     try:
-        text = Path(next(iter(spec.submodule_search_locations)), "version.py").read_text()
+        text = (folder / "version.py").read_text()
     except OSError:
         return {}
     return dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))

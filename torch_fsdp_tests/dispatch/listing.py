@@ -36,7 +36,7 @@ def plan_text(jobs: Sequence[Job], total: Seconds) -> str:
 def _name(job: Job) -> str:
     part = job.part
     which = f" ({part.shard} of {part.num_shards})" if part.num_shards > 1 else ""
-    inside = f" [{', '.join(sorted(part.test.included))}]" if part.test.included else ""
+    inside = f" [{', '.join(part.test.order or sorted(part.test.included))}]" if part.test.included else ""
     without = f" without [{', '.join(sorted(part.test.excluded))}]" if part.test.excluded else ""
     return f"{part.name}{which}{inside}{without}"
 
@@ -58,7 +58,7 @@ def plan_json(run: RunTests, jobs: Sequence[Job], total: Seconds) -> dict:
                 "num_shards": job.part.num_shards,
                 "devices": job.devices,
                 "estimate": job.part.time,
-                "tests": sorted(job.part.test.included) or None,
+                "tests": list(job.part.test.order) or sorted(job.part.test.included) or None,
                 **({"excluded": sorted(job.part.test.excluded)} if job.part.test.excluded else {}),
             }
             for job in jobs

@@ -97,6 +97,12 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
 
         failed = last_failures.load(run.reports)
         selection = [last_failures.narrow(test, failed[test.file]) for test in selection if test.file in failed]
+    if run.by_reach:
+        from torch_fsdp_tests.dispatch import reaching
+
+        selection, remarks = reaching.narrow(run, selection)
+        for words in remarks:
+            _remark(words)
     return selection
 
 
@@ -121,6 +127,10 @@ def _plan(
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
+    if run.by_reach:  # the order of the selection is worth more than slots that are never idle
+        places = {test.file: place for place, test in enumerate(selection)}
+        parts = sorted(parts, key=lambda part: (places[part.name], part.shard))
+        return plan.make_jobs(parts, needs, device_set.lendable), default
     return plan.order(plan.make_jobs(parts, needs, device_set.lendable), pool.size, default), default
 
 
@@ -178,7 +188,7 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
 
     What cannot be written is said beside what can; it never costs the reader the rest.
     """
-    from torch_fsdp_tests.dispatch import compare, junit, last_failures, report
+    from torch_fsdp_tests.dispatch import compare, junit, last_failures, reaching, report
 
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
@@ -198,6 +208,7 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
     attempt(run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be)
     attempt(run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
     attempt(run.save_times, lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ))
+    attempt(run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
     attempt(run.report, lambda: f"report: {os.path.relpath(report.write(run.report or Path(), results))}")
     if earlier is not None:
         remarks += compare.lines(earlier, compare.tests_of(report.as_json(results)))

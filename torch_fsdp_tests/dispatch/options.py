@@ -75,7 +75,7 @@ def _seed(text: str) -> int:
     return _whole(0)(text)
 
 
-def _folder(text: str) -> Path:
+def _path(text: str) -> Path:
     return Path(text).absolute()
 
 
@@ -97,8 +97,15 @@ def make_parser() -> _Parser:
     add("-k", action="append", dest="patterns", metavar="PATTERN", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
     add("--failed", **flag, dest="failed_only", help="only what failed in the last run")
+    words = (
+        "tests that reach a function, class, module, file, FILE:LINES, diff (- for stdin), or another torch's folder"
+    )
+    add("--reaching", nargs="+", action="extend", metavar="WHAT", help=words)
+    words = "tests that reach what differs between the installed FSDP and the one that the map was recorded with"
+    add("--changed", **flag, help=words)
+    add("--map", type=_path, metavar="FILE", help="the map of what tests reach (default: the project's own)")
     words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
-    add("--test-directory", type=_folder, metavar="DIR", help=words)
+    add("--test-directory", type=_path, metavar="DIR", help=words)
     add("--list", **flag, dest="list_files", help="list files with need and estimate, and run nothing")
     words = "with --list: list the ids of tests, which the files are asked for"
     add("--tests", **flag, dest="list_tests", help=words)
@@ -117,10 +124,12 @@ def make_parser() -> _Parser:
     add("--ranks", type=_whole(1), metavar="N", help="ranks of a test that states no number")
     words = "recorded times in upstream's shapes; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
-    add("--save-times", type=_folder, metavar="DIR", help="write the times of this run into this folder")
+    add("--save-times", type=_path, metavar="DIR", help="write the times of this run into this folder")
 
     add = parser.add_argument_group("how they run").add_argument
     add("--keep-going", "--continue-through-error", **flag, help="go on after a file has failed")
+    words = "end the run at the first failing test, also inside of files"
+    add("--fail-fast", **flag, help=words)
     add("--timeout", type=_positive, metavar="S", help="limit of a file in seconds (default: from its recorded time)")
     words = "name a file that has run S seconds, and twice its recorded time, every S seconds"
     add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
@@ -135,6 +144,8 @@ def make_parser() -> _Parser:
     add("--showlocals", **flag, dest="show_locals", help="local variables in tracebacks")
     words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py, into {REPORTS}/.coverage"
     add("--coverage", **flag, help=words)
+    words = "with --coverage: write a map of which tests reach which functions, for --reaching and --changed"
+    add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     words = "upstream's list of disabled tests"
     add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
@@ -147,8 +158,8 @@ def make_parser() -> _Parser:
     add("-v", "--verbose", **flag, help="a line for each test")
     add("--pipe-logs", **flag, help=f"keep the output of every file in {REPORTS}/logs")
     junit = Path(REPORTS, "python-unittest").absolute()
-    add("--save-xml", nargs="?", type=_folder, const=junit, metavar="DIR", help="write JUnit")
-    add("--report", type=_folder, metavar="DIR", help="write report.json and report.html")
+    add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit")
+    add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
     words = "say what differs from the report.json of an earlier run"
     add("--compare", type=Path, metavar="REPORT", help=words)
     return parser
@@ -202,6 +213,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         "shuffle": "seed" in given,
         "logs_must_be": "pipe_logs" in given,
     }
+    if "fail_fast" in given and "keep_going" not in given:
+        fields["keep_going"] = False  # whatever the variable says
     if "ranks" not in fields and environment.get(RANKS_VARIABLE):
         try:
             fields["ranks"] = _whole(1)(environment[RANKS_VARIABLE])
@@ -229,6 +242,14 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
 
         if (lack := coverage.lacking()) is not None:
             return f"--coverage needs {lack}"
+    if run.save_map is not None and not run.coverage:
+        return "--save-map belongs to --coverage"
+    if run.save_map is not None and run.save_map.is_dir():
+        return f"--save-map: {run.save_map} is a folder, and a file is to be written"
+    if run.map is not None and not run.by_reach:
+        return "--map belongs to --reaching or --changed"
+    if run.fail_fast and run.keep_going:
+        return "--fail-fast and --keep-going contradict each other"
     if rerun_asked and not (run.disabled or run.known_failures):
         return "--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE"
     if run.compare is not None and not run.compare.is_file():
@@ -259,6 +280,7 @@ def _unwritable(run: RunTests) -> str | None:
         ("--save-times", run.save_times),
         ("--pipe-logs", run.reports / "logs" if run.logs_must_be else None),
         ("--coverage", run.reports if run.coverage else None),
+        ("--save-map", run.save_map.parent if run.save_map else None),
     ):
         if folder is not None:
             try:

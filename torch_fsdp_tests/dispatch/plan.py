@@ -7,6 +7,7 @@ Files are split by tests when they are long, dealt onto shards (one machine each
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ class TestRun:
     file: str
     included: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
+    order: tuple[str, ...] = ()  # in which tests run; the source's when it is empty
 
     @property
     def is_whole(self) -> bool:
@@ -91,6 +93,13 @@ def _class_of(name: str) -> str:
 def _among(name: str, names: Collection[str]) -> bool:
     """Whether a ``Class`` or ``Class.test`` is one of the names, or a test of a class that is."""
     return name in names or _class_of(name) in names
+
+
+def named(wanted: str, names: Sequence[str]) -> set[int]:
+    """Positions of a class' tests, of one test, of what a glob fits, or of the tests generated from a name."""
+    exact = {i for i, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")}
+    exact = exact or {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted)}
+    return exact or {i for i, name in enumerate(names) if name.startswith(f"{wanted}_")}
 
 
 @dataclasses.dataclass(frozen=True)

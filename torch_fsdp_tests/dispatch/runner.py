@@ -115,7 +115,9 @@ class Runner:
         self._reaper = Reaper(self._directory)
         self._adopts = host.adopt_orphans()
         if self._run.coverage:
-            self._measure = coverage.begin(self._directory, self._run.test_directory)
+            self._measure = coverage.begin(
+                self._directory, self._run.test_directory, by_test=self._run.save_map is not None
+            )
         try:
             try:
                 while self._running or (self._queue and not self._stopping):
@@ -312,8 +314,11 @@ class Runner:
         file = FileResult(attempts)
         self._take_result(file)
         if file.is_bad and not self._run.keep_going:
-            # Nothing more is started. What runs already goes on to its end: never is a run stopped inside a file.
+            # Nothing more is started. What runs already goes on to its end: no run is stopped inside a file.
             self._stopping = True
+            # But for one that is to end at its first failure: then nothing that still runs is of interest.
+            for running, _ in self._running.values() if self._run.fail_fast else ():
+                running.stop(Ending(How.STOPPED), self._now())
 
     def _take_result(self, file: FileResult) -> None:
         self.results.files.append(file)

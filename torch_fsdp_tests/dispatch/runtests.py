@@ -23,6 +23,9 @@ class RunTests:
     arguments: tuple[str, ...] = ()  # for the test files
     distributed_only: bool = False
     failed_only: bool = False
+    reaching: tuple[str, ...] = ()
+    changed: bool = False
+    map: Path | None = None  # where what tests reach is read from
 
     list_files: bool = False
     list_tests: bool = False
@@ -44,6 +47,7 @@ class RunTests:
     no_limit: bool = False
     slow_after: float = 60.0
     keep_going: bool = False
+    fail_fast: bool = False
     reruns: int = 0
     fail_on_flaky: bool = False
     strict_defects: bool = False
@@ -54,6 +58,7 @@ class RunTests:
     pipe_logs: bool = False
     logs_must_be: bool = False  # asked for by option; under CI a checkout that is read-only is no reason to fail
     coverage: bool = False
+    save_map: Path | None = None
 
     save_xml: Path | None = None
     report: Path | None = None
@@ -73,6 +78,13 @@ class RunTests:
         return (self.test_directory if inside else self.test_directory.parent) / REPORTS
 
     @property
+    def by_reach(self) -> bool:
+        """True when tests are selected by what they reach."""
+        return bool(self.reaching) or self.changed
+
+    @property
     def is_narrowed_by_file(self) -> bool:
         """True when not every file below the test directory was asked for."""
-        return any((self.include, self.exclude, self.distributed_only, self.failed_only, self.num_shards > 1))
+        return any(
+            (self.include, self.exclude, self.distributed_only, self.failed_only, self.by_reach, self.num_shards > 1)
+        )

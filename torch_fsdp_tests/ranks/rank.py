@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import host, messages
+from torch_fsdp_tests import events, host, messages
 from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.ranks import leaks, rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
@@ -75,6 +75,7 @@ class Assignment:
     def __init__(self, request: Start, index: int, connection: Connection) -> None:
         self.index = index
         self.test = request.task.test
+        self._class = f"{request.task.module}.{request.task.qualname}"
         self.world_size = request.task.world_size
         self.directory = Path(request.directory)
         self.file_name = request.file_name
@@ -113,10 +114,14 @@ class Assignment:
     def orders(self) -> Iterable[str]:
         """The tests to run: the one it was started for, or as many as the test process sends, until it says no more."""
         if self.test is not None:
-            yield self.test
+            yield self._entered(self.test)
             return
         while not self._leaving and isinstance(order := self._connection.receive(), RunTest):
-            yield order.test
+            yield self._entered(order.test)
+
+    def _entered(self, test: str) -> str:
+        events.enter(f"{self._class}.{test.rpartition('.')[2]}")
+        return test
 
 
 _reporting = threading.RLock()  # a thread that reports may come to report once more, of a file that was opened for it

@@ -18,6 +18,7 @@ from torch_fsdp_tests.versions.refusal import Refusal
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _OURS = {"report", "list_files", "list_tests", "dry_run", "as_json", "failed_only", "compare"}  # or of no use here
+_OURS |= {"reaching", "changed", "map", "save_map", "fail_fast"}  # a map is of one version, and every version runs all
 _NO_MATTER = ("keep_going", "jobs", "verbose", "slow_after", "pipe_logs", "save_xml")  # to which tests run, and how
 _FSDPS = "distributed/"  # the tests of FSDP and its company; the others are the suite's own
 _VARIABLES = ("TORCH_FSDP_TESTS_", "PYTORCH_TEST_", "DISABLED_TESTS_FILE", "SLOW_TESTS_FILE")

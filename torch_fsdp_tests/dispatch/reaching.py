@@ -1,0 +1,125 @@
+"""``--reaching``, ``--changed`` and ``--save-map``: tests by what they reach in the installed torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.plan import TestRun, named
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.select import UnknownTest
+from torch_fsdp_tests.reach import recording
+from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange, shown
+from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap
+from torch_fsdp_tests.reach.selection import Selection, select
+
+if TYPE_CHECKING:
+    from torch_fsdp_tests.dispatch.results import Results
+
+SHIPPED = Path(recording.__file__).parent / "data"
+
+
+def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], list[str]]:
+    """What a change reaches of a selection, most specific tests first, and sentences on it.
+
+    Raises :class:`UnknownTest` where that cannot be told.
+    """
+    root, version = devices.torch_folder(), devices.torch_version()
+    if root is None:
+        raise UnknownTest("no torch is installed whose functions a test could reach")
+    try:
+        known = ReachMap.load(run.map or shipped(version or "", SHIPPED))
+        changes = Changes(known, root)
+        found = [changes.find(what) for what in run.reaching]
+        if run.changed:
+            found.append(changes.since_recorded())
+    except (UnknownChange, MalformedMap) as error:
+        raise UnknownTest(str(error)) from error
+    except OSError as error:
+        raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
+    chosen = select((name for change in found for name in change.names), known)
+    tests = keep(selection, chosen.tests)
+    unmapped = {test.file for test in selection} - {test.file for test in known.tests}
+    return tests, list(_remarks(found, chosen, tests, known, version, unmapped))
+
+
+def keep(selection: Sequence[TestRun], wanted: Iterable[Reached]) -> list[TestRun]:
+    """The wanted tests that are selected, by file: files and classes in the order of their first test."""
+    parts = {test.file: test for test in selection}
+    found: dict[str, dict[str, list[str]]] = {}
+    for file, test, *_ in wanted:
+        if file in parts:
+            found.setdefault(file, {}).setdefault(test.rpartition(".")[0], []).append(test)
+    kept = []
+    for file, classes in found.items():
+        part, names = parts[file], [name for tests in classes.values() for name in tests]
+        chosen = set(range(len(names)))
+        if part.included:
+            chosen = set[int]().union(*(named(each, names) for each in part.included))
+        chosen = chosen.difference(*(named(each, names) for each in part.excluded))
+        order = tuple(name for index, name in enumerate(names) if index in chosen)
+        if order:
+            kept.append(TestRun(file, frozenset(order), part.excluded, order))
+    return kept
+
+
+def _remarks(
+    found: Sequence[Change],
+    chosen: Selection,
+    tests: Sequence[TestRun],
+    known: ReachMap,
+    version: str | None,
+    unmapped: set[str],
+) -> Iterable[str]:
+    if known.torch.partition("+")[0] != (version or "").partition("+")[0]:  # builds of a version have one FSDP
+        yield f"the map was recorded with torch {known.torch}, and {version} is installed"
+    for change in found:
+        yield from change.remarks
+    yield from chosen.remarks
+    if not chosen.functions:
+        yield "nothing that a test could reach has changed"
+        return
+    if chosen.unreached:
+        yield f"no test reaches {plural(len(chosen.unreached), 'function')}: {shown(chosen.unreached)}"
+    if unmapped:
+        yield f"left out, since the map does not know them: {shown(sorted(unmapped))}"
+    count = plural(sum(len(test.order) for test in tests), "test")
+    reached = chosen.functions - len(chosen.unreached)
+    yield f"{count} in {plural(len(tests), 'file')} reach {reached} of {plural(chosen.functions, 'function')}"
+
+
+def shipped(version: str, folder: Path) -> Path:
+    """The map of this version of torch, else of the latest one before it, else of the first after it."""
+    maps = {_numbers(path.stem): path for path in folder.glob("map-*.json")}
+    if not maps:
+        raise UnknownChange(
+            "no map of what tests reach is there: record one with --coverage --save-map FILE, and name it with --map"
+        )
+    earlier = [numbers for numbers in maps if numbers <= _numbers(version)]
+    return maps[max(earlier) if earlier else min(maps)]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+
+
+def save(run: RunTests, path: Path, results: Results) -> str:
+    """Write the map of a run that was recorded, and say what is in it. Raises ``OSError``."""
+    from torch_fsdp_tests.dispatch import coverage  # not at import: a plan records nothing
+    from torch_fsdp_tests.dispatch.atomic import write_text
+
+    root, version = devices.torch_folder(), devices.torch_version()
+    if results.not_started or results.signal is not None:
+        return "no map was written: the run did not come to its end"
+    if root is None or version is None:
+        return "no map was written: no torch is installed"
+    tests = [(file.job.part.name, test) for file, test in results.tests()]
+    seconds = {(file, test.name): test.seconds for file, test in tests if test.outcome.is_executed}
+    made = recording.make(run.reports / coverage.RESULT, seconds, root, version)
+    write_text(path, made.as_text())
+    entering = sum(test.breadth > 0 for test in made.tests)
+    return f"map: {path}: {plural(len(made.reached), 'function')}, entered by {entering} of {len(made.tests)} tests"
