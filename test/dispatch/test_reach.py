@@ -1,0 +1,468 @@
+"""What functions a file has, the map of what tests reach, and what a change means in its terms."""
+
+import dataclasses
+import io
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+import unittest.mock
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from little_torch import API, CORE, modules_of, write_sources
+
+from torch_fsdp_tests.dispatch import reaching
+from torch_fsdp_tests.dispatch.child import Orders, select_tests
+from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.reach import Function, MalformedMap, MapBuilder, Reached, ReachMap, functions_of, owners
+from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
+from torch_fsdp_tests.reach.functions import functions_in
+from torch_fsdp_tests.reach.reachmap import Module
+from torch_fsdp_tests.reach.selection import select
+
+SOURCE = '''\
+"""What it is."""
+import functools
+
+LIMIT = 3
+
+
+@functools.cache
+def outer(x, y=LIMIT):
+    """Words."""
+
+    def inner():
+        return x
+
+    return inner() + y  # a comment
+
+
+class Unit:
+    size = 1
+
+    @property
+    def width(self):
+        return 1
+
+    @width.setter
+    def width(self, value):
+        pass
+
+    def overload(self): ...
+
+
+if LIMIT:
+
+    async def rarely():
+        return None
+'''
+
+
+def named(source: str = SOURCE) -> dict[str, Function]:
+    return {function.name: function for function in functions_in(source.encode(), "m")}
+
+
+def differing(before: str, after: str) -> set[str]:
+    """The names of which a change of the text changes the digest."""
+    old, new = ({name: function.digest for name, function in named(text).items()} for text in (before, after))
+    return {name for name in {**old, **new} if old.get(name) != new.get(name)}
+
+
+class TestFunctions(unittest.TestCase):
+    def test_names_and_lines(self):
+        found = [(f.name, f.first, f.last, f.body) for f in functions_in(SOURCE.encode(), "m")]
+        self.assertEqual(
+            found,
+            [
+                ("m", 1, 35, None),
+                ("m.outer", 7, 14, 9),
+                ("m.outer.<locals>.inner", 11, 12, 12),
+                ("m.Unit", 17, 28, None),
+                ("m.Unit.width", 20, 22, 22),
+                ("m.Unit.width", 24, 26, 26),
+                ("m.Unit.overload", 28, 28, 29),
+                ("m.rarely", 33, 34, 34),
+            ],
+        )
+
+    def test_names_are_those_of_the_code(self):
+        class Outer:
+            def method(self):
+                def inner(): ...
+
+                return inner
+
+        found = {
+            function.name.partition("test_reach.")[2]
+            for function in functions_of(Path(__file__), Path(__file__).parent)
+        }
+        self.assertLessEqual({each.__qualname__ for each in (Outer, Outer.method, Outer().method())}, found)
+
+    def test_a_module_is_named_as_import_names_it(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder, "torch")
+            for path, name in {"a/b.py": "torch.a.b", "a/__init__.py": "torch.a", "__init__.py": "torch"}.items():
+                file = root / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text("def f():\n    pass\n")
+                self.assertEqual([f.name for f in functions_of(file, root)], [name, f"{name}.f"])
+
+    def test_lines_that_run_only_in_a_function(self):
+        found = owners(functions_in(SOURCE.encode(), "m"))
+        self.assertEqual({line for line, name in found.items() if name == "m.outer"}, {9, 10, 11, 13, 14})
+        self.assertEqual(found[12], "m.outer.<locals>.inner")  # line 11, its header, runs in the outer one
+        self.assertEqual({found.get(line) for line in (4, 7, 8, 17, 18, 28, 32)}, {None})
+
+    def test_layout_and_words_are_no_change(self):
+        for old, new in {
+            "# a comment": "# another",
+            '"""Words."""': '"""Other words."""',
+            '"""What it is."""': '"""What else it is."""',
+            "inner() + y": "(inner()\n            + y)",
+            "LIMIT = 3": "LIMIT = 0x3",
+        }.items():
+            with self.subTest(old=old):
+                self.assertIn(old, SOURCE)
+                self.assertEqual(differing(SOURCE, SOURCE.replace(old, new)), set())
+
+    def test_a_change_is_that_of_the_innermost(self):
+        for (old, new), names in {
+            ("return x", "return -x"): {"m.outer.<locals>.inner"},
+            ("+ y", "- y"): {"m.outer"},
+            ("y=LIMIT", "y=4"): {"m.outer"},
+            ("@functools.cache", "@functools.lru_cache"): {"m.outer"},
+            ("LIMIT = 3", "LIMIT = 4"): {"m"},
+            ("size = 1", "size = 2"): {"m.Unit"},
+            ("pass", "value()"): {"m.Unit.width"},
+            ("if LIMIT", "if not LIMIT"): {"m"},
+            ("rarely", "often"): {"m.rarely", "m.often"},
+        }.items():
+            with self.subTest(old=old):
+                self.assertEqual(differing(SOURCE, SOURCE.replace(old, new)), names)
+
+
+def a_map() -> ReachMap:
+    builder = MapBuilder()
+    builder.add("x/test_a", "TestA.test_all", ["p.m.f", "p.m.C.g", "p.n.h"], 1.0)
+    builder.add("x/test_a", "TestA.test_one", ["p.m.f"], 3.0)
+    builder.add("x/test_b", "TestB.test_one", ["p.m.f"], 0.5)
+    builder.add("x/test_b", "TestB.test_one", ["p.m.f"], 2.0)
+    builder.add("x/test_b", "TestB.test_other", ["p.mm.k"], 2.5)
+    builder.add("x/test_b", "TestB.test_none", [], 2.0)
+    return builder.build("2.0")
+
+
+class TestMap(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name, "map.json")
+
+    def test_tests_of_a_function_a_class_and_a_module(self):
+        all_, one, fast, other = (
+            Reached("x/test_a", "TestA.test_all", 1.0, 3),
+            Reached("x/test_a", "TestA.test_one", 3.0, 1),
+            Reached("x/test_b", "TestB.test_one", 2.0, 1),
+            Reached("x/test_b", "TestB.test_other", 2.5, 1),
+        )
+        for name, expected in {
+            "p.m.f": [fast, one, all_],  # the specific ones first, and of these the fast one
+            "p.m.C": [all_],
+            "p.m": [fast, one, all_],
+            "p": [fast, other, one, all_],
+            "p.m.C.g": [all_],
+            "p.m.C.other": [],
+            "p.mm": [other],
+            "p.mmm": [],
+        }.items():
+            with self.subTest(name=name):
+                self.assertEqual(a_map().tests_of(name), expected)
+
+    def test_what_is_written_is_what_is_read(self):
+        made = dataclasses.replace(a_map(), modules={"p.m": Module.of(SOURCE.encode(), "p.m")})
+        made.save(self.path)
+        read = ReachMap.load(self.path)
+        self.assertEqual(read, made)
+        self.assertEqual(read.modules["p.m"].functions["p.m.outer"], named()["m.outer"].digest)
+
+    def test_the_order_of_recording_leaves_no_trace(self):
+        told = [(file, test, functions) for file in "ab" for test in "cd" for functions in (["f"], ["g", "f"])]
+        made = []
+        for _ in range(2):
+            builder = MapBuilder()
+            for each in told:
+                builder.add(*each)
+            made.append(json.dumps(builder.build("2.0").as_json()))
+            told.reverse()
+        self.assertEqual(*made)
+
+    def test_a_whole_suite_takes_a_few_hundred_kilobytes(self):
+        seeded = random.Random(0)
+        functions = [f"torch.distributed.fsdp._some_module{n % 60}.SomeClass.some_function_{n}" for n in range(1500)]
+        builder = MapBuilder()
+        for file in range(100):  # the tests of a file enter much the same
+            common = seeded.sample(functions, 400)
+            for test in range(23):
+                few = seeded.sample(functions, 20)
+                name = f"TestSomething.test_what_it_does_{test}"
+                builder.add(f"distributed/fsdp/test_file_{file}", name, common + few)
+        modules = {
+            f"torch.distributed.fsdp._some_module{m}": Module(
+                "0123456789", {name: f"{hash(name) % 10**10:010d}" for name in functions[m::60]}, {}
+            )
+            for m in range(60)
+        }
+        made = builder.build("2.0", modules)
+        made.save(self.path)
+        self.assertLess(self.path.stat().st_size, 400_000)
+        self.assertEqual(ReachMap.load(self.path), made)
+
+    def test_what_is_no_map(self):
+        a_map().save(self.path)
+        good = json.loads(self.path.read_text())
+        for bad, words in (
+            ("", "is not a map"),
+            ("[]", "is not a map"),
+            (json.dumps({**good, "format": 7}), "has format 7"),
+            (json.dumps({**good, "reached": [9, *good["reached"][1:]]}), "is not a map"),
+            (json.dumps({**good, "reached": [1, "x", "y"]}), "is not a map"),
+            (json.dumps({**good, "tests": {"a": [["x"]]}}), "is not a map"),
+        ):
+            with self.subTest(bad=bad[:40]), self.assertRaisesRegex(MalformedMap, f"{words}.*--save-map"):
+                self.path.write_text(bad)
+                ReachMap.load(self.path)
+
+
+class SourcesCase(unittest.TestCase):
+    """A torch of little modules, and a map of it: one test shards, another one takes a step."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name).resolve()
+        self.root = self.folder / "site/torch"
+        write_sources(self.folder / "site")
+        builder = MapBuilder()
+        builder.add("test_a", "TestA.test_shard", [f"{CORE}.shard"], 1.0)
+        builder.add("test_a", "TestA.test_step", [f"{CORE}.shard", f"{CORE}.Unit.step"], 1.0)
+        builder.add("test_b", "TestB.test_place", ["torch.distributed.tensor.used.place"], 1.0)
+        self.map = builder.build("9.8.7", modules_of(self.root))
+
+    def change(self, what: str) -> Change:
+        return Changes(self.map, self.root).find(what)
+
+    def other_tree(self, **changed: tuple[str, str]) -> Path:
+        write_sources(self.folder / "other", **changed)
+        return self.folder / "other"
+
+    def diff(self, *options: str, reverse: bool = False, **changed: tuple[str, str]) -> str:
+        """A file with what ``git diff`` says of another tree."""
+        trees = [str(self.root.parent), str(self.other_tree(**changed))]
+        command = ["git", "diff", "--no-index", *options, *(reversed(trees) if reverse else trees)]
+        path = self.folder / "some.diff"
+        path.write_text(subprocess.run(command, capture_output=True, text=True, cwd="/").stdout)
+        return str(path)
+
+
+class TestChanges(SourcesCase):
+    def test_names(self):
+        core = {f"{CORE}.{name}" for name in ("shard", "gather", "Unit.step", "Unit.back")}
+        for what, names in {
+            f"{CORE}.Unit.step": {f"{CORE}.Unit.step"},
+            "Unit.step": {f"{CORE}.Unit.step"},
+            "torch.distributed.fsdp.shard": {f"{CORE}.shard"},  # as the package exports it
+            "torch.distributed.fsdp.Unit.back": {f"{CORE}.Unit.back"},
+            f"{CORE}.Unit": {f"{CORE}.Unit.step", f"{CORE}.Unit.back"},
+            CORE: core,
+            "torch.distributed.fsdp": core,
+            "torch/distributed/fsdp": core,
+            "torch/distributed/fsdp/_core.py": core,
+            "distributed/fsdp/_core.py": core,
+            "_core.py": core,
+            str(self.root / "distributed/fsdp/_core.py"): core,
+            str(self.root / "distributed/fsdp"): core,
+            "/elsewhere/torch/distributed/fsdp/_core.py": core,
+            "api.py": {API},  # it has no functions
+            f"{CORE}.never_heard": {f"{CORE}.never_heard"},
+        }.items():
+            with self.subTest(what=what):
+                self.assertEqual(set(self.change(what).names), names)
+
+    def test_lines(self):
+        for lines, names in {
+            "7": {f"{CORE}.shard"},
+            "6": {f"{CORE}.shard"},
+            "6-12": {f"{CORE}.shard", f"{CORE}.gather"},  # what lies between functions is blank
+            "3": {CORE},
+            "16": {f"{CORE}.Unit"},
+            "16-19": {f"{CORE}.Unit", f"{CORE}.Unit.step"},
+            "4-5": set(),
+        }.items():
+            with self.subTest(lines=lines):
+                self.assertEqual(set(self.change(f"_core.py:{lines}").names), names)
+
+    def test_lines_of_another_tree_are_those_of_its_file(self):
+        tree = self.other_tree(_core=("import threading", "import threading\n\n\ndef new():\n    pass\n"))
+        where = tree / "torch/distributed/fsdp/_core.py"
+        self.assertEqual(self.change(f"{where}:12").names, (f"{CORE}.shard",))
+
+    def test_a_diff_that_is_applied_or_not(self):
+        replaced = ("return shard(self.size)", "return shard(-self.size)")
+        added = ("def step(self):", "def step(self):\n        self.size += 1")
+        for step, reverse in itertools.product((replaced, added), (False, True)):
+            for options in ([], ["-U0"], ["--no-prefix"]):
+                with self.subTest(step=step, reverse=reverse, options=options):
+                    found = self.change(self.diff(*options, reverse=reverse, _core=step))
+                    self.assertEqual(found, Change((f"{CORE}.Unit.step",)))
+
+    def test_a_diff_in_a_file_that_has_moved_on(self):
+        diff = self.diff(_core=("return 2", "return 3"))
+        file = self.root / "distributed/fsdp/_core.py"
+        file.write_text("# more\n" * 20 + file.read_text())
+        self.assertEqual(self.change(diff), Change((f"{CORE}.Unit.back",)))
+
+    def test_a_diff_that_does_not_fit_counts_by_its_lines(self):
+        diff = self.diff("-U0", _core=("x += LIMIT", "x -= LIMIT"))
+        file = self.root / "distributed/fsdp/_core.py"
+        file.write_text(file.read_text().replace("x += LIMIT", "x *= LIMIT"))
+        found = self.change(diff)
+        self.assertEqual(found.names, (f"{CORE}.shard",))
+        self.assertRegex(found.remarks[0], "does not fit the installed torch/distributed/fsdp/_core.py")
+
+    def test_words_and_layout_of_a_diff_are_no_change(self):
+        self.assertEqual(self.change(self.diff(_core=("return 2", "# two\n\n        return (2)"))), Change(()))
+
+    def test_files_of_a_diff_that_come_go_or_lie_outside(self):
+        text = """\
+            --- a/torch/nn/linear.py
+            +++ b/torch/nn/linear.py
+            @@ -1 +1 @@
+            -x
+            +y
+            --- /dev/null
+            +++ b/torch/distributed/fsdp/_new.py
+            @@ -0,0 +1 @@
+            +x = 1
+            --- a/torch/distributed/fsdp/api.py\t2026-01-01
+            +++ /dev/null
+            @@ -1,2 +0,0 @@
+            -class Policy:
+            -    keep = False
+            """
+        (self.folder / "d.patch").write_text(textwrap.dedent(text))
+        found = self.change(str(self.folder / "d.patch"))
+        self.assertEqual(set(found.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
+        self.assertEqual(found.remarks, ("outside of what the map covers, and left out: a/torch/nn/linear.py",))
+
+    def test_standard_input(self):
+        text = Path(self.diff(_core=("return 2", "return 3"))).read_text()
+        with unittest.mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode() + b"\xff"))):
+            self.assertEqual(self.change("-"), Change((f"{CORE}.Unit.back",)))
+
+    def test_another_tree(self):
+        tree = self.other_tree(_core=("size = 1", "size = 2"), used=("return 1", "return 2"), unused=("1", "2"))
+        expected = Change((f"{CORE}.Unit", "torch.distributed.tensor.used.place"))
+        for place in (tree, tree / "torch", tree / "torch/distributed/fsdp"):
+            with self.subTest(place=place):
+                self.assertEqual(self.change(str(place)), expected)
+        (tree / "torch/distributed/fsdp/_core.py").write_text("def (")
+        found = self.change(str(tree))
+        self.assertIn(CORE, found.names)
+        self.assertRegex(found.remarks[0], "torch/distributed/fsdp/_core.py is not Python")
+
+    def test_what_has_changed_since_it_was_recorded(self):
+        self.assertEqual(Changes(self.map, self.root).since_recorded(), Change(()))
+        write_sources(self.root.parent, _core=("x += LIMIT", "x -= LIMIT"), unused=("1", "2"))
+        (self.root / "distributed/fsdp/_new.py").write_text("")
+        (self.root / "distributed/fsdp/api.py").unlink()
+        found = Changes(self.map, self.root).since_recorded()
+        self.assertEqual(set(found.names), {f"{CORE}.shard", "torch.distributed.fsdp._new", API})
+
+    def test_what_means_nothing(self):
+        no_diff = self.folder / "words"
+        no_diff.write_text("--\nwords\n")
+        for what, words in {
+            "torch.distributed.fsdp._cor.shard": r"is no name in the map.*nearest: .*_core.shard",
+            "torch.distributed.fsdp.never_heard": "is no name in the map",
+            "nonsense": "is no name in the map",
+            "torch/nn/linear.py": "has nothing of the file torch/nn/linear.py; it covers torch/distributed/fsdp, ",
+            "__init__.py": "can mean torch/distributed/fsdp/__init__.py or torch/distributed/tensor/__init__.py",
+            "_core.py:90": "has the lines 1 to 25, and 90-90 was asked for",
+            "_core.py:9-7": "has the lines 1 to 25, and 9-7 was asked for",
+            "absent.diff": "there is no file absent.diff",
+            str(no_diff): "is not a unified diff",
+            str(self.folder): "holds no torch/distributed/fsdp to compare with",
+        }.items():
+            with self.subTest(what=what), self.assertRaisesRegex(UnknownChange, words):
+                self.change(what)
+
+
+class TestSelection(SourcesCase):
+    def names(self, *changed: str) -> list[str]:
+        return [test.test for test in select(changed, self.map).tests]
+
+    def test_those_that_enter_come_before_those_around(self):
+        shard, step = "TestA.test_shard", "TestA.test_step"
+        for changed, tests in (
+            ([f"{CORE}.shard"], [shard, step]),
+            ([f"{CORE}.Unit.step"], [step]),
+            ([f"{CORE}.Unit"], [step]),  # a statement of the class
+            ([CORE], [shard, step]),
+            ([CORE, f"{CORE}.Unit.step"], [step, shard]),
+            ([f"{API}.Policy"], [shard, step]),  # neither class nor module has functions, the package has
+            ([f"{CORE}.Unit.new"], [step]),
+            (["torch.distributed.fsdp._new.f"], [shard, step]),
+            ([f"{CORE}.gather"], []),
+            (["elsewhere.f"], []),
+        ):
+            with self.subTest(changed=changed):
+                self.assertEqual(self.names(*changed), tests)
+
+    def test_what_is_said(self):
+        found = select([f"{CORE}.shard", f"{CORE}.gather", f"{CORE}.new", "elsewhere.f", f"{CORE}.shard"], self.map)
+        self.assertEqual((found.functions, found.unreached), (4, (f"{CORE}.gather", "elsewhere.f")))
+        self.assertEqual(found.remarks, (f"not in the map: {CORE}.new; taken for them are the tests of {CORE}",))
+
+    def test_files_and_classes_keep_together_in_the_order_of_their_first_test(self):
+        names = ["b B.1", "a A.1", "b C.1", "b B.2", "c D.1"]
+        wanted = [Reached(file, test, 1.0, 1) for file, test in map(str.split, names)]
+        selection = [TestRun("a"), TestRun("b")]
+        kept = reaching.keep(selection, wanted)
+        self.assertEqual([(run.file, run.order) for run in kept], [("b", ("B.1", "B.2", "C.1")), ("a", ("A.1",))])
+        for selected, expected in (
+            (TestRun("b", included=frozenset({"B"})), ("B.1", "B.2")),
+            (TestRun("b", included=frozenset({"*.1"})), ("B.1", "C.1")),
+            (TestRun("b", excluded=frozenset({"B", "C.2"})), ("C.1",)),
+        ):
+            with self.subTest(selected=selected):
+                self.assertEqual([run.order for run in reaching.keep([selected], wanted)], [expected])
+        self.assertEqual(reaching.keep([TestRun("c", excluded=frozenset({"D"}))], wanted), [])
+
+    def test_a_file_runs_its_tests_in_this_order(self):
+        run = RunTests(Path("/x"), Path("/x"))
+        order = ("B.test_2", "A.test_1", "A.test_gone")
+        part = ShardedTest(TestRun("f", frozenset(order), order=order))
+        names = ["A.test_0", "A.test_1", "B.test_2", "B.test_3"]
+        self.assertEqual(select_tests(names, Orders(1, run, part)), ([2, 1], [], 2))
+
+    def test_the_map_that_fits_a_version(self):
+        with tempfile.TemporaryDirectory() as folder:
+            with self.assertRaisesRegex(UnknownChange, "--save-map"):
+                reaching.shipped("2.13.0", Path(folder))
+            for version in ("2.9.1", "2.13.0", "2.15.0"):
+                Path(folder, f"map-{version}.json").touch()
+            for version, expected in {
+                "2.13.0+cpu": "2.13.0", "2.14.1": "2.13.0", "2.10.0": "2.9.1", "2.8.0": "2.9.1", "3.0": "2.15.0",
+            }.items():  # fmt: skip
+                with self.subTest(version=version):
+                    self.assertEqual(reaching.shipped(version, Path(folder)).name, f"map-{expected}.json")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,238 @@
+"""What ``--coverage --save-map`` records, what ``--reaching`` and ``--changed`` run of it, and ``--fail-fast``."""
+
+import json
+import re
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from little_torch import CORE, modules_of, write_sources
+from trees import CHECKOUT, ENVIRONMENT, PASS, TreeCase, body
+
+from torch_fsdp_tests.dispatch import coverage
+from torch_fsdp_tests.reach import MapBuilder, ReachMap
+
+
+class CommandCase(TreeCase):
+    """The real command, with a torch of little modules as the installed one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        write_sources(self.root / "site")
+        self.map = self.root / "map.json"
+        self.with_torch: dict[str, Any] = {"env": {"PYTHONPATH": str(self.root / "site")}}
+
+
+@unittest.skipUnless(coverage.lacking() is None, "needs coverage.py 7.10 or later")
+class TestRecording(CommandCase):
+    def test_in_the_process_in_forks_and_in_threads_and_not_around_tests(self):
+        text = """
+        import threading
+        from torch.distributed.fsdp._core import Unit, gather, shard
+
+        class TestX(unittest.TestCase):
+            @classmethod
+            def setUpClass(cls):
+                gather(1)
+
+            tearDownClass = setUpClass
+
+            def test_nothing(self):
+                pass
+
+            def test_process(self):
+                Unit().step()
+
+            def test_fork(self):
+                pid = os.fork()
+                if not pid:
+                    Unit().back()
+                    os._exit(0)
+                os.waitpid(pid, 0)
+
+            def test_thread(self):
+                thread = threading.Thread(target=shard, args=[1])
+                thread.start()
+                thread.join()
+
+            @unittest.skip("not now")
+            def test_skipped(self):
+                pass
+
+        if __name__ == "__main__":
+            unittest.main()
+        """
+        says = ["map: .*: 3 functions, entered by 3 of 4 tests"]
+        arguments = ["--coverage", "--save-map", self.map]
+        self.check({"a/test_x": text}, arguments, passed=4, skipped=1, says=says, **self.with_torch)
+        found = ReachMap.load(self.map)
+        self.assertEqual((found.torch, {test.file for test in found.tests}), ("9.8.7+x", {"a/test_x"}))
+        names = ("shard", "gather", "Unit.step", "Unit.back")  # the module itself gathers when it is imported
+        reached = {name: [test.test for test in found.tests_of(f"{CORE}.{name}")] for name in names}
+        process, fork, thread = ("TestX.test_process", "TestX.test_fork", "TestX.test_thread")
+        expected = {"shard": [thread, process], "gather": [], "Unit.step": [process], "Unit.back": [fork]}
+        self.assertEqual(reached, expected)
+        breadths = {process: 2, fork: 1, thread: 1, "TestX.test_nothing": 0}
+        self.assertEqual({test.test: test.breadth for test in found.tests}, breadths)
+        # No test enters what is there of DTensor.
+        modules = {name: told for name, told in modules_of(self.root / "site/torch").items() if ".fsdp" in name}
+        self.assertEqual(found.modules, modules)
+
+    def test_ranks(self):
+        text = """
+        import torch
+        from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates, clean_tensor_name
+        from torch_fsdp_tests.common_distributed import MultiProcessTestCase, MultiThreadedTestCase
+        from torch_fsdp_tests.common_utils import run_tests
+
+        class TestProcesses(MultiProcessTestCase):
+            world_size = 2
+            def setUp(self):
+                super().setUp()
+                self._spawn_processes()
+            def test_second_rank(self):
+                if self.rank == 1:
+                    clean_tensor_name("x")
+            def test_no_rank(self): pass
+
+        class TestThreads(MultiThreadedTestCase):
+            world_size = 2
+            def setUp(self):
+                super().setUp()
+                self._spawn_threads()
+            def test_second_thread(self):
+                if self.rank == 1:
+                    _named_parameters_with_duplicates(torch.nn.Linear(1, 1))
+
+        if __name__ == "__main__":  # and not unittest.main()
+            run_tests()
+        """
+        self.check({"test_x": text}, ["--coverage", "--save-map", self.map], passed=3, limit=300)
+        found = ReachMap.load(self.map)
+        module = "torch.distributed.fsdp._common_utils"
+        for name, test in (
+            ("clean_tensor_name", "TestProcesses.test_second_rank"),
+            ("_named_parameters_with_duplicates", "TestThreads.test_second_thread"),
+        ):
+            self.assertEqual([each.test for each in found.tests_of(f"{module}.{name}")], [test])
+        self.assertEqual({test.test: bool(test.breadth) for test in found.tests}["TestProcesses.test_no_rank"], False)
+
+    def test_a_run_that_does_not_end_writes_no_map(self):
+        files = {"test_x": body("self.fail()"), "test_y": PASS}
+        says = ["no map was written: the run did not come to its end"]
+        self.check(files, ["--coverage", "--save-map", self.map, "-j", 1], failed=1, says=says, **self.with_torch)
+        self.assertFalse(self.map.exists())
+
+
+class TestReaching(CommandCase):
+    def setUp(self):
+        super().setUp()
+        builder = MapBuilder()
+        builder.add("z/test_y", "TestX.test_1", [f"{CORE}.Unit.step"], 2.0)
+        builder.add("z/test_y", "TestX.test_2", [f"{CORE}.Unit.step"], 1.0)
+        builder.add("test_x", "TestX.test_2", [f"{CORE}.Unit.step", f"{CORE}.shard"], 1.0)
+        builder.add("test_x", "TestX.test_3", [f"{CORE}.shard"], 1.0)
+        builder.build("9.8.7+y", modules_of(self.root / "site/torch")).save(self.map)
+        self.write({"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "test_new": PASS})
+
+    def reach(self, *what: object, **more: object) -> str:
+        return self.run_command("--map", self.map, "--reaching", *what, **{**self.with_torch, **more})
+
+    def test_selects_orders_and_says(self):
+        out = self.reach(f"{CORE}.Unit.step", "-v", "-j", 1)
+        self.assertEqual(self.code, 0, out + self.err)
+        ran = re.findall(r"ok +(\S+)|passed +TestX\.(test_\d)", out)
+        self.assertEqual(["".join(each) for each in ran], ["z/test_y", "test_2", "test_1", "test_x", "test_2"])
+        self.assertIn("3 tests in 2 files reach 1 of 1 function\n", self.err)
+        self.assertIn("left out, since the map does not know them: test_new\n", self.err)
+        self.reach("Unit.step", "-i", "test_x", "--dry-run", "--json")
+        self.assertEqual(
+            [(job["file"], job["tests"]) for job in json.loads(self.out)["jobs"]], [("test_x", ["TestX.test_2"])]
+        )
+
+    def test_what_no_test_reaches(self):
+        self.reach("Unit.back", "gather")
+        self.assertEqual((self.code, self.out), (5, "0 passed, 0 failed, 0 skipped\n"))
+        self.assertIn(f"no test reaches 2 functions: {CORE}.Unit.back, {CORE}.gather\n", self.err)
+        self.assertIn("0 tests in 0 files reach 0 of 2 functions\n", self.err)
+
+    def test_changed(self):
+        def jobs() -> list[str]:
+            self.run_command("--map", self.map, "--changed", "--dry-run", "--json", **self.with_torch)
+            return [test for job in json.loads(self.out)["jobs"] for test in job["tests"]]
+
+        self.assertEqual((jobs(), self.code), ([], 5))
+        self.assertIn("nothing that a test could reach has changed\n", self.err)
+        self.assertNotIn("was recorded with", self.err)  # another build of the same version
+        write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
+        self.assertEqual((jobs(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
+        self.assertIn("the map was recorded with torch 9.8.7+y, and 9.9.0+x is installed\n", self.err)
+
+    def test_a_test_that_is_gone(self):
+        self.write({"test_x": body("pass", "pass")})
+        out = self.reach("shard")
+        self.assertEqual(self.code, 0, out)
+        self.assertIn("note: the map knows tests that are not here any more: TestX.test_3", out)
+
+    def test_bad_input_is_refused_in_a_sentence(self):
+        (self.root / "folder").mkdir()
+        for arguments, words in (
+            (["--map", self.map, "--reaching", "nonsense"], "'nonsense' is no name in the map, no file and no folder"),
+            (["--map", self.root / "absent", "--changed"], "absent cannot be read: No such file or directory"),
+            (["--map", self.root / "folder", "--changed"], "folder cannot be read: Is a directory"),
+            (["--map", self.tree / "test_x.py", "--changed"], "test_x.py is not a map of what tests reach"),
+            (["--map", self.map], "--map belongs to --reaching or --changed"),
+            (["--save-map", self.map], "--save-map belongs to --coverage"),
+            (["--coverage", "--save-map", self.tree], "test is a folder, and a file is to be written"),
+            (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going contradict each other"),
+        ):
+            with self.subTest(words=words):
+                self.run_command(*arguments, **self.with_torch)
+                self.assertEqual((self.code, self.out), (2, ""))
+                self.assertEqual(len(self.err.splitlines()), 1, self.err)
+                self.assertIn(words, self.err)
+
+    def test_planning_imports_little(self):
+        arguments = ["--map", str(self.map), "--test-directory", str(self.tree), "--dry-run", "--reaching", "Unit.step"]
+        code = f"import runpy, sys; sys.argv = ['run_test.py', *{arguments!r}]"
+        end = "import atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
+        run = f"runpy.run_path({str(CHECKOUT / 'run_test.py')!r}, run_name='__main__')"
+        command = [sys.executable, "-S", "-c", f"{code}; {end}; {run}"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, **self.with_torch["env"]})
+        self.assertIn("test_x", done.stdout, done.stderr)
+        costly = {"torch", "unittest", "subprocess", "hashlib", "tempfile", "difflib", "sqlite3", "coverage"}
+        self.assertEqual(set(done.stderr.split()) & costly, set())
+
+
+class TestFailFast(TreeCase):
+    def test_the_first_failing_test_ends_its_file_and_the_others(self):
+        marker = self.root / "began"
+        waits = f"open({str(marker)!r}, 'w').close(); time.sleep(600)"
+        fails = f"while not os.path.exists({str(marker)!r}): time.sleep(0.01)\n        self.fail()"
+        text = f"class TestX(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self):\n        {fails}\n"
+        files = {"test_a": text + "    def test_3(self): pass\n", "test_b": body(waits), "test_c": PASS}
+        says = [r"ok|FAILED +test_a  2 tests, 1 not run", "stopped +test_b", "1 file not started: test_c"]
+        self.check(files, ["--fail-fast", "-j", 2], passed=1, failed=1, says=says, env={"CONTINUE_THROUGH_ERROR": "1"})
+
+    def test_a_failing_fixture_ends_it_too(self):
+        fixture = "    @classmethod\n    def setUpClass(cls): 1/0\n"
+        text = body("pass") + fixture + body("pass", name="TestY")
+        self.check({"test_x": text}, ["--fail-fast"], failed=1, says=["tests not reached: TestX.test_1, TestY.test_1"])
+
+    def test_a_failure_that_is_listed_or_expected_ends_nothing(self):
+        files = {"test_x": body("self.fail()", "pass")}
+        entry = {"test": "test_x::TestX::test_1", "action": "fail", "reason": "known"}
+        listed = self.write_json("list.json", {"version": 1, "entries": [entry]})
+        self.check(files, ["--fail-fast", "--known-failures", listed], passed=2)
+
+    def test_what_was_not_reached_runs_again_with_the_failure(self):
+        path = str(self.root / "tried")
+        flaky = f"there = os.path.exists({path!r}); open({path!r}, 'w').close(); self.assertTrue(there)"
+        self.check({"test_x": body(flaky, "pass")}, ["--fail-fast", "--reruns", 1], passed=2)
+
+
+if __name__ == "__main__":
+    unittest.main()
