@@ -18,6 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, body, fits, schema
 
+from torch_fsdp_tests.dispatch.devices import torch_version
+
 
 class TestVerdicts(TreeCase):
     def test_pass_and_fail_and_error_and_skip(self):
@@ -258,10 +260,27 @@ class TestSelecting(TreeCase):
         self.assertEqual(self.run_command("--list").splitlines(), listed)
         listed = self.run_command("--list", "--tests").splitlines()
         self.assertEqual(listed, ["distributed/test_x::TestX::test_1", "test_p::TestP::test_p"])
+        self.assertEqual(self.code, 0, self.err)
+        said = re.findall(r"(?m)^\[\d/2\] (\w+ +\S+) ", self.err)
+        self.assertEqual(sorted(said), ["listed  distributed/test_x", "listed  test_p"])
         plan = json.loads(self.run_command("--dry-run", "--json", "-i", "test_p"))
         fits(self, plan, schema("plan"))
         job = {"file": "test_p", "shard_id": 1, "num_shards": 1, "devices": 0, "estimate": None, "tests": None}
         self.assertEqual((plan["shard"], plan["num_shards"], plan["jobs"]), (1, 1, [job]))
+
+    def test_a_listing_goes_on_after_a_file_that_cannot_be_read(self):
+        self.write({"test_a": "import no_such_module\n", "test_b": PASS})
+        self.assertEqual(self.run_command("--list", "--tests", "-j1"), "test_b::TestP::test_p\n")
+        self.assertEqual(self.code, 1)
+        self.assertIn("No module named 'no_such_module'", self.err)
+
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_a_listing_of_files_that_call_run_tests(self):
+        text = "#bare\nfrom torch_fsdp_tests.common_utils import TestCase, run_tests\n"
+        text += "class TestR(TestCase):\n    def test_r(self): self.fail()\nrun_tests()\n"
+        self.write({"test_r": text})
+        self.assertEqual(self.run_command("--list", "--tests", limit=300), "test_r::TestR::test_r\n")
+        self.assertEqual(self.code, 0, self.err)
 
     def test_shards_split_a_long_file_by_its_tests(self):
         self.write({"test_x": body(*["pass"] * 7)})

@@ -108,6 +108,9 @@ class Console:
             word = "unknown"
         elif not tests:
             word = "empty"
+        elif self._run.list_tests and not file.is_bad:
+            self.say(f"[{self._done:{self._width}d}/{self._total}] listed  {file.name}  {plural(len(tests), 'test')}")
+            return
         counted = sum(test.outcome is not State.NOT_RUN for test in tests)
         about = [plural(counted, "test")]
         about += [f"{skipped} skipped"] * bool(skipped)

@@ -313,7 +313,7 @@ class Runner:
             return
         file = FileResult(attempts)
         self._take_result(file)
-        if file.is_bad and not self._run.keep_going:
+        if file.is_bad and not self._run.keep_going and not self._run.list_tests:
             # Nothing more is started. What runs already goes on to its end: no run is stopped inside a file.
             self._stopping = True
             # But for one that is to end at its first failure: then nothing that still runs is of interest.
