@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import vendors
-from torch_fsdp_tests.dispatch import devices, main, options, plan
+from torch_fsdp_tests.dispatch import devices, expectations, main, options, plan, times
 from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.expectations import Entry, Situation
+from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
 from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
@@ -545,6 +545,18 @@ class TestLists(unittest.TestCase):
         self.assertTrue(entry.applies(Situation("cuda", "2.11.0", 2)))
         for other in (Situation("xpu", "2.11.0", 2), Situation("cuda", "2.10.0", 2), Situation("cuda", "2.11.0", None)):
             self.assertFalse(entry.applies(other))
+
+    def test_numbers_of_seconds_that_are_none(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "list.json")
+            for text in ("NaN", "Infinity", "1e999", "1e308", "-1", "1" + "0" * 400, "true"):
+                for shape, read in (
+                    ('{"test_1 (__main__.T)": %s}', expectations.read_slow),
+                    ('{"default": {"default": {"test_x": %s}}}', lambda path: times.load([path], {})),
+                ):
+                    with self.subTest(text=text, shape=shape), self.assertRaisesRegex(MalformedList, str(path)):
+                        path.write_text(shape % text)
+                        read(path)
 
 
 if __name__ == "__main__":

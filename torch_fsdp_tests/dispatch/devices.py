@@ -158,6 +158,11 @@ def _torch_versions() -> dict[str, str]:
     return dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
 
 
+def torch_is_built_for(name: str) -> bool:
+    """Whether the installed torch was built for ``cuda``, ``hip`` or ``xpu``."""
+    return bool(_torch_versions().get(name))
+
+
 def torch_version() -> str | None:
     """The version that the installed torch gives itself, without importing it; None where there is none."""
     return _torch_versions().get("__version__")

@@ -1,9 +1,10 @@
 """Lists of tests that are not to be judged like the others: disabled, slow, known to fail.
 
-Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}`` and its slow list ``{"test_x
-(__main__.Class)": seconds}``. Our own is ``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y",
-"action": "disable" | "slow" | "fail", "reason": ..., "link": ..., "device": ..., "torch": ">=2.10,<2.12",
-"world_size": 2}]}``: ``test`` may hold globs, and an entry counts only where all conditions that it states hold.
+Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}``, or without the issue's number, and
+its slow list ``{"test_x (__main__.Class)": seconds}``; a class there stands for all whose names begin so. Our own is
+``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y", "action": "disable" | "slow" | "fail", "reason":
+..., "link": ..., "device": ..., "torch": ">=2.10,<2.12", "world_size": 2}]}``: ``test`` may hold globs, and an entry
+counts only where all conditions that it states hold.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.version_ranges import version_fits
 
 ACTIONS = ("disable", "slow", "fail")
@@ -63,6 +65,7 @@ class Entry:
     device: str | None = None
     torch: str | None = None
     world_size: int | None = None
+    upstreams: bool = False  # from a list about all tests of PyTorch, of which most are none of ours
 
     @property
     def words(self) -> str:
@@ -72,6 +75,8 @@ class Entry:
         """Whether it names this test (``Class.test``) of this file."""
         pattern, _, inside = self.test.partition("::")
         inside = inside.replace("::", ".") or "*"
+        if self.upstreams:
+            return _names_as_upstream(inside, test)
         inside = inside if "." in inside or inside == "*" else f"{inside}.*"
         return fnmatch.fnmatchcase(file, pattern.removesuffix(".py")) and fnmatch.fnmatchcase(test, inside)
 
@@ -84,34 +89,59 @@ class Entry:
         )
 
 
+def _names_as_upstream(listed: str, test: str) -> bool:
+    """Whether an entry of upstream's is about a test: ``TestX.test_y`` means ``TestXCPU.test_y_cpu`` too."""
+    listed_class, _, listed_method = listed.rpartition(".")
+    cls, _, method = test.rpartition(".")
+    if not cls.startswith(listed_class):
+        return False
+    return method in (listed_method, f"{listed_method}_{cls[len(listed_class) :].lower()}")
+
+
 def read_json(path: Path) -> Any:
     """The contents of a JSON file. Raises :class:`MalformedList`, with the path, when it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except OSError as error:
         raise MalformedList(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise MalformedList(f"{path} is nested too deep to be read") from error
     except ValueError as error:
         raise MalformedList(f"{path} is not JSON: {error}") from error
 
 
-def read_disabled(path: Path) -> list[Entry]:
-    """Entries of upstream's list of disabled tests that hold on this platform."""
-    entries = []
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def read_disabled(path: Path) -> tuple[list[Entry], list[str]]:
+    """Entries of upstream's list of disabled tests that hold on this platform, and remarks on platforms."""
+    entries, unknown = [], dict[str, str]()
     for key, value in _table(path).items():
-        if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], list):
-            raise MalformedList(f"{path}: the entry {key!r} is not [issue, url, platforms]")
-        if not value[2] or any(_on_platform(str(platform)) for platform in value[2]):
-            entries.append(Entry(_upstream_name(path, key), "disable", f"issue {value[0]}", str(value[1])))
-    return entries
+        if not isinstance(value, list) or len(value) not in (2, 3) or not isinstance(value[-1], list):
+            raise MalformedList(f"{path}: the entry {key!r} is neither [url, platforms] nor [issue, url, platforms]")
+        *number, url, listed = value
+        issue = str(number[0] if number else str(url).rpartition("/")[2])
+        platforms = [platform for platform in map(str, listed) if platform]
+        unknown |= {platform: key for platform in platforms if platform not in _PLATFORMS}
+        known = [platform for platform in platforms if platform in _PLATFORMS]
+        if not known or any(_PLATFORMS[platform]() for platform in known):
+            reason = f"issue {issue}" if issue else ""
+            entries.append(Entry(_upstream_name(path, key), "disable", reason, str(url), upstreams=True))
+    remarks = [
+        f"{path}: the platform {platform!r} of {key!r} is not known, so it does not restrict the entry"
+        for platform, key in unknown.items()
+    ]
+    return entries, remarks
 
 
 def read_slow(path: Path) -> list[Entry]:
     """Entries of upstream's list of slow tests."""
     entries = []
     for key, value in _table(path).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
             raise MalformedList(f"{path}: the entry {key!r} is not a number of seconds")
-        entries.append(Entry(_upstream_name(path, key), "slow", f"took {value:g} s"))
+        entries.append(Entry(_upstream_name(path, key), "slow", f"took {value:g} s", upstreams=True))
     return entries
 
 
@@ -148,15 +178,33 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _upstream_name(path: Path, key: str) -> str:
-    match = re.fullmatch(r"(\w+) \((?:__main__\.)?([\w.]+)\)", key)
+    match = re.fullmatch(r"(\w+) \((?:\w+\.)*(\w+)\)", key)
     if match is None:
         raise MalformedList(f'{path}: the key {key!r} has not the shape "test_x (__main__.Class)"')
     return f"*::{match[2]}::{match[1]}"
 
 
-def _on_platform(platform: str) -> bool:
-    """Whether a platform of upstream's lists is this one: an operating system, or a kind of build that CI names."""
-    systems = {"linux": "linux", "mac": "darwin", "macos": "darwin", "win": "win32", "windows": "win32"}
-    if platform in systems:
-        return sys.platform.startswith(systems[platform])
-    return os.environ.get(f"PYTORCH_TEST_WITH_{platform.upper()}") == "1"
+def _system(name: str) -> Callable[[], bool]:
+    return lambda: sys.platform.startswith(name)
+
+
+def _build(variable: str, built_for: str = "") -> Callable[[], bool]:
+    """A kind of build that CI names by a variable; some can be told from the installed torch as well."""
+    return lambda: os.environ.get(f"PYTORCH_TEST_WITH_{variable}") == "1" or devices.torch_is_built_for(built_for)
+
+
+# What upstream's lists call a platform, and whether this is one.
+_PLATFORMS: Mapping[str, Callable[[], bool]] = {
+    "linux": _system("linux"),
+    "mac": _system("darwin"),
+    "macos": _system("darwin"),
+    "win": _system("win32"),
+    "windows": _system("win32"),
+    "rocm": _build("ROCM", "hip"),
+    "xpu": _build("XPU", "xpu"),
+    "asan": _build("ASAN"),
+    "dynamo": _build("DYNAMO"),
+    "dynamo_wrapped": _build("DYNAMO"),
+    "inductor": _build("INDUCTOR"),
+    "slow": _build("SLOW"),
+}

@@ -107,9 +107,21 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
 
 
 def _entries(run: RunTests) -> list[expectations.Entry]:
-    entries = expectations.read_disabled(run.disabled) if run.disabled else []
-    entries += expectations.read_slow(run.slow) if run.slow else []
+    entries: list[expectations.Entry] = []
+    if run.disabled and _is_there(run.disabled):
+        entries, remarks = expectations.read_disabled(run.disabled)
+        for words in remarks:
+            _remark(words)
+    if run.slow and _is_there(run.slow):
+        entries += expectations.read_slow(run.slow)
     return entries + (expectations.read_own(run.known_failures) if run.known_failures else [])
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a list of upstream's is there; its CI names the file also where it could not fetch it."""
+    if not path.exists():
+        _remark(f"{path} does not exist, so no test is disabled or slow because of it")
+    return path.exists()
 
 
 def _plan(

@@ -17,6 +17,7 @@ TestTimes = Mapping[str, Seconds]  # by file
 ClassTimes = Mapping[str, Mapping[str, Seconds]]  # by file, then by class
 
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
+LONGEST = 366 * 86400.0  # seconds; what is longer is no time of a test, and sums of it are no numbers
 ASSUMED = 60.0  # seconds of a file when no file at all has a known time; only ratios between files matter then
 
 # Above this many jobs on one machine the order is longest first, without a look at other orders: the more jobs, the

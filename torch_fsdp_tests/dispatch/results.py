@@ -123,10 +123,18 @@ class Results:
         silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
         ran = {file.job.part.name for file in self.files} - silent
         complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
+        foreign = []
         for index, listed in enumerate(self.entries):
             its_file = listed.test.partition("::")[0].removesuffix(".py")
-            if index not in matched and (its_file in ran or complete):
+            if index in matched or not (its_file in ran or complete):
+                continue
+            if listed.upstreams:
+                foreign.append(listed.test.removeprefix("*::"))
+            else:
                 remarks.append(f"the entry {listed.test} ({listed.words}) matches no test")
+        if foreign:
+            entries = f"{len(foreign)} {'entries' if len(foreign) > 1 else 'entry'} of the disabled and slow lists"
+            remarks.append(f"{entries} {'match' if len(foreign) > 1 else 'matches'} no test here, such as {foreign[0]}")
         return remarks
 
     def exit_code(self) -> ExitStatus:

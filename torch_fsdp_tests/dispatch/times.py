@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
+from torch_fsdp_tests.dispatch.plan import LONGEST
 
 FILE_TIMES = "test-times.json"
 CLASS_TIMES = "test-class-times.json"
@@ -60,7 +61,7 @@ def _configured(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _seconds(path: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
         raise MalformedList(f"{path}: the time of {name} is {value!r}, not a number of seconds")
     return float(value)
 
