@@ -19,7 +19,7 @@ from typing import Any
 
 from torch_fsdp_tests import vendors
 from torch_fsdp_tests.dispatch import devices, expectations, main, options, plan, times
-from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
+from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
@@ -250,7 +250,8 @@ class TestDevices(unittest.TestCase):
             self.assertEqual(found.environment((0, 1, 2)), {})
             with self.assertRaisesRegex(ConfigurationError, "--devices: .* lent whole or not at all"):
                 find("foo", ("0",), {})
-        unknown = find("foo", None, {})
+        with self.declared({}):  # torch imports extensions, one of which may bring it
+            unknown = find("foo", None, {})
         self.assertFalse(unknown.is_lent_whole)
         self.assertIn("none are lent", unknown.remark or "")
 
@@ -274,6 +275,45 @@ class TestDevices(unittest.TestCase):
 
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
+
+    def test_a_type_that_nobody_knows(self):
+        for name, words in (
+            ("foo", "the device type 'foo' is unknown"),
+            ("CUDA", "use 'cuda'"),
+            ("xpu:1", "use 'xpu'"),
+            ("", None),
+        ):
+            with self.subTest(name):
+                if words is None:
+                    find(name, None, {})
+                    continue
+                with self.assertRaisesRegex(ConfigurationError, words):
+                    find(name, None, {})
+
+    def test_what_a_run_checks_of_a_device(self):
+        """Without torch where that is certain; else torch is asked."""
+        foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
+        gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
+        for found, device, backend, asks in (
+            (host, None, None, False),
+            (host, "cpu", "gloo", False),  # the CPU is the subject
+            (host, "cpu", "mpi", True),  # the CPU is the subject
+            (host, None, "mpi", True),
+            (there, "xpu", None, False),
+            (there, "xpu", "gloo", False),
+            (there, "xpu", "nccl", True),
+            (gone, "xpu", None, True),
+            (foo, "foo", "foocl", False),
+        ):
+            with self.subTest(device=device, backend=backend), self.built_for("xpu"), self.declared({"foo": None}):
+                with unittest.mock.patch.object(devices, "_ask_torch") as asked:
+                    devices.check(found, device, backend, None)
+                self.assertEqual(asked.called, asks)
+        with (
+            self.built_for("cuda"),
+            self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'"),
+        ):
+            devices.check(there, "xpu", None, None)
 
     def test_by_hand(self):
         found = find("npu", ("0", "1"), {})

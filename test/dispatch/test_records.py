@@ -422,9 +422,9 @@ class TestConsole(TreeCase):
             rf"torch {torch}, device cpu, backend gloo, ranks 4, devices not shared, 3 slots, \d+ cores?, seed 1234"
         )
         self.assertRegex(first, f"^{expected}$")
-        arguments = ["--device", "cuda", "--devices", "0", "--backend", "ucc", "--seed", "7", "--ranks", "2"]
-        first = self.check({}, arguments, passed=1).splitlines()[0]
-        words = "device cuda, backend ucc, ranks 2, devices shared, 1 slot"
+        arguments = ["--device", "foo", "--devices", "0", "--backend", "gloo", "--seed", "7", "--ranks", "2"]
+        first = self.check({}, arguments, passed=1, env=self.declare("foo", 1, "foocl")).splitlines()[0]
+        words = "device foo, backend gloo, ranks 2, devices shared, 1 slot"
         self.assertIn(words, first)
         self.assertIn("seed 7", first)
 
@@ -435,7 +435,8 @@ class TestConsole(TreeCase):
         words = "torch 9.9.9, device foo, backend foocl, ranks 3"
         self.assertEqual(out.count(words), 1, out)
         self.assertRegex(out, f"note: not as the first line says, test_x tests with {words}")
-        out = self.check({}, ["-j1", "--device", "foo"], passed=2)  # whose backend only its own extension knows
+        environment = self.declare("foo", 2)  # whose backend only its own extension knows
+        out = self.check({}, ["--device", "foo", "--devices", "0"], passed=2, env=environment)
         self.assertTrue(out.startswith(words), out)
         self.assertEqual(out.count(words), 1, out)
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, body, fits, schema
 
-from torch_fsdp_tests.dispatch.devices import torch_version
+from torch_fsdp_tests.dispatch.devices import torch_is_built_for, torch_version
 
 
 class TestVerdicts(TreeCase):
@@ -346,14 +346,14 @@ class TestDevices(TreeCase):
         log = self.root / "log"
         report = f"""
         def log(what):
-            with open({str(log)!r}, "a") as f: print(time.monotonic(), what, os.environ["CUDA_VISIBLE_DEVICES"], file=f)
+            with open({str(log)!r}, "a") as f: print(time.monotonic(), what, os.environ["FOO_VISIBLE"], file=f)
         class TestX(unittest.TestCase):
             world_size = WORLD
             def test_x(self): log("+"); time.sleep(0.05); log("-")
         """
         needs = {f"test_{n}": n for n in (1, 2, 3, 8)} | {f"test_again_{n}": n for n in (1, 2)}
         self.write({name: f"WORLD = {n}  # not 9\n{textwrap.dedent(report)}" for name, n in needs.items()})
-        self.run_command("--device", "cuda", "--devices", "3-6", "--keep-going")
+        self.run_command("--device", "foo", "--devices", "3-6", "--keep-going", env=self.declare("foo", 8))
         self.assertEqual(CLOSING.findall(self.out), [("6", "0", "0")], self.out + self.err)
         held: set[str] = set()
         widths: list[int] = []
@@ -379,7 +379,7 @@ class TestDevices(TreeCase):
         files = {name: f"TOLD = {what}\nWORLD = {n}\n{textwrap.dedent(asks)}" for name, (what, n) in told.items()}
         self.write(files)
         times = self.write_json("times", {"default": {"default": {"test_a": 3, "test_wide": 2, "test_b": 1}}})
-        self.check({}, ["--device", "cuda", "--devices", "0-2", "--test-times", times], passed=3)
+        self.check({}, ["--device", "foo", "--test-times", times], passed=3, env=self.declare("foo", 3))
 
     def test_devices_are_of_no_use_on_the_cpu(self):
         self.check({"test_p": PASS}, ["--device", "cpu", "--devices", "0-3"], passed=1)  # the CPU is the subject
@@ -395,6 +395,39 @@ class TestDevices(TreeCase):
         self.run_command("--dry-run", env={"TORCH_FSDP_TESTS_RANKS": "many"})
         self.assertEqual(self.code, 2)
         self.assertIn("TORCH_FSDP_TESTS_RANKS", self.err)
+
+    def test_a_device_that_cannot_be_had_is_refused_before_any_file(self):
+        self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
+        known = "unknown; torch and the installed vendors' packages know cpu, cuda, .*"
+        for device, words in (
+            ("CPU", "'CPU' is not a device type; use 'cpu' .*"),
+            ("cpu:0", "'cpu:0' is not a device type; use 'cpu' .*"),
+            ("nope", f"the device type 'nope' is {known}"),
+        ):
+            for how in (["--device", device], ["--device", device, "--dry-run"], []):
+                with self.subTest(device, how=how):
+                    self.run_command(*how, env={} if how else {"TORCH_FSDP_TESTS_DEVICE": device})
+                    self.assertEqual((self.code, self.out), (2, ""), self.err)
+                    self.assertRegex(self.err, rf"^run_test.py: {words}\n$")
+        self.assertFalse((self.root / "ran").exists())
+
+    def test_a_device_that_torch_was_not_built_for(self):
+        built = {name for name in ("cuda", "hip", "xpu") if torch_is_built_for(name)}
+        absent = sorted({"cuda", "xpu"} - built) if torch_version() and "hip" not in built else []
+        self.write({"test_x": PASS})
+        for device in absent:
+            self.run_command("--device", device, "--devices", "0")
+            self.assertEqual((self.code, self.out), (2, ""), self.err)
+            self.assertRegex(self.err, rf"^run_test.py: the installed torch .* was not built for .* '{device}'.*\n$")
+            self.run_command("--device", device, "--dry-run")  # a plan may be for another machine
+            self.assertEqual(self.code, 0, self.err)
+
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_what_only_torch_knows_is_asked_of_it_before_any_file(self):
+        self.write({"test_x": PASS})
+        self.run_command("--backend", "nope", limit=300)
+        self.assertEqual((self.code, self.out), (2, ""), self.err)
+        self.assertRegex(self.err, r"^run_test.py: unknown backend 'nope': this torch knows [^\n]*\n$")
 
     def test_plan_without_the_device(self):
         self.write({"test_x": PASS + "    world_size = 3\n"})

@@ -74,6 +74,19 @@ class TreeCase(unittest.TestCase):
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
 
+    def declare(self, device: str, count: int, backend: str | None = None) -> dict[str, str]:
+        """What brings a package that declares devices of a type, restricted by ``FOO_VISIBLE`` where it is "foo"."""
+        folder = self.root / "packages"
+        information = folder / f"{device}-1.dist-info"
+        information.mkdir(parents=True)
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {device}\nVersion: 1\n")
+        entry = f"[torch_fsdp_tests.accelerators]\n{device} = {device}_vendor:VENDOR\n"
+        (information / "entry_points.txt").write_text(entry)
+        declared = f"Vendor({device!r}, ({f'{device.upper()}_VISIBLE'!r},), lambda: {count}, {backend!r})"
+        text = f"from torch_fsdp_tests.vendors import Vendor\nVENDOR = {declared}\n"
+        (folder / f"{device}_vendor.py").write_text(text)
+        return {"PYTHONPATH": str(folder)}
+
     def check(
         self,
         files: Mapping[str, str],

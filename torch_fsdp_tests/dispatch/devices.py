@@ -7,13 +7,16 @@ import functools
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch_fsdp_tests import vendors
-from torch_fsdp_tests.vendors import DEVICE_VARIABLE, ConfigurationError, Vendor
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError, Vendor
 
 HOST = "cpu"
+_TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
+_CANNOT_BE_HAD = 42  # exit status of a process that was asked for a device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +73,12 @@ def parse_names(text: str) -> tuple[str, ...]:
 def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping[str, str]) -> DeviceSet:
     """The devices to lend for a wish such as ``--device xpu`` and ``--devices 0-3``, either of which may be None.
 
-    Raises :class:`ConfigurationError` for devices that are named and cannot be lent one by one.
+    Raises :class:`ConfigurationError` for a type that nobody knows, and for devices that are named and cannot be lent
+    one by one.
     """
     device = device or environment.get(DEVICE_VARIABLE)
+    if device:
+        _refuse_unknown(device, environment)
     vendor = _vendor(device) if device else _of_installed_torch(environment)
     if vendor is None or vendor.device_type == HOST:
         return DeviceSet(HOST, (), backend="gloo")
@@ -83,6 +89,56 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
         )
     variable = _variable(vendor, environment) or next(iter(vendor.visibility_variables), None)
     return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend)
+
+
+def _refuse_unknown(device: str, environment: Mapping[str, str]) -> None:
+    """Raise for what cannot be a device type. An extension that torch imports may bring any other name."""
+    known = sorted({HOST, *_TORCHS_OWN, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()})
+    if device in known:
+        return
+    bare = device.partition(":")[0].lower()
+    if bare in known:
+        raise ConfigurationError(f"{device!r} is not a device type; use {bare!r} (--devices says which ones to lend)")
+    if not loads_extensions(environment):
+        raise ConfigurationError(
+            f"the device type {device!r} is unknown; torch and the installed vendors' packages know {', '.join(known)}"
+        )
+
+
+def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks: int | None) -> None:
+    """Raise :class:`ConfigurationError` where a run on what was asked for is bound to fail.
+
+    What is not certain without torch is asked of torch, in a process of its own, which takes seconds.
+    """
+    if (device is None and backend is None) or torch_version() is None:
+        return
+    ours = [vendor.torch_build for vendor in vendors.BUILT_IN if vendor.device_type == device_set.type]
+    builds = [] if device_set.type in vendors.installed() else list(filter(None, ours))
+    if builds and not any(map(torch_is_built_for, builds)):
+        raise ConfigurationError(
+            f"the installed torch ({torch_version()}) was not built for the device type {device_set.type!r}: install a "
+            f"build that was, or name another device with --device"
+        )
+    usual = backend in (None, "gloo", device_set.backend)
+    there = device_set.type == HOST or bool(device_set.names)
+    if not (usual and there):
+        _ask_torch(device, backend, ranks)
+
+
+def _ask_torch(device: str | None, backend: str | None, ranks: int | None) -> None:
+    """Raise :class:`ConfigurationError` with the harness' own words when it cannot have this device and backend."""
+    import subprocess
+
+    wishes = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend, RANKS_VARIABLE: None if ranks is None else str(ranks)}
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path} | {name: value for name, value in wishes.items() if value}
+    code = (
+        "import sys\nfrom torch_fsdp_tests import accelerator, vendors\ntry:\n    accelerator.current()\n"
+        f"except vendors.ConfigurationError as error:\n    print(error)\n    sys.exit({_CANNOT_BE_HAD})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode == _CANNOT_BE_HAD:
+        raise ConfigurationError(done.stdout.strip())
 
 
 def loads_extensions(environment: Mapping[str, str]) -> bool:

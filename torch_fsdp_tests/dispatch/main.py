@@ -153,6 +153,7 @@ def _run(
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
+    devices.check(device_set, run.device, run.backend, run.ranks)
     earlier = None if run.compare is None else compare.load(run.compare)
     if run.save_times is not None:
         times.check(run.save_times, os.environ)
