@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
 """Runs test files, each in a process of its own. ``python run_test.py --help`` says how."""
 
-from __future__ import annotations
-
+import os
 import sys
-from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parent
+CHECKOUT = os.path.dirname(os.path.realpath(__file__))
 
 if __name__ == "__main__":
+    if sys.version_info < (3, 10):  # noqa: UP036 - so this file is written for any Python
+        found = ".".join(map(str, sys.version_info[:2]))
+        sys.stderr.write("run_test.py needs Python 3.10 or later, and this is Python " + found)
+        sys.stderr.write(": start it with a later one, as in python3.11 run_test.py\n")
+        sys.exit(2)
     # Before an installed copy: the checkout's tests belong to the checkout's package.
-    sys.path.insert(0, str(CHECKOUT))
+    sys.path.insert(0, CHECKOUT)
+    from pathlib import Path
+
     from torch_fsdp_tests import host
 
     host.refuse_unsupported()
     from torch_fsdp_tests.dispatch.main import main
 
-    sys.exit(main(sys.argv[1:], CHECKOUT))
+    sys.exit(main(sys.argv[1:], Path(CHECKOUT)))

@@ -1,5 +1,6 @@
 """The real command over tiny trees of plain unittest files: verdicts, bad ends, selecting, lending, stopping."""
 
+import ast
 import io
 import json
 import os
@@ -339,6 +340,36 @@ class TestSelecting(TreeCase):
         self.assertEqual(
             order("--seed", 5, "-x", "test_x::TestX::test_4"), [name for name in first if name != "test_4"]
         )
+
+
+class TestSurroundings(unittest.TestCase):
+    """What run_test.py needs before it can say anything else."""
+
+    def run_python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT
+        )
+
+    def test_python_that_is_too_old(self):
+        script = str(CHECKOUT / "run_test.py")
+        ast.parse(Path(script).read_text(), feature_version=(3, 4))
+        code = f"import runpy, sys; sys.version_info = (3, 9, 1); runpy.run_path({script!r}, run_name='__main__')"
+        done = self.run_python("-c", code)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        words = "needs Python 3.10 or later, and this is Python 3.9: start it with a later one, as in python3.11"
+        self.assertEqual(done.stderr, f"run_test.py {words} run_test.py\n")
+
+    def test_packages_that_are_not_installed(self):
+        """The suite's own tests need them; a plan and a list of files do not."""
+        script = str(CHECKOUT / "run_test.py")
+        done = self.run_python("-S", script, "-i", "harness/test_names")  # without any package
+        self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+        command = f"{sys.executable} -m pip install torch numpy expecttest"
+        words = f"torch, numpy and expecttest are not installed for this Python: {command}"
+        self.assertEqual(done.stderr.partition(";")[0], f"run_test.py: {words}")
+        self.assertEqual(done.stderr.count("\n"), 1)
+        for what in ("--list", "--dry-run"):
+            self.assertEqual(self.run_python("-S", script, "-i", "harness/test_names", what).returncode, 0)
 
 
 class TestDevices(TreeCase):

@@ -224,6 +224,20 @@ def torch_version() -> str | None:
     return _torch_versions().get("__version__")
 
 
+def lacking_packages() -> str | None:
+    """Which packages the suite's tests lack, and the command that installs them, in a sentence; None for none."""
+    import importlib.util
+
+    lacking = [name for name in ("torch", "numpy", "expecttest") if importlib.util.find_spec(name) is None]
+    if not lacking:
+        return None
+    *others, last = lacking
+    named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    which = "; https://pytorch.org/get-started says which build of torch fits a GPU" if "torch" in lacking else ""
+    command = f"{sys.executable} -m pip install {' '.join(lacking)}"
+    return f"{named} not installed for this Python: {command}{which}"
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -153,6 +153,8 @@ def _run(
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
+    if run.test_directory == run.default_directory and (lack := devices.lacking_packages()) is not None:
+        raise ConfigurationError(lack)
     devices.check(device_set, run.device, run.backend, run.ranks)
     earlier = None if run.compare is None else compare.load(run.compare)
     if run.save_times is not None:
