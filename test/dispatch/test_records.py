@@ -325,9 +325,10 @@ class TestReports(TreeCase):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
         (self.root / "file").write_text("")
         for option in ("--report", "--save-xml", "--save-times"):
-            self.run_command(option, self.root / "file" / "below")
+            below = self.root / "file" / "below"
+            self.run_command(option, below)
             self.assertEqual(self.code, 2)
-            self.assertIn("cannot be written to", self.err)
+            self.assertIn(f"{option}: {below} cannot be written to: [Errno 20] Not a directory: ", self.err)
         (self.root / "test-reports").write_text("")
         for option in ["--pipe-logs", *["--coverage"] * (coverage.lacking() is None)]:
             self.run_command(option)
@@ -335,14 +336,29 @@ class TestReports(TreeCase):
             self.assertIn("cannot be written to", self.err)
         self.assertFalse((self.root / "ran").exists())
         # What nobody asked for is no reason to stop: a checkout may be read-only.
-        self.check({}, passed=1, says=["cannot be written: ", "--failed will not know"], env={"CI": "1"})
+        self.check({}, passed=1, says=["--pipe-logs cannot be written: ", "--failed will not know"], env={"CI": "1"})
 
     def test_full_output(self):
         self.write({"test_x": PASS})
-        with open("/dev/full", "w") as full:
-            self.run_command(stdout=full)
-        self.assertEqual(self.code, 3)
-        self.assertIn("No space left", self.err)
+        for what in ([], ["--list"], ["--list", "--tests"], ["--dry-run"], ["--dry-run", "--json"]):
+            with self.subTest(what), open("/dev/full", "w") as full:
+                self.run_command(*what, stdout=full)
+                self.assertEqual(self.code, 3)
+                last = self.err.splitlines()[-1]
+                self.assertEqual(last, "run_test.py: cannot go on: [Errno 28] No space left on device: 'stdout'")
+
+    def test_streams_that_the_caller_has_closed(self):
+        """What a run says is lost then; its verdict, and what it writes to files, is not."""
+        self.write({"test_x": body("self.fail()", "print('words')")})
+        for number in range(3):
+            with self.subTest(number):
+                logs = self.root / "test-reports/logs"
+                self.run_command("--pipe-logs", preexec_fn=lambda number=number: os.close(number))
+                self.assertEqual(self.code, 1, self.out + self.err)
+                self.assertNotIn("Traceback", self.err)
+                (log,) = logs.iterdir()
+                self.assertIn("words", log.read_text())
+                log.unlink()
 
     def test_times_are_saved_and_used(self):
         folder = self.root / "times"
@@ -377,7 +393,8 @@ class TestReports(TreeCase):
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
         arguments = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
-        says = ["cannot be written: .*File too large"]
+        folder = re.escape(str(self.root / "r"))
+        says = [rf"(?m)^--report cannot be written: \[Errno 27\] File too large: '{folder}/report.\w+'$"]
         self.check({"test_p": PASS}, arguments, passed=1, code=3, says=says, preexec_fn=small_files)
         self.assertEqual(os.listdir(self.root / "xml"), ["test_p"])
         self.assertTrue((self.root / "test-reports/failed.json").exists())

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
@@ -59,9 +60,10 @@ class Console:
     def say(self, text: str = "") -> None:
         if not self._introduced:
             self.introduce()
-        self._clear()
-        print(text, file=self._stream, flush=True)
-        self._draw()
+        with naming("stderr" if self._stream is sys.stderr else "stdout"):
+            self._clear()
+            print(text, file=self._stream, flush=True)
+            self._draw()
 
     def begin(self) -> None:
         """Print the first line at once where it is known; a vendor's device may have to be asked for its backend."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
+from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -32,6 +33,7 @@ NOTHING = "0 passed, 0 failed, 0 skipped"
 def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
     """Run the dispatcher and return its exit status. ``checkout`` is put first on the children's path."""
     try:
+        _replace_closed_streams()
         return _main(options.parse(argv, os.environ, checkout))
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
@@ -44,6 +46,19 @@ def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
         # What is still in stdout's buffer cannot be written either; the interpreter must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitStatus.BROKEN
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device for a standard stream that the caller has closed: a file would be opened in its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
+def _print(text: str, end: str = "\n") -> None:
+    with naming("stdout"):
+        print(text, end=end, flush=True)
 
 
 def _main(run: RunTests) -> ExitStatus:
@@ -76,12 +91,12 @@ def _main(run: RunTests) -> ExitStatus:
     elif not jobs:
         _remark(f"shard {run.shard} of {run.num_shards} has no work: there are fewer jobs than shards")
     if run.list_files and not run.list_tests:
-        print(listing.files_text(jobs, needs), end="\n" if jobs else "")
+        _print(listing.files_text(jobs, needs), end="\n" if jobs else "")
     elif run.dry_run:
         total = plan.makespan(plan.simulate(jobs, pool.size, default))
-        print(json.dumps(listing.plan_json(run, jobs, total)) if run.as_json else listing.plan_text(jobs, total))
+        _print(json.dumps(listing.plan_json(run, jobs, total)) if run.as_json else listing.plan_text(jobs, total))
     elif not jobs:
-        print(NOTHING, file=sys.stderr if run.list_tests else sys.stdout)
+        print(NOTHING, file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
         return _run(run, jobs, device_set, pool, entries)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
@@ -190,7 +205,7 @@ def _print_tests(results: Results) -> ExitStatus:
     for file in sorted(results.files, key=lambda file: file.job.key):
         for test in file.tests():
             if not test.outcome.is_bad:
-                print(f"{file.job.part.name}::{test.name.replace('.', '::')}", flush=True)
+                _print(f"{file.job.part.name}::{test.name.replace('.', '::')}")
     for words in results.unknown():
         _remark(f"unknown test: {words}")
     status = results.exit_code()
@@ -208,23 +223,29 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
 
-    def attempt(wanted: object, write: Callable[[], str | None], must_be: bool = True) -> None:
+    def attempt(option: str, wanted: object, write: Callable[[], str | None], must_be: bool = True) -> None:
         nonlocal complete
         if not wanted:
             return
         try:
             said = write()
         except OSError as error:
-            complete, said = complete and not must_be, f"cannot be written: {error}"
+            complete, said = complete and not must_be, f"{option} cannot be written: {error}"
         if said:
             remarks.append(said)
 
     last_failures.save(run.reports, results, remarks)
-    attempt(run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be)
-    attempt(run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
-    attempt(run.save_times, lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ))
-    attempt(run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
-    attempt(run.report, lambda: f"report: {os.path.relpath(report.write(run.report or Path(), results))}")
+    attempt(
+        "--pipe-logs", run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be
+    )
+    attempt("--save-xml", run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
+    attempt(
+        "--save-times",
+        run.save_times,
+        lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ),
+    )
+    attempt("--save-map", run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
+    attempt("--report", run.report, lambda: f"report: {os.path.relpath(report.write(run.report or Path(), results))}")
     if earlier is not None:
         remarks += compare.lines(earlier, compare.tests_of(report.as_json(results)))
     return remarks, complete

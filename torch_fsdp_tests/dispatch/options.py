@@ -286,7 +286,7 @@ def _unwritable(run: RunTests) -> str | None:
             try:
                 try_folder(folder)
             except OSError as error:
-                return f"{option}: {folder} cannot be written to: {error.strerror or error}"
+                return f"{option}: {folder} cannot be written to: {error}"
     return None
 
 

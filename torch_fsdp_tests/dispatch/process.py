@@ -18,6 +18,7 @@ from typing import Any
 
 from torch_fsdp_tests import events, host, messages
 from torch_fsdp_tests.dispatch import child
+from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
@@ -66,7 +67,8 @@ class TestProcess:
         scratch = self.directory / "tmp"
         scratch.mkdir()
         orders_path = self.directory / "orders.json"
-        orders_path.write_bytes(messages.encode(orders))
+        with naming(orders_path):
+            orders_path.write_bytes(messages.encode(orders))
         self.events_descriptor, write = os.pipe()
         os.set_blocking(self.events_descriptor, False)
         path = orders.run.test_directory / f"{orders.part.name}.py"
