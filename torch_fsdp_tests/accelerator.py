@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator_probe, events, launcher, vendors
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError
+from torch_fsdp_tests import accelerator_probe, events, launcher, settings, vendors
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
 CPU_RANKS = 4
 # Backends that move no data between processes, and so prove nothing about ranks that are processes.
@@ -231,16 +231,14 @@ def _probe(device_type: str, backend: str) -> dict:
 
 
 def _asked_ranks() -> int | None:
-    text = os.environ.get(RANKS_VARIABLE)
-    if not text:
+    asked = settings.ranks(os.environ)
+    if asked is None:
         try:
             launch = launcher.found()
         except launcher.LaunchError as error:
             raise ConfigurationError(str(error)) from error
         return None if launch is None else launch.world_size
-    if not text.isdecimal() or int(text) == 0:
-        raise ConfigurationError(f"{RANKS_VARIABLE} is {text!r}: give the number of ranks, 1 or more")
-    return int(text)
+    return asked
 
 
 @functools.cache

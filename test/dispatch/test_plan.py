@@ -69,6 +69,9 @@ class TestShards(unittest.TestCase):
         parts = sorted((p.shard, p.num_shards, round(p.get_time())) for _, ps in dealt for p in ps if p.name == "long")
         self.assertEqual(parts, [(1, 3, 433), (2, 3, 433), (3, 3, 433)])
 
+    def test_no_threshold_makes_endless_parts(self):
+        self.assertEqual(len(plan.split([TestRun("f")], {"f": plan.LONGEST}, {}, 1e-300)), plan.MOST_PARTS)
+
     def test_part_of_a_file_takes_its_classes_time(self):
         times = {"f": {"A": 5.0, "B": 7.0}}
         self.assertEqual(plan.estimate(TestRun("f", frozenset(["A"])), {"f": 12.0}, times), 5.0)
@@ -547,8 +550,14 @@ class TestOptions(unittest.TestCase):
     def test_refusals(self):
         for arguments, words in {
             ("--shard", "3", "2"): "shards are counted from 1 to 2",
-            ("--shard", "0", "2"): "'0' is not a whole number of 1 or more",
+            ("--shard", "0", "2"): "'0' is not a whole number from 1 to 10000",
+            ("--shard", "1", "1000000000"): "'1000000000' is not a whole number from 1 to 10000",
+            ("-j", "100000000"): "'100000000' is not a whole number from 1 to 10000",
+            ("--ranks", "9" * 5000): f"'{'9' * 40}' is not a whole number from 1 to 65536",
+            ("--seed", str(2**64)): "is not a whole number from 0 to 18446744073709551615",
             ("--timeout", "0"): "'0' is not a number of seconds greater than 0",
+            ("--timeout", "1e308"): "'1e308' is not a number of seconds greater than 0 and up to 31622400",
+            ("--slow-after", "nan"): "'nan' is not a number of seconds",
             ("--devices", "1,1"): "names a device twice",
             ("--json",): "--json belongs to --dry-run",
             ("--compare", "/nowhere"): "there is no file /nowhere",
@@ -557,7 +566,16 @@ class TestOptions(unittest.TestCase):
         }.items():
             with self.subTest(arguments=arguments):
                 self.assertIn(words, self.refused(*arguments))
-        self.assertIn("TORCH_FSDP_TESTS_RANKS: 'x' is not", self.refused(TORCH_FSDP_TESTS_RANKS="x"))
+        for name, text, words in (
+            ("TORCH_FSDP_TESTS_RANKS", "x", "a whole number from 1 to 65536"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "a whole number from 1 to 604800"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "a whole number from 1 to 604800"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "a whole number from 1 to 604800"),
+            ("TORCH_FSDP_TESTS_START", "nope", "it can be fork or spawn"),
+        ):
+            with self.subTest(name=name, text=text):
+                self.assertRegex(self.refused(**{name: text}), rf"^run_test.py: {name} is '{text}': .*{words}\n$")
+        self.assertEqual(self.parse("--seed", str(2**64 - 1)).seed, 2**64 - 1)
 
 
 class TestLists(unittest.TestCase):

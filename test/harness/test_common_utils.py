@@ -398,6 +398,13 @@ class RunTestsTest(TestCase):
                 self.assertEqual(status, wanted, text)
                 self.assertRegex(text, pattern)
 
+    def test_variables_that_make_no_sense(self):
+        for variable, value in (("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc"), ("TORCH_FSDP_TESTS_START", "nope")):
+            with self.subTest(variable):
+                status, text = self.call(self.ours, "Beta", **{variable: value})
+                self.assertEqual(status, 2, text)
+                self.assertRegex(text, rf"^ours.py: {variable} is '{value}': [^\n]+\n$")
+
     def test_other_runners(self):
         module = self.start("-m", "unittest", "-v", "ours.Beta")
         status, text = self.finish(module)

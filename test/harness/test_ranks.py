@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed.case import get_timeout
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.ranks import server
 
@@ -316,16 +317,20 @@ class TestConfiguration(TestCase):
             ("TORCH_FSDP_TESTS_DEVICE", "abacus", "unknown device 'abacus'"),
             ("TORCH_FSDP_TESTS_BACKEND", "fake", "moves no data between processes"),
             ("TORCH_FSDP_TESTS_BACKEND", "abacus", "unknown backend 'abacus'"),
-            ("TORCH_FSDP_TESTS_RANKS", "0", "give the number of ranks, 1 or more"),
-            ("TORCH_FSDP_TESTS_RANKS", "many", "give the number of ranks, 1 or more"),
+            ("TORCH_FSDP_TESTS_RANKS", "0", "give a whole number from 1 to 65536"),
+            ("TORCH_FSDP_TESTS_RANKS", "many", "give a whole number from 1 to 65536"),
+            ("TORCH_FSDP_TESTS_RANKS", "1" * 9999, "is '1{40}': give a whole number from 1 to 65536"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "is 'abc': give a whole number from 1 to 604800"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "is '30.5': give a whole number"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "is '0': give a whole number"),
             ("TORCH_FSDP_TESTS_START", "sideways", "it can be fork or spawn"),
         ],
-        name_fn=lambda variable, value, words: f"{variable.rsplit('_')[-1]}_{value}",
+        name_fn=lambda variable, value, words: f"{variable.rsplit('_')[-1]}_{value[:9]}",
     )
     def test_refused(self, variable, value, words):
         with unittest.mock.patch.dict(os.environ, {variable: value}):
             with self.assertRaisesRegex(accelerator.ConfigurationError, words):
-                accelerator.current(), server.start_method()
+                accelerator.current(), server.start_method(), get_timeout("")
 
     def test_is_told_by_the_first_test_with_ranks(self):
         done = Run(FAULTS, "ProcessDeaths.test_after_success", TORCH_FSDP_TESTS_DEVICE="abacus").end()

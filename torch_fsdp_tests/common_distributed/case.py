@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torch_fsdp_tests import accelerator, events
+from torch_fsdp_tests import accelerator, events, settings
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
 from torch_fsdp_tests.common_utils import TestCase, state
 from torch_fsdp_tests.ranks import (
@@ -38,11 +38,15 @@ from torch_fsdp_tests.ranks import (
 )
 from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
+from torch_fsdp_tests.vendors import ConfigurationError
 from torch_fsdp_tests.verdict import Phase, State
 
 __unittest = True
 
-TIMEOUT_DEFAULT = int(os.getenv("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))  # seconds a test
+try:
+    TIMEOUT_DEFAULT = settings.timeout(os.environ)  # seconds a test
+except ConfigurationError:  # which run_tests() tells in a sentence; an import could only raise
+    TIMEOUT_DEFAULT = settings.DEFAULT_TIMEOUT
 TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that need more
 
 
@@ -50,10 +54,9 @@ def get_timeout(test_id: str) -> int:
     """Seconds that a test's ranks may take, counted from their fork. ``test_id`` is what ``TestCase.id()`` gives.
 
     Differs from upstream's: 120 where nothing is said (there 300), and the environment is read at each call. Raises
-    ``ValueError`` when ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is no whole number.
+    :class:`~torch_fsdp_tests.vendors.ConfigurationError` when ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is no whole number.
     """
-    default = int(os.getenv("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", str(TIMEOUT_DEFAULT)))
-    return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], default)
+    return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], settings.timeout(os.environ))
 
 
 class _Tally(threading.local):

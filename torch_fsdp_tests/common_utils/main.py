@@ -11,6 +11,9 @@ from typing import Any
 
 import expecttest
 
+from torch_fsdp_tests import settings
+from torch_fsdp_tests.vendors import ConfigurationError
+
 from . import state, testcase
 from .seed import SEED_VARIABLE, set_rng_seed
 
@@ -120,6 +123,11 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
             unittest.main(argv=[program, "--help"])
         finally:
             print(parser.format_help())
+    try:
+        settings.check(os.environ)
+    except ConfigurationError as error:
+        print(f"{os.path.basename(program)}: {error}", file=sys.stderr)
+        sys.exit(BAD_ARGUMENTS)
     options, rest = parser.parse_known_args(arguments)
     if options.repeat < 1:
         parser.error(f"argument --repeat: {options.repeat} is not 1 or more")

@@ -12,11 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import launcher
+from torch_fsdp_tests import launcher, settings
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
-from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
+
+MOST_SHARDS = MOST_JOBS = 10_000
+MOST_RERUNS = 1000
+MOST_TESTS = 10_000_000
 
 VARIABLES = """\
 environment variables, as upstream's run_test.py has them (an option wins):
@@ -43,10 +48,10 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def _whole(least: int, most: int) -> Callable[[str], int]:
     def whole(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        if not (text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
         return int(text)
 
     return whole
@@ -57,8 +62,10 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
+    if not 0 < value <= LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a number of seconds greater than 0 and up to {LONGEST:.0f}"
+        )
     return value
 
 
@@ -72,7 +79,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _seed(text: str) -> int:
     if text == "random":
         return int.from_bytes(os.urandom(4), "big")
-    return _whole(0)(text)
+    return _whole(0, 2**64 - 1)(text)
 
 
 def _path(text: str) -> Path:
@@ -113,15 +120,15 @@ def make_parser() -> _Parser:
     add("--json", **flag, dest="as_json", help="with --dry-run: the plan as JSON, alone on stdout")
 
     add = parser.add_argument_group("where and how many at a time").add_argument
-    add("--shard", nargs=2, type=_whole(1), metavar=("N", "M"), help="the Nth of M parts, from 1")
+    add("--shard", nargs=2, type=_whole(1, MOST_SHARDS), metavar=("N", "M"), help="the Nth of M parts, from 1")
     words = f"split files by tests that take longer than S seconds (default: {RunTests.split_threshold:g})"
     add("--split-threshold", type=_positive, metavar="S", help=words)
     add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
     words = "on the CPU: files at a time (default: by cores and ranks)"
-    add("-j", "--jobs", type=_whole(1), metavar="N", help=words)
+    add("-j", "--jobs", type=_whole(1, MOST_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
-    add("--ranks", type=_whole(1), metavar="N", help="ranks of a test that states no number")
+    add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help="ranks of a test that states no number")
     words = "recorded times in upstream's shapes; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
     add("--save-times", type=_path, metavar="DIR", help="write the times of this run into this folder")
@@ -134,11 +141,11 @@ def make_parser() -> _Parser:
     words = "name a file that has run S seconds, and twice its recorded time, every S seconds"
     add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
     words = "run what failed again, up to N times, in new processes"
-    add("--reruns", type=_whole(0), metavar="N", help=words)
+    add("--reruns", type=_whole(0, MOST_RERUNS), metavar="N", help=words)
     add("--fail-on-flaky", **flag, help="a test that passed only when run again fails the run")
     words = "a test that passes although torch is known to have the defect that it shows fails the run"
     add("--strict-defects", **flag, help=words)
-    add("--minimum-executed", type=_whole(0), metavar="N", help="fail when fewer tests were executed")
+    add("--minimum-executed", type=_whole(0, MOST_TESTS), metavar="N", help="fail when fewer tests were executed")
     words = f"seed of order and RNG, or 'random' (default: source order, {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
     add("--showlocals", **flag, dest="show_locals", help="local variables in tracebacks")
@@ -215,11 +222,11 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     }
     if "fail_fast" in given and "keep_going" not in given:
         fields["keep_going"] = False  # whatever the variable says
-    if "ranks" not in fields and environment.get(RANKS_VARIABLE):
-        try:
-            fields["ranks"] = _whole(1)(environment[RANKS_VARIABLE])
-        except argparse.ArgumentTypeError as error:
-            parser.error(f"{RANKS_VARIABLE}: {error}")
+    try:
+        settings.check(environment)
+        fields.setdefault("ranks", settings.ranks(environment))
+    except ConfigurationError as error:
+        parser.error(str(error))
     run = RunTests(**fields)
     refusal = _refusal(run, rerun_asked="rerun_disabled" in given)
     if refusal is not None:

@@ -17,6 +17,7 @@ TestTimes = Mapping[str, Seconds]  # by file
 ClassTimes = Mapping[str, Mapping[str, Seconds]]  # by file, then by class
 
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
+MOST_PARTS = 1000  # of one file
 LONGEST = 366 * 86400.0  # seconds; what is longer is no time of a test, and sums of it are no numbers
 ASSUMED = 60.0  # seconds of a file when no file at all has a known time; only ratios between files matter then
 
@@ -166,7 +167,7 @@ def split(
     parts = []
     for test in tests:
         seconds = estimate(test, times, class_times)
-        pieces = max(1, math.ceil(seconds / threshold)) if seconds else 1
+        pieces = max(1, math.ceil(min(seconds / threshold, MOST_PARTS))) if seconds else 1
         share = None if seconds is None else seconds / pieces
         parts += [ShardedTest(test, piece + 1, pieces, share) for piece in range(pieces)]
     return parts

@@ -32,6 +32,7 @@ from torch_fsdp_tests.ranks.group import GRACE, RankGroup
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, ranks_in_words
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
+from torch_fsdp_tests.vendors import RANKS_VARIABLE
 
 __unittest = True
 
@@ -348,7 +349,7 @@ def settle() -> None:
     """Keep what the launcher's variables say, and take them away. Its ranks are those of a test that states none."""
     launch = launcher.found()
     if launch is not None:
-        os.environ.setdefault(accelerator.RANKS_VARIABLE, str(launch.world_size))
+        os.environ.setdefault(RANKS_VARIABLE, str(launch.world_size))
         launcher.forget_variables()
 
 

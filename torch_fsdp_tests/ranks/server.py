@@ -23,13 +23,12 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import accelerator, events, forkserver, host, messages, torch_facts
+from torch_fsdp_tests import accelerator, events, forkserver, host, messages, settings, torch_facts
 from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
 
 __unittest = True
 
-START_VARIABLE = "TORCH_FSDP_TESTS_START"  # "fork" or "spawn"; by default what the host and the device can do
 KILL_LIMIT = 5.0  # seconds for the kernel to take down killed processes
 TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to remove what their processes have left
 assert TIDY_LIMIT < KILL_LIMIT
@@ -76,7 +75,7 @@ class Server(forkserver.ForkServer):
             elif accelerator.initialised():
                 raise RuntimeError(
                     "the accelerator's runtime runs in the process that forks the ranks, where it would not survive: "
-                    f"do not touch the device when the test file is imported, or set {START_VARIABLE}=spawn"
+                    f"do not touch the device when the test file is imported, or set {settings.START_VARIABLE}=spawn"
                 )
             begin = self._fork if request.preparation is None else self._spawn
             ends = iter(request.descriptors)
@@ -259,9 +258,7 @@ def start_method() -> str:
 
     Raises :class:`~torch_fsdp_tests.accelerator.ConfigurationError` for any other wish in the variable.
     """
-    asked = os.environ.get(START_VARIABLE)
-    if asked not in (None, "fork", "spawn"):
-        raise accelerator.ConfigurationError(f"{START_VARIABLE} is {asked!r}: it can be fork or spawn")
+    asked = settings.start(os.environ)
     if asked is not None:
         return asked
     return "fork" if host.can_fork() and accelerator.current().has("fork") else "spawn"

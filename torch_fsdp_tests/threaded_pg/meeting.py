@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, settings
 from torch_fsdp_tests.threaded_pg.collectives import Column, Mismatch, Part, deliver, describe
 
 
@@ -46,7 +46,7 @@ class CollectiveTimeout(CollectiveError):
 
 def default_limit() -> float:
     """Seconds that a rank waits for the others at most: DISTRIBUTED_TESTS_DEFAULT_TIMEOUT, or 120."""
-    return float(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120"))
+    return float(settings.timeout(os.environ))
 
 
 class Fence:
