@@ -20,6 +20,8 @@ MACOS = sys.platform == "darwin"
 
 REFUSAL = "torch_fsdp_tests runs on Linux and, on the CPU, on macOS; not on Windows (WSL 2 counts as Linux)"
 
+LOOPBACK = "127.0.0.1"  # by number: "localhost" is a name, which not every container resolves
+
 SHARED_MEMORY = "/dev/shm/"
 
 _SERVANTS = ("torch_shm_manager", "_inductor/compile_worker")

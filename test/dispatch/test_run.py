@@ -147,6 +147,15 @@ class TestBadEnds(TreeCase):
         )
         self.assertIn("import no_such_module", str(error.text))
 
+    def test_a_link_that_leads_nowhere(self):
+        self.write({"test_p": PASS})
+        (self.tree / "test_x.py").symlink_to("/no/where")
+        arguments = ["--keep-going", "--report", self.root / "r"]
+        says = ["error: .the file itself.: FileNotFoundError: .*No such file or directory"]
+        self.check({}, arguments, passed=1, failed=1, says=says)
+        self.assertIn("test_x  1 rank", self.run_command("--list"))
+        self.assertEqual(self.code, 0, self.err)
+
     def test_signals_name_the_test_and_those_not_reached(self):
         for name in ("SIGKILL", "SIGSEGV"):
             with self.subTest(name):
@@ -477,7 +486,7 @@ class TestReruns(TreeCase):
             {"test_x": text},
             ["--reruns", "2", "--save-xml", self.root / "xml"],
             passed=2,
-            says=["flaky.*TestX.test_2", "2 attempts"],
+            says=["flaky.*TestX.test_2", "2 attempts", "first attempt at test_x, which failed", "False is not true"],
         )
         case = next(
             c for c in ET.parse(next((self.root / "xml").glob("*/*.xml"))).iter("testcase") if c.get("name") == "test_2"
@@ -532,6 +541,7 @@ class TestStopping(TreeCase):
                 self.assertEqual(status, code, out + err)
                 self.assertEqual(CLOSING.findall(out), [("1", "0", "0")], out)
                 self.assertIn("1 file not started: test_y", out)
+                self.assertIn(f"{number.name}: stopping 1 running file\n", out)
                 self.assertFalse(alive(pid))
                 (self.root / "pid").unlink()
 

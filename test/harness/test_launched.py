@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import launcher
+from torch_fsdp_tests import host, launcher
 from torch_fsdp_tests.common_utils import (
     TestCase,
     find_free_port,
@@ -84,7 +84,7 @@ class Launch:
 
 @functools.cache
 def started() -> dict[str, Launch]:
-    node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{find_free_port()}"]
+    node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{find_free_port()}"]
     show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
     patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end a test that nobody ended
     faults = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMore", "TestStaying", "TestThreads"]

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch_fsdp_tests import host
+
 ADDRESS_IN_USE = "Address already in use"
 CONNECT_TIMEOUT = "connect() timed out."
 
@@ -21,7 +23,7 @@ def find_free_port() -> int:
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("localhost", 0))
+        listener.bind((host.LOOPBACK, 0))
         return listener.getsockname()[1]
 
 

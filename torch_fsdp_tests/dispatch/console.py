@@ -14,7 +14,7 @@ from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, FileResult
+from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
@@ -130,15 +130,25 @@ class Console:
         if file.is_bad:
             self._failures += 1
             self._failure(file)
+        elif file.is_flaky:
+            self._first_failure(file)
         elif self._run.show_output:
             self.say(f"{file.attempts[-1].output.rstrip()}\n")
 
-    def _failure(self, file: FileResult) -> None:
-        last = file.attempts[-1]
-        self.say(f"{THIN_RULE}\noutput of {file.name}\n{THIN_RULE}\n{last.output.rstrip()}\n{THIN_RULE}")
-        for test in file.tests():
+    def _output(self, attempt: Attempt, tests: Iterable[TestResult], title: str) -> None:
+        """The whole output of a process, and then a line for each of these tests that went wrong."""
+        self.say(f"{THIN_RULE}\n{title}\n{THIN_RULE}\n{attempt.output.rstrip()}\n{THIN_RULE}")
+        for test in tests:
             if test.outcome.is_bad:
                 self.say(f"{test.outcome.value}: {test.name}{f': {clean(test.reason)}' if test.reason else ''}")
+
+    def _first_failure(self, file: FileResult) -> None:
+        """Of a file that passed when it ran again: what went wrong at first is all there is to look at."""
+        first = file.attempts[0]
+        self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
+
+    def _failure(self, file: FileResult) -> None:
+        self._output(file.attempts[-1], file.tests(), f"output of {file.name}")
         left = [test for test in file.tests() if test.outcome is State.NOT_RUN]
         if left:
             self.say(f"tests not reached: {', '.join(test.name for test in left)}")

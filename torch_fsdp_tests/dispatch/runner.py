@@ -23,6 +23,7 @@ from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
+from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.process import TestProcess
@@ -254,7 +255,7 @@ class Runner:
                 for running, _ in self._running.values():  # somebody asks a second time
                     running.kill()
             self.results.signal = self.results.signal or number
-            self._console.say(f"{signal.Signals(number).name}: stopping {len(self._running)} running files")
+            self._console.say(f"{signal.Signals(number).name}: stopping {plural(len(self._running), 'running file')}")
             self._stopping = True
             for running, _ in self._running.values():
                 running.stop(Ending(How.STOPPED), self._now())

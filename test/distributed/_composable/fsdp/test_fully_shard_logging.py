@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests import host, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
@@ -61,7 +61,7 @@ LINES_OF_A_STEP = [
 def log_of_script(settings: str | None, between_steps: str = "") -> str:
     """What two steps write to stderr with ``TORCH_LOGS`` set so, or not set. Port 0: the store takes a free one."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
-    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.LOOPBACK, "MASTER_PORT": "0"}
     if settings is not None:
         environment["TORCH_LOGS"] = settings
     script = SCRIPT.format(between_steps=between_steps)
