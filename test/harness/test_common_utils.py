@@ -8,6 +8,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -384,7 +385,8 @@ class RunTestsTest(TestCase):
         for arguments, wanted, pattern in [
             (["-k", "passes"], 0, r"Ran 1 test in [\d.]+s\n\nOK\n$"),
             (["Alpha.test_fails"], 1, r"FAILED \(failures=1\)\n$"),
-            (["Empty"], 5, r"Ran 0 tests"),
+            (["Empty"], 5, r"^ours.py: nothing ran: there is no test in Empty\n$"),
+            (["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test fits -k absent or -k x\*z\n$"),
             (["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
             (["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
             (["--repeat", "0"], 2, "not 1 or more"),
@@ -397,6 +399,24 @@ class RunTestsTest(TestCase):
                 status, text = self.call(self.ours, *arguments)
                 self.assertEqual(status, wanted, text)
                 self.assertRegex(text, pattern)
+
+    def test_a_harness_that_is_not_the_checkouts(self):
+        """A file of a checkout takes the harness that is installed; where the two differ, it says so."""
+        with tempfile.TemporaryDirectory() as name:
+            checkout = Path(name).resolve()
+            file, harness = checkout / "test" / "test_x.py", checkout / "torch_fsdp_tests"
+            file.parent.mkdir()
+            file.write_text(self.ours.read_text())
+            (checkout / "run_test.py").touch()
+            shutil.copytree(ROOT / harness.name, harness, ignore=shutil.ignore_patterns("__pycache__"))
+            self.assertNotIn("note:", self.call(file, "Beta")[1])
+            (harness / "host.py").write_text("")
+            (harness / "more.py").touch()
+            status, text = self.call(file, "Beta")
+            self.assertEqual(status, 0)
+            ours = ROOT / harness.name
+            words = f"belongs to the checkout {checkout}, and the harness is another one, in {ours}, where"
+            self.assertIn(f"{words} 2 files differ, host.py the first: PYTHONPATH={checkout} takes", text)
 
     def test_variables_that_make_no_sense(self):
         for variable, value in (("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc"), ("TORCH_FSDP_TESTS_START", "nope")):

@@ -7,11 +7,12 @@ import os
 import sys
 import unittest
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import events, settings
 from torch_fsdp_tests.vendors import ConfigurationError
 
 from . import state, testcase
@@ -67,11 +68,17 @@ class _Program(unittest.TestProgram):
     """unittest's program, which makes the rank engine ready between loading the tests and running the first one."""
 
     test: unittest.TestSuite | unittest.TestCase
+    testNames: Sequence[str] | None
 
     def __init__(self, argv: list[str], repeat: int, only_names: bool) -> None:
         self._repeat = repeat
         self._only_names = only_names
         super().__init__(module="__main__", argv=argv, testRunner=_Runner)
+
+    def _why_nothing(self) -> str:
+        patterns = " or ".join(f"-k {pattern.strip('*')}" for pattern in self.testNamePatterns or ())
+        names = ", ".join(self.testNames or ())
+        return f"no test fits {patterns}" if patterns else f"there is no test in {names or 'this file'}"
 
     def runTests(self) -> None:
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
@@ -81,6 +88,10 @@ class _Program(unittest.TestProgram):
                 sys.exit(0)
             print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
             sys.exit(0)
+        if not self.test.countTestCases() and not events.attached():
+            if not ranks.is_follower():
+                print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
+            sys.exit(NO_TESTS_RAN)
         ranks.prepare()
         self.exit = False  # the exit status is decided below, alike for all versions of Python
         tests = list(_flat(self.test)) if self._repeat > 1 else []  # a suite forgets the tests that it has run
@@ -91,6 +102,30 @@ class _Program(unittest.TestProgram):
                 sys.exit(ranks.conclude(1))
         ran = self.result.testsRun or self.result.skipped
         sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
+
+
+def _differing_harness(file: Path) -> str | None:
+    """A remark where a test file lies in a checkout, and the harness that it has imported is another one."""
+    ours = Path(settings.__file__).parent
+    for folder in file.resolve().parents:
+        theirs = folder / ours.name
+        if not (folder / "run_test.py").is_file() or not theirs.is_dir():
+            continue
+        if theirs.samefile(ours):
+            return None
+        names = {str(path.relative_to(root)) for root in (ours, theirs) for path in root.rglob("*.py")}
+        differing = [name for name in sorted(names) if _bytes(ours / name) != _bytes(theirs / name)]
+        if not differing:
+            return None
+        return (
+            f"note: the test file belongs to the checkout {folder}, and the harness is another one, in {ours}, where "
+            f"{len(differing)} files differ, {differing[0]} the first: PYTHONPATH={folder} takes the checkout's"
+        )
+    return None
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.TestCase]:
@@ -139,4 +174,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     if options.showlocals:
         rest.insert(0, "--locals")
     set_rng_seed()
+    remark = None if events.attached() else _differing_harness(Path(program))
+    if remark is not None:
+        print(remark, file=sys.stderr)
     _Program([program, *rest], options.repeat, options.discover_tests)
