@@ -473,6 +473,14 @@ class TestConsole(TreeCase):
         times = self.write_json("times.json", {"default": {"default": {"test_x": 5}}})
         self.assertNotIn("slow:", self.check({}, ["--slow-after", "0.4", "--test-times", times], passed=1))
 
+    def test_a_log_is_told_that_the_run_goes_on(self):
+        times = ["--test-times", self.write_json("times.json", {"default": {"default": {"test_x": 0.1}}})]
+        files = {"test_x": body("pass", "time.sleep(1.5)")}
+        out = self.check(files, [*times, "--slow-after", "0.8"], passed=2)
+        self.assertRegex(out, r"(?m)^\[0/1\] 1 test done, 0 failed: test_x \d\.\ds$")  # it should have ended already
+        self.assertNotIn(" left", out)
+        self.assertNotIn("done", self.check({}, times, passed=2))
+
     def test_every_line_is_flushed_into_a_pipe(self):
         """The first line before any file has ended, and then a line a file."""
 
@@ -490,7 +498,7 @@ class TestConsole(TreeCase):
         self.assertEqual(CLOSING.findall(out), [("2", "0", "0")])
 
     def test_line_that_updates_on_a_terminal(self):
-        times = self.write_json("times.json", {"default": {"default": {"test_a": 2, "test_b": 2}}})
+        times = self.write_json("times.json", {"default": {"default": {"test_a": 50, "test_b": 50}}})
         self.write({"test_a": FAIL, "test_b": body("time.sleep(1.5)")})
         ours, theirs = pty.openpty()
         process = self.start("-j1", "--keep-going", "--test-times", times, stdout=theirs, stderr=theirs)
@@ -502,7 +510,8 @@ class TestConsole(TreeCase):
         os.close(ours)
         self.assertEqual(process.wait(), 1)
         text = seen.decode()
-        self.assertRegex(text, r"\[1/2\] 1 failed, about \d\.\ds left: test_b \d\.\ds\r\x1b\[2K\[2/2\] ok")
+        status = r"\[1/2\] 1 test done, 1 failed, about \d+\.\ds left: test_b \d\.\ds"
+        self.assertRegex(text, rf"{status}\r\x1b\[2K\[2/2\] ok")
         self.assertNotRegex(text, r"(?s)\[2/2\] ok.*test_b \d\.\ds\r\x1b")
         self.assertIn("\r\x1b[2K", text)
         self.assertTrue(text.endswith("1 passed, 1 failed, 0 skipped\r\n"), text)

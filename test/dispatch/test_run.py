@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,11 +50,20 @@ class TestVerdicts(TreeCase):
 
     def test_order_of_a_file_alone_and_repeat_command_works(self):
         out = self.check({"test_f": FAIL + PASS}, failed=1, passed=1)
-        (command,) = re.findall(r"^ +python (\S+ .* -i test_f::TestF::test_f .*)$", out, re.MULTILINE)
-        done = subprocess.run(
-            [sys.executable, *command.split()], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT
-        )
+        (command,) = re.findall(r"^ +(\S+ \S+ .* -i test_f::TestF::test_f .*)$", out, re.MULTILINE)
+        done = subprocess.run(command.split(), capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT)
         self.assertEqual(CLOSING.findall(done.stdout), [("0", "1", "0")], done.stdout + done.stderr)
+
+    def test_repeat_command_names_the_interpreter_and_the_lists(self):
+        own = self.write_json("own.json", {"version": 1, "entries": []})
+        slow = self.write_json("slow.json", {})
+        lists = ["--known-failures", own, "--slow-tests", slow]
+        for path, name in ((ENVIRONMENT["PATH"], None), (str(self.root), sys.executable)):
+            out = self.check({"test_f": FAIL}, lists, failed=1, cwd=self.root, env={"PATH": path})
+            if name is None:
+                name = "python" if shutil.which("python") == sys.executable else sys.executable
+            given = "--slow-tests slow.json --known-failures own.json"
+            self.assertRegex(out, rf"(?m)^to repeat: {re.escape(name)} .*{given}$")
 
     def test_repeat_command_names_a_folder_that_is_called_as_the_default_one(self):
         out = self.check({"test_f": FAIL}, failed=1, cwd=self.root)
@@ -247,6 +257,27 @@ class TestSelecting(TreeCase):
         self.check({}, ["-k", "nothing_fits"], says=["NO TEST"])
         self.check({}, ["--distributed-tests"], code=5)
 
+    def test_names_from_the_current_folder_and_without_an_option(self):
+        self.write({"a/b/test_x": PASS, "a/test_y": PASS, "test_p": PASS})
+        for folder, words, selected in (
+            (".", ["test_p"], ["test_p"]),
+            (".", ["test/a", "-x", "test/a/b"], ["a/test_y"]),
+            (".", ["test/a/b/test_x.py", "--json", "test_p.py"], ["a/b/test_x", "test_p"]),
+            (".", ["."], ["a/b/test_x", "a/test_y", "test_p"]),
+            ("test/a", ["b"], ["a/b/test_x"]),
+            ("test/a", ["."], ["a/b/test_x", "a/test_y"]),
+            ("test/a", ["test_y.py", "-i", "test_p"], ["a/test_y", "test_p"]),
+            ("test/a", ["../test_p.py"], ["test_p"]),
+            ("test/a/b", ["*x", "a/test_y"], ["a/b/test_x", "a/test_y"]),
+            ("test/a/b", ["test_x::TestP"], ["a/b/test_x"]),
+        ):
+            with self.subTest(folder=folder, words=words):
+                self.run_command(*words, "--dry-run", *["--json"] * ("--json" not in words), cwd=self.root / folder)
+                self.assertEqual(self.code, 0, self.err)
+                self.assertEqual(sorted(job["file"] for job in json.loads(self.out)["jobs"]), selected)
+        self.assertEqual(self.run_command("b", "--dry-run", cwd=self.tree), "")
+        self.assertEqual(self.code, 2)
+
     def test_unknown_names(self):
         self.write({"a/test_x": body("pass")})
         for word, near in (("a/test_y", "a/test_x"), ("a/test_x::TestZ", "TestX"), ("a/test_x::TestX::test_1_no", "")):
@@ -264,8 +295,8 @@ class TestSelecting(TreeCase):
             }
         )
         listed = [
-            "distributed/test_x  2 ranks  devices 0  estimate unknown",
-            "test_p  1 rank  devices 0  estimate unknown",
+            "distributed/test_x  2 ranks  estimate unknown",
+            "test_p  1 rank  estimate unknown",
         ]
         self.assertEqual(self.run_command("--list").splitlines(), listed)
         listed = self.run_command("--list", "--tests").splitlines()

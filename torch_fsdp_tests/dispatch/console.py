@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
@@ -21,11 +22,14 @@ from torch_fsdp_tests.verdict import Scope, State
 
 RULE = "=" * 78
 THIN_RULE = "-" * 78
+REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
+QUIET = 30.0  # seconds after which a log is told that the run goes on
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
     """The command that runs one test, one class or one file, as it ran here; ``facts`` are what it was tested on."""
-    words = ["python", os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else "run_test.py"]
+    words = ["python" if shutil.which("python") == sys.executable else sys.executable]
+    words += [os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else "run_test.py"]
     if run.test_directory != run.default_directory:
         words += ["--test-directory", os.path.relpath(run.test_directory)]
     inside = f"::{test.replace('.', '::')}" if test else ""
@@ -38,6 +42,13 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
             words += [f"--{option}", str(value)]
     if run.devices is not None:
         words += ["--devices", ",".join(run.devices)]
+    for option, path in (
+        ("disabled-tests", run.disabled),
+        ("slow-tests", run.slow),
+        ("known-failures", run.known_failures),
+    ):
+        if path is not None:
+            words += [f"--{option}", os.path.relpath(path)]
     if run.timeout is not None:
         words += ["--timeout", f"{run.timeout:g}"]
     if run.arguments:
@@ -51,8 +62,11 @@ class Console:
     def __init__(self, run: RunTests, stream: TextIO, total: int, under_test: Mapping[str, Any], slots: int) -> None:
         self._run, self._stream, self._total, self._slots = run, stream, total, slots
         self.under_test = dict(under_test)  # expected at first; the first file with ranks knows
-        self._done = self._failures = 0
+        self._done = self._failures = self._tests = 0
         self.is_terminal = stream.isatty()
+        # Seconds between two words on how far the run has come: rewritten on a terminal, lines of a log elsewhere.
+        self.refresh = REFRESH if self.is_terminal else min(QUIET, run.slow_after / 2)
+        self._said_at = time.monotonic()
         self._status = ""
         self._introduced = False
         self._width = len(str(total))
@@ -60,6 +74,7 @@ class Console:
     def say(self, text: str = "") -> None:
         if not self._introduced:
             self.introduce()
+        self._said_at = time.monotonic()
         with naming("stderr" if self._stream is sys.stderr else "stdout"):
             self._clear()
             print(text, file=self._stream, flush=True)
@@ -101,6 +116,7 @@ class Console:
         self._status = ""  # what it says of this file is old
         self._done += 1
         tests = file.tests()
+        self._tests += len(tests)
         skipped = file.count(State.SKIPPED)
         executed = sum(test.outcome.is_executed for test in tests if test.scope is not Scope.FILE)
         word = "FAILED" if file.is_bad else "flaky" if file.is_flaky else "ok" if executed else "skipped"
@@ -165,13 +181,18 @@ class Console:
         self.say(f"slow: {process.job.part.name} has run for {seconds(now - process.began)}{about}{at}")
 
     def progress(self, running: Iterable[TestProcess], now: float, left: float | None) -> None:
-        """Rewrite the status line; nothing in a log."""
-        if not self.is_terminal or not self._introduced:
+        """Rewrite the status line; in a log, say the same in a line where nothing else was said for a while."""
+        if not self._introduced or (not self.is_terminal and time.monotonic() < self._said_at + self.refresh):
             return
+        running = list(running)
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
-        parts = [f"[{self._done}/{self._total}] {self._failures} failed"]
+        tests = self._tests + sum(len(p.results) for p in running)
+        parts = [f"[{self._done}/{self._total}] {plural(tests, 'test')} done", f"{self._failures} failed"]
         if left is not None:
             parts.append(f"about {seconds(left)} left")
+        if not self.is_terminal:
+            self.say(f"{', '.join(parts)}: {ages}")
+            return
         columns = shutil.get_terminal_size().columns or 80  # some terminals say 0, which Python 3.10 passes on
         status = f"{', '.join(parts)}: {ages}"[: columns - 1]
         self._clear()

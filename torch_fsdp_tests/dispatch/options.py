@@ -97,7 +97,9 @@ def make_parser() -> _Parser:
     flag: dict[str, Any] = {"action": "store_true"}
 
     add = parser.add_argument_group("which tests").add_argument
-    words = "files, folders, globs, file::Class or file::Class::test; with or without test/ and .py"
+    words = "files, folders, globs, file::Class or file::Class::test; below test/ or from here, with or without .py"
+    add("include", nargs="*", action="extend", metavar="TEST", help=words)
+    words = "the same"
     add("-i", "--include", **several, help=words)
     add("-x", "--exclude", **several, help="the same, left out")
     words = "only tests whose name has this substring, or fits this glob; may be repeated"
@@ -205,7 +207,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     parser = make_parser()
     given = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(parser.parse_args(argv[:dashes])).items()
+        for name, value in vars(parser.parse_intermixed_args(argv[:dashes])).items()
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]

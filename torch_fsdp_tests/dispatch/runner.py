@@ -38,7 +38,6 @@ LEAST_LIMIT = 600.0  # seconds; a machine under load is slower than the one that
 LIMIT_FACTOR = 10.0  # of the known time
 NO_LIMIT = 86400.0  # seconds; a limit is always on
 SLOW_FACTOR = 2.0  # of the known time, after which a running file may be called slow
-REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
 assert RunTests.slow_after < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
@@ -215,9 +214,7 @@ class Runner:
             return
         now = self._now()
         due = min(min(p.next_deadline(), self._slow_at(p)) for p, _ in self._running.values())
-        timeout = max(0.0, due - now)
-        if self._console.is_terminal:
-            timeout = min(timeout, REFRESH)
+        timeout = min(max(0.0, due - now), self._console.refresh)
         for key, _ in self._selector.select(timeout):
             key.data()
         self._heed_signals()
@@ -229,7 +226,7 @@ class Runner:
             if now >= self._slow_at(running):
                 running.said_slow = now
                 self._console.slow(running, now)
-        if self._running and now >= self._drawn + REFRESH:
+        if self._running and now >= self._drawn + self._console.refresh:
             self._drawn = now
             self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
 
@@ -242,11 +239,11 @@ class Runner:
     def _time_left(self, now: float) -> float | None:
         jobs = [w.job for w in self._queue]
         unknown = any(job.part.time is None for job in [*jobs, *(p.job for p, _ in self._running.values())])
-        if unknown or self._stopping or not self._console.is_terminal:
+        if unknown or self._stopping:
             return None
         work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
         rest = [max(0.0, p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
-        return max([work / self._pool.size, *rest])
+        return max([work / self._pool.size, *rest]) or None  # all that still runs takes longer than expected
 
     def _heed_signals(self) -> None:
         while self._signals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -41,8 +42,10 @@ def select(
 def find(text: str, names: Sequence[str], directory: Path, source: Source) -> list[TestRun]:
     """What one word of ``-i`` or ``-x`` stands for: ``folder``, ``folder/file``, ``glob*``, ``file::Class::test``."""
     pattern, *inside = text.split("::")
-    wanted = normalise(pattern, directory)
-    matches = matching(wanted, names)
+    wanted, here = normalise(pattern, directory), _from_here(pattern, directory)
+    # What is there in the current folder is meant, as a shell completes it; for the rest, names below the directory.
+    matches = [] if here is None or not _is_there(pattern) else matching(here, names)
+    matches = matches or matching(wanted, names) or ([] if here is None else matching(here, names))
     if not matches:
         raise UnknownTest(f"unknown test {text!r}{_nearest(wanted, [*names, *_folders(names)])}")
     if not inside:
@@ -69,6 +72,18 @@ def normalise(text: str, directory: Path) -> str:
         if text.startswith(f"{prefix}/"):
             return text[len(prefix) + 1 :]
     return text
+
+
+def _from_here(text: str, directory: Path) -> str | None:
+    """A name as discovery gives it, for a path relative to the current folder; None where that leads elsewhere."""
+    path, root = Path(os.path.abspath(text.strip())), directory.resolve()
+    if path == root or (path in root.parents and _is_there(text)):
+        return "."
+    return path.relative_to(root).as_posix().removesuffix(".py") if root in path.parents else None
+
+
+def _is_there(text: str) -> bool:
+    return any(os.path.exists(f"{text.strip()}{end}") for end in ("", ".py"))
 
 
 def matching(wanted: str, names: Iterable[str]) -> list[str]:
