@@ -52,6 +52,8 @@ dsd = torch_names.module("torch.distributed.checkpoint.state_dict")
 state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
 replicate_on_fsdp2 = torch_names.module("torch.distributed._composable.replicate_with_fsdp")
 fsdp2_memory = torch_names.module("torch.distributed._tools.fsdp2_mem_tracker")
+dynamo_config = torch_names.module("torch._dynamo.config")
+fake_tensors = torch_names.module("torch._subclasses.fake_tensor")
 
 
 # --- The collectives that FSDP calls ----------------------------------------------------------------------------------
@@ -326,6 +328,16 @@ def composable_apis(module: nn.Module) -> list[str]:
 def ddp_of(model: nn.Module) -> Any:
     """The DDP instance behind a model to which the composable ``replicate`` was applied and which has run."""
     return attribute(composable.replicate.state(model), "_ddp")
+
+
+# --- The compiler -----------------------------------------------------------------------------------------------------
+
+
+def dynamo_switched(**switches: bool) -> AbstractContextManager[Any]:
+    """Within the context these switches of ``torch._dynamo.config`` are as given."""
+    for name in switches:
+        getattr(dynamo_config, name)
+    return dynamo_config.patch(**switches)
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

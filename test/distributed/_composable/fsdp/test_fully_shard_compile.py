@@ -9,7 +9,6 @@ import collections
 import contextlib
 import copy
 import functools
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -24,27 +23,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.common_distributed import (
-    TIMEOUT_OVERRIDE,
-    get_required_world_size,
-    requires,
-    requires_world_size,
-    skip_if_lt_x_gpu,
-)
+from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
-from torch_fsdp_tests.common_utils import flags, manual_seed, run_tests
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.compiling import CountingBackend, allow_time_for_inductor, inductor_in, requires_inductor
 from torch_fsdp_tests.fsdp.references import mean_backward
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
-from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
-
-with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
-    importlib.import_module("torch._inductor.compile_fx")
 
 DIM = 16
 ITERATIONS = 5  # of upstream's 10: after the second nothing new is compiled (test_no_recompiles)
@@ -57,18 +47,7 @@ INDUCTOR_TESTS = (
     "test_transformer_backend_inductor_fullgraph_True",
     "test_transformer_backend_inductor_fullgraph_False",
 )
-TIMEOUT_OVERRIDE |= dict.fromkeys(INDUCTOR_TESTS, 600)  # for a C++ compiler on a busy machine
-
-
-def why_no_inductor() -> str | None:
-    if not accelerator.current().is_host:
-        return why_no_device_compiler()
-    if not flags.TEST_WITH_SLOW:
-        return "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 asks for it"
-    return why_no_host_compiler()
-
-
-requires_inductor = requires(why_no_inductor)
+allow_time_for_inductor(*INDUCTOR_TESTS)
 
 
 class Mod(nn.Module):
@@ -138,29 +117,6 @@ class CountsCalls(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x * self.weight * self.scale * self.calls
-
-
-class CountingBackend:
-    """A backend of ``torch.compile`` by name, which remembers the graphs that it was given."""
-
-    def __init__(self, name: str = "aot_eager") -> None:
-        self._compile = torch._dynamo.lookup_backend(name)
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        self.graphs.append(graph)
-        return self._compile(graph, inputs)
-
-    def _nodes(self) -> list[torch.fx.Node]:
-        return [node for graph in self.graphs for node in graph.graph.nodes]
-
-    @property
-    def op_count(self) -> int:
-        return sum(node.op.startswith("call_") for node in self._nodes())
-
-    def count(self, name: str) -> int:
-        """How many nodes of all graphs have a target of which ``name`` is a part."""
-        return sum(name in str(node.target) for node in self._nodes())
 
 
 class Step(NamedTuple):
@@ -402,18 +358,8 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_simple_mlp_fullgraph_backend_inductor(self):
-        with self._inductor():
+        with inductor_in(self.temp_dir):
             self._test_traceable_fsdp(*self._create_simple_mlp_factory_fns(), "inductor", fwd_fullgraph=True)
-
-    @contextlib.contextmanager
-    def _inductor(self) -> Iterator[None]:
-        """Without a pool of processes, which would outlive the rank, with eager's random numbers, and with what is
-        built in a folder that the ranks share and that goes away."""
-        with (
-            torch._inductor.config.patch(compile_threads=1, fallback_random=True),
-            mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=self.temp_dir),
-        ):
-            yield
 
     def _create_nested_fully_shard_factory_fns(self, fwd_fullgraph: bool) -> tuple[Any, Any]:
         def model_init_fn() -> nn.Module:
@@ -442,14 +388,14 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_nested_fully_shard_backend_inductor_fullgraph_True(self):
-        with self._inductor():
+        with inductor_in(self.temp_dir):
             self._test_nested("inductor", fwd_fullgraph=True)
 
     @requires_inductor
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_nested_fully_shard_backend_inductor_fullgraph_False(self):
-        with self._inductor():
+        with inductor_in(self.temp_dir):
             counting = self._test_nested("inductor", fwd_fullgraph=False)
         self.assertGreaterEqual(len(counting.graphs), 2)  # what is before the break and what is after it
 
@@ -499,7 +445,8 @@ class TestFullyShardCompile(CompileTest):
         self, backend: str, all_requires_grad: bool, activation_checkpoint: bool = False, fwd_fullgraph: bool = True
     ) -> None:
         fns = self._create_transformer_factory_fns(all_requires_grad, activation_checkpoint)
-        inductor = self._inductor() if backend == "inductor" else torch._inductor.config.patch(fallback_random=True)
+        same_random = torch._inductor.config.patch(fallback_random=True)
+        inductor = inductor_in(self.temp_dir) if backend == "inductor" else same_random
         with inductor, self._maybe_add_graph_break_to_sdpa(fwd_fullgraph):
             counting = self._test_traceable_fsdp(*fns, backend, fwd_fullgraph)
         if not fwd_fullgraph:

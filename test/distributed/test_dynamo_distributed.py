@@ -1,0 +1,451 @@
+"""``torch.compile`` around and inside of FSDP1: what is compiled trains as a plain model does, and is compiled once.
+
+Dynamo does not look into FSDP's own code: its hooks are where graphs end. Of the modules that FSDP manages it assumes
+less than of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.compiling import CountingBackend, allow_time_for_inductor, inductor_in, requires_inductor
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.training import loss_of
+
+ROWS, WIDTH, HIDDEN = 3, 10, 8
+LR, STEPS = 0.1, 3
+
+allow_time_for_inductor("test_fsdp_inductor")
+
+
+class Dense(nn.Module):
+    """A layer in a class that is not torch's own: dynamo compiles no forward of torch.nn that eager code calls, and
+    after the break at its hooks that of a unit is called so."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias).tanh()
+
+
+class ToyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Dense(WIDTH, HIDDEN), Dense(HIDDEN, HIDDEN), Dense(HIDDEN, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MutatingModel(nn.Module):
+    """Changes an attribute of its own, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Dense(WIDTH, WIDTH)
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x * 2
+        x.add_(1)
+        return self.layer(x) + self.seen
+
+
+class ForcedGetAttrMod(nn.Module):
+    """Computes with the parameter of a layer that it does not call, and finds the layer by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, self.__getattr__("linear").weight)
+
+
+class ToyInnerModel(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Dense(inputs, outputs), Dense(outputs, outputs)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ToyOuterModel(nn.Module):
+    """Its two parts have different sizes, or what is compiled of one would do for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([ToyInnerModel(WIDTH, HIDDEN), ToyInnerModel(HIDDEN, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for inner in self.inner:
+            x = inner(x)
+        return x
+
+
+class WithBuffer(nn.Module):
+    """A layer, and a buffer that is known under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Dense(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+        self.layer.register_buffer("same_scale", self.scale)
+
+
+class UsesTwice(WithBuffer):
+    """Uses its buffer twice, and one tensor as two arguments."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.scale + y) * self.scale
+
+
+class ChangesSharedBuffer(WithBuffer):
+    """Adds to the buffer under one of its names, and computes with it under the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.same_scale.add_(0.5)
+        return self.layer(x) * self.scale
+
+
+class CallsStaticMethod(nn.Module):
+    def __init__(self, through_class: bool) -> None:
+        super().__init__()
+        self.layer, self.through_class = Dense(WIDTH, WIDTH), through_class
+
+    @staticmethod
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        double = CallsStaticMethod.double if self.through_class else self.double
+        return double(self.layer(x))
+
+
+class CountsCalls(nn.Module):
+    """Multiplies with a number that differs in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = Dense(WIDTH, WIDTH), 1  # dynamo makes constants of 0 and 1 wherever it finds them
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def breaks() -> dict[str, int]:
+    """The reasons why dynamo ended a graph since the last reset, and how often each did."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+class DynamoTest(FSDPTest):
+    def _plain(self, model: nn.Module) -> Any:
+        """The model on the device, whose parameters are the same on all ranks, before dynamo has seen anything."""
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        return filled(model, low=-0.3, high=0.3).to(self.device)
+
+    def _batch(self, step: int) -> torch.Tensor:
+        """A batch of this rank's own."""
+        return uniform(ROWS, WIDTH, seed=100 * step + self.rank)
+
+    def _sharded(self, model: nn.Module, *units: type[nn.Module], **kwargs: Any) -> FSDP:
+        """A copy of the model in FSDP, with the modules of these types as units of their own."""
+        policy = ModuleWrapPolicy(set(units)) if units else None
+        return FSDP(copy.deepcopy(model), auto_wrap_policy=policy, **{"use_orig_params": True, **kwargs})
+
+    def _train(
+        self,
+        ref_model: nn.Module,
+        model: FSDP,
+        call: Callable[[torch.Tensor], torch.Tensor],
+        counting: CountingBackend,
+    ) -> None:
+        """Train the plain model and the compiled one, which ``call`` stands for, and compare them in each step.
+
+        After the second step there is nothing left to compile.
+        """
+        optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)]
+        graphs = []
+        for step in range(STEPS):
+            self._backward(ref_model, call, step)
+            self._step(ref_model, model, optims)
+            graphs.append(len(counting.graphs))
+        self.assertGreater(graphs[0], 0)
+        self.assertEqual(graphs[-1], graphs[1])
+
+    def _backward(self, ref_model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], step: int) -> None:
+        """Run both on a batch, forward and backward, and compare the outputs and the inputs' gradients."""
+        inputs = [self._batch(step).requires_grad_() for _ in range(2)]
+        outputs = [each(inp) for each, inp in zip((ref_model, call), inputs)]
+        self.assertEqual(*outputs)
+        for output in outputs:
+            loss_of(output).backward()
+        self.assertEqual(inputs[0].grad, inputs[1].grad)
+
+    def _step(self, ref_model: nn.Module, model: FSDP, optims: list[torch.optim.SGD]) -> None:
+        """Average the plain model's gradients, compare all, step, and compare all again."""
+        average_gradients(ref_model)
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            found = {internals.clean_name(name): param.grad for name, param in model.named_parameters()}
+            self.assertEqual(found, {name: param.grad for name, param in ref_model.named_parameters()})
+        before = full_parameters(model)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        after = full_parameters(model)
+        self.assertEqual(after, {name: param.detach() for name, param in ref_model.named_parameters()})
+        for name, param in after.items():
+            self.assertNotEqual(param, before[name], msg=name)
+
+
+class TestMultiProc(DynamoTest):
+    world_size = 2
+
+    def _test_training(self, backend: str, units: tuple[type[nn.Module], ...]) -> None:
+        counting, ref_model = CountingBackend(backend), self._plain(ToyModel())
+        model = self._sharded(ref_model, *units)
+        self._train(ref_model, model, torch.compile(model, backend=counting), counting)
+        self.assertEqual(len(counting.graphs), 3 if units else 1)
+        self.assertEqual(counting.count("linear"), 3)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(units=[(), (Dense,)])
+    def test_fsdp_aot_eager(self, units):
+        """One unit is one graph. Where each layer is a unit there is a graph for each."""
+        self._test_training("aot_eager", units)
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_setattr(self):
+        """A forward that sets an attribute is one graph: neither that nor the changed input ends it."""
+        counting, ref_model = CountingBackend(), self._plain(MutatingModel())
+        model = self._sharded(ref_model)
+        compiled = torch.compile(model, backend=counting)
+        for step in range(3):
+            inputs = [self._batch(step) for _ in range(2)]
+            self.assertEqual(compiled(inputs[1]), ref_model(inputs[0]))
+            self.assertEqual(*inputs)
+            self.assertEqual(inputs[0], self._batch(step) + 1)
+            self.assertEqual(model.module.seen, ref_model.seen)
+        self.assertEqual(len(counting.graphs), 1)
+        self.assertEqual(len(breaks()), 1)
+        self.assertNotIn("setattr", str(breaks()).lower())
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_unspecialized_forced_getattr_no_inline(self):
+        """Newer versions of torch have the switch, and do not heed it."""
+        with internals.dynamo_switched(inline_inbuilt_nn_modules=False):
+            self._test_forced_getattr()
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_unspecialized_forced_getattr_inline(self):
+        self._test_forced_getattr()
+
+    def _test_forced_getattr(self) -> None:
+        counting, ref_model = CountingBackend(), self._plain(ForcedGetAttrMod())
+        model = self._sharded(ref_model)
+        compiled = torch.compile(model, backend=counting)
+        for step in range(3):
+            self.assertEqual(compiled(self._batch(step)), ref_model(self._batch(step)))
+        self.assertEqual(len(counting.graphs), 1)
+
+    @requires_inductor
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(units=[(), (Dense,)])
+    def test_fsdp_inductor(self, units):
+        with inductor_in(self.temp_dir):
+            self._test_training("inductor", units)
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp_activation_checkpointing(self):
+        """Each unit is a graph, with a checkpoint in it that is marked as one."""
+        counting, ref_model = CountingBackend(), self._plain(ToyOuterModel())
+        model = self._sharded(ref_model, ToyInnerModel)
+        internals.checkpoint_wrapping.apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, ToyInnerModel)
+        )
+        self._train(ref_model, model, torch.compile(model, backend=counting), counting)
+        tagged = [
+            any("tag_activation_checkpoint" in str(node.target) for node in graph.graph.nodes)
+            for graph in counting.graphs
+        ]
+        self.assertEqual(tagged, [True, True])
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+        inside=[False, True],
+        units=[(), (Dense,)],
+    )
+    def test_training(self, strategy, inside, units):
+        """Beyond upstream: each strategy, with FSDP inside of what is compiled, or around it."""
+        counting, ref_model = CountingBackend(), self._plain(ToyModel())
+        model = self._sharded(ref_model, *units, sharding_strategy=strategy)
+        if inside:
+            for unit in FSDP.fsdp_modules(model):
+                unit.module.compile(backend=counting)
+        self._train(ref_model, model, model if inside else torch.compile(model, backend=counting), counting)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(units=[(), (Dense,)])
+    def test_between_steps(self, units):
+        """Beyond upstream: accumulation, written parameters and evaluations between compiled steps."""
+        counting, ref_model = CountingBackend(), self._plain(ToyModel())
+        model = self._sharded(ref_model, *units)
+        compiled = torch.compile(model, backend=counting)
+        self._train(ref_model, model, compiled, counting)
+        graphs = len(counting.graphs)
+        optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)]
+
+        for last in (False, True):
+            with contextlib.nullcontext() if last else model.no_sync(), recorded("reduce_scatter") as calls:
+                self._backward(ref_model, compiled, 10 + last)
+            self.assertEqual(len(calls), (len(units) * 3 or 1) * last)
+        self._step(ref_model, model, optims)
+
+        with torch.no_grad(), FSDP.summon_full_params(model):
+            for each in (ref_model, model):
+                for param in each.parameters():
+                    param.mul_(0.5)
+        self._backward(ref_model, compiled, 20)
+        self._step(ref_model, model, optims)
+        self.assertEqual(len(counting.graphs), graphs)
+
+        with torch.no_grad():
+            model.eval()
+            self.assertEqual(compiled(self._batch(30)), ref_model(self._batch(30)))
+            model.train()
+        graphs = len(counting.graphs)
+        self._backward(ref_model, compiled, 31)
+        self._step(ref_model, model, optims)
+        self.assertEqual(len(counting.graphs), graphs)
+
+
+class TestSingleProc(DynamoTest):
+    """In a group of one rank, where FSDP1 has nothing to shard."""
+
+    world_size = 1
+
+    @contextlib.contextmanager
+    def _compiled_as(self, graphs: int) -> Iterator[CountingBackend]:
+        """Yields a backend, which must have been given so many graphs at the end."""
+        counting = CountingBackend()
+        yield counting
+        self.assertEqual(len(counting.graphs), graphs)
+
+    @subtests(fullgraph=[False, True])
+    def test_fsdp_orig_params_assert(self, fullgraph):
+        """Dynamo takes no part of a flat parameter: it compiles nothing, or raises where one graph is asked for.
+
+        Upstream's name speaks of an assertion, which it is no longer.
+        """
+        says = "Dynamo only supports FSDP with use_orig_params=True"
+        ref_model = self._plain(ToyModel())
+        model = self._sharded(ref_model, use_orig_params=False)
+        with self._compiled_as(0) as counting:
+            model.module.compile(backend=counting, fullgraph=fullgraph)
+            if fullgraph:
+                with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, says):
+                    model(self._batch(0))
+            else:
+                self.assertEqual(model(self._batch(0)), ref_model(self._batch(0)))
+
+    @subtests(skip_fsdp_guards=[True, False])
+    def test_fsdp_skip_guards(self, skip_fsdp_guards):
+        """Guards on what FSDP manages are its own, and take no number for a constant; or they are those of any module.
+
+        Upstream looks at the text of the guards. A number that changes shows what they mean: as a constant it is
+        compiled anew each time.
+        """
+        seen: list[Any] = []
+        counting, ref_model = CountingBackend(), self._plain(CountsCalls())
+
+        def keep_all(guards: list[Any]) -> list[bool]:
+            seen.extend(guards)
+            return [True] * len(guards)
+
+        with internals.dynamo_switched(skip_fsdp_guards=skip_fsdp_guards):
+            model = self._sharded(ref_model)
+            compiled = torch._dynamo.optimize(counting, guard_filter_fn=keep_all)(model)
+            for step in range(5):
+                self.assertEqual(compiled(self._batch(step)), ref_model(self._batch(step)))
+        of_parameters = [guard for guard in seen if guard.guard_type == "TENSOR_MATCH" and "weight" in guard.name]
+        self.assertEqual(len(of_parameters), len(counting.graphs))
+        for guard in of_parameters:
+            self.assertEqual(guard.orig_guard.is_fsdp_module(), skip_fsdp_guards)
+        self.assertEqual(len(counting.graphs), 2 if skip_fsdp_guards else 5)
+
+    def test_fsdp_skip_register_attr_or_module(self):
+        """The parameters are inputs of the graph, and nothing is fetched from a module inside of it."""
+        ref_model = self._plain(ToyModel())
+        with self._compiled_as(1) as counting:
+            model = torch.compile(self._sharded(ref_model), backend=counting)
+            self.assertEqual(model(self._batch(0)), ref_model(self._batch(0)))
+        kinds = [node.op for node in counting.nodes]
+        self.assertNotIn("get_attr", kinds)
+        self.assertNotIn("call_module", kinds)
+        self.assertEqual(kinds.count("placeholder"), 1 + len(list(ref_model.parameters())))
+
+    def test_fsdp_dup_tensors_same_source(self):
+        """A tensor and a buffer that are used twice are one input each."""
+        ref_model = self._plain(UsesTwice())
+        with self._compiled_as(1) as counting:
+            model = torch.compile(self._sharded(ref_model), backend=counting)
+            for step in range(2):
+                inp = self._batch(step)
+                self.assertEqual(model(inp, inp), ref_model(inp, inp))
+        self.assertEqual([node.op for node in counting.nodes].count("placeholder"), 4)
+
+    def test_fsdp_dup_tensors_diff_source(self):
+        """A buffer of two names is one input, and what one name changes the other has."""
+        ref_model = self._plain(ChangesSharedBuffer())
+        with self._compiled_as(1) as counting:
+            model = self._sharded(ref_model)
+            compiled = torch.compile(model, backend=counting)
+            for step in range(15):
+                self.assertEqual(compiled(self._batch(step)), ref_model(self._batch(step)))
+        self.assertEqual([node.op for node in counting.nodes].count("placeholder"), 4)
+        self.assertEqual(model.module.scale, ref_model.scale)
+        self.assertIs(model.module.scale, model.module.layer.same_scale)
+
+    @subtests(through_class=[False, True])
+    def test_fsdp_staticmethod(self, through_class):
+        """A static method is compiled with the rest."""
+        ref_model = self._plain(CallsStaticMethod(through_class))
+        with self._compiled_as(1) as counting:
+            model = torch.compile(self._sharded(ref_model), backend=counting)
+            for step in range(3):
+                self.assertEqual(model(self._batch(step)), ref_model(self._batch(step)))
+        self.assertEqual(counting.count("mul"), 1)
+
+
+if __name__ == "__main__":
+    run_tests()

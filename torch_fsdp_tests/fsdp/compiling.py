@@ -1,0 +1,75 @@
+"""Compiling with ``torch.compile``: backends that remember their graphs, and inductor where it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, requires
+from torch_fsdp_tests.common_utils import flags
+from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
+
+with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
+    importlib.import_module("torch._inductor.compile_fx")
+
+
+class CountingBackend:
+    """A backend of ``torch.compile`` by name, which remembers the graphs that it was given."""
+
+    def __init__(self, name: str = "aot_eager") -> None:
+        self._compile = torch._dynamo.lookup_backend(name)
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        self.graphs.append(graph)
+        return self._compile(graph, inputs)
+
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        """The nodes of all graphs."""
+        return [node for graph in self.graphs for node in graph.graph.nodes]
+
+    @property
+    def op_count(self) -> int:
+        """How many nodes of all graphs call something."""
+        return sum(node.op.startswith("call_") for node in self.nodes)
+
+    def count(self, name: str) -> int:
+        """How many nodes of all graphs have a target of which ``name`` is a part."""
+        return sum(name in str(node.target) for node in self.nodes)
+
+
+def why_no_inductor() -> str | None:
+    """Why a test does not compile with inductor here, in words; None where it does."""
+    if not accelerator.current().is_host:
+        return why_no_device_compiler()
+    if not flags.TEST_WITH_SLOW:
+        return "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+    return why_no_host_compiler()
+
+
+requires_inductor = requires(why_no_inductor)
+
+
+def allow_time_for_inductor(*tests: str) -> None:
+    """Give the tests of these names the time that a C++ compiler takes on a busy machine."""
+    TIMEOUT_OVERRIDE.update(dict.fromkeys(tests, 600))
+
+
+@contextlib.contextmanager
+def inductor_in(folder: str) -> Iterator[None]:
+    """Within the context inductor builds what it compiles in this folder, which the ranks may share.
+
+    It has no pool of processes, which would outlive the rank, and random numbers are those of eager.
+    """
+    with (
+        torch._inductor.config.patch(compile_threads=1, fallback_random=True),
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+    ):
+        yield
