@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 LINUX = sys.platform.startswith("linux")
@@ -137,6 +137,20 @@ def holds_file_below(pid: int, directory: Path) -> bool:
             if os.readlink(descriptor).startswith(f"{directory}/"):
                 return True
     return False
+
+
+def end_strays(directory: Path, spared: Collection[int]) -> list[str]:
+    """Kill children, adopted ones included, that keep their temporary or open files in a directory; name them."""
+    marker = f"TMPDIR={directory}".encode()
+    ended = []
+    for pid in children():
+        if pid in spared:
+            continue
+        with contextlib.suppress(OSError):
+            if marker in Path(f"/proc/{pid}/environ").read_bytes() or holds_file_below(pid, directory):
+                ended.append(command_of(pid))
+                os.kill(pid, signal.SIGKILL)
+    return ended
 
 
 def is_servant(command: str) -> bool:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import events, forkserver
@@ -49,7 +49,10 @@ class Forked:
 class ForkServer:
     """The dispatcher's end. The server ends when this end is closed or the dispatcher is gone."""
 
-    def __init__(self, environment: Mapping[str, str], cwd: Path, directory: Path) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], cwd: Path, directory: Path, entry: Sequence[str] = ("-m", __name__)
+    ) -> None:
+        """``entry`` says to the interpreter which server to be: one that calls :func:`serve` with what is added."""
         self._ready = directory / "forkserver"  # a file that the server makes once it has everything imported
         ours, theirs = socket.socketpair()
         ours.settimeout(ANSWER_LIMIT)
@@ -57,7 +60,7 @@ class ForkServer:
         nowhere = subprocess.DEVNULL
         with theirs:
             self.pid = forkserver.start_fresh(
-                ["-m", __name__, str(theirs.fileno()), str(self._ready)], [theirs.fileno()],
+                [*entry, str(theirs.fileno()), str(self._ready)], [theirs.fileno()],
                 {**environment, "TMPDIR": str(directory)},
                 stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=cwd, start_new_session=True,
             )  # fmt: skip
@@ -126,17 +129,21 @@ def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
     return request.command
 
 
-def main(argv: Sequence[str]) -> None:
-    """The server: ``python -m torch_fsdp_tests.dispatch.forkserver CONTROL READY``."""
+def preload() -> list[str]:
+    """Import what every test file would. Returns remarks."""
+    return forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
+
+
+def serve(argv: Sequence[str], prepare: Callable[[], list[str]]) -> Sequence[str]:
+    """Be the server: ``CONTROL READY``. Returns in a child, with the command for :func:`child.main`."""
     control, ready = argv
     server = _Server(socket.socket(fileno=int(control)))
-    remarks = forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
-    write_text(Path(ready), "\n".join(remarks))
-    command = server.serve()
+    write_text(Path(ready), "\n".join(prepare()))
+    command: Sequence[str] | None = server.serve()
     if command is None:
         os._exit(0)
-    child.main(command)
+    return command
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    child.main(serve(sys.argv[1:], preload))

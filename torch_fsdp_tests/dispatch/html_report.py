@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1c2330;--dim:#5d6778;--line:#d9dee7;--paper:#fff;--panel:#f5f7fa;--ok:#23774a;
---bad:#b92b36;--skip:#6b7687;--flaky:#9a6200;--on:#fff}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--dim:#a3adbd;--line:#343c4a;--paper:#14181f;--panel:#1c222c;
---ok:#5cc48c;--bad:#ff7b84;--skip:#98a2b3;--flaky:#e5ad4d;--on:#10141a}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:1180px;padding:28px 24px 60px;background:var(--paper);
-color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:36px 0 10px}h3{font-size:15px;margin:20px 0 8px}
-p{margin:8px 0}.dim{color:var(--dim)}.ok{color:var(--ok)}.bad{color:var(--bad)}.skip{color:var(--skip)}
-.flaky{color:var(--flaky)}code,h3{overflow-wrap:anywhere}
-.sums{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}
-.sums div{background:var(--panel);border-radius:8px;padding:10px 18px;min-width:110px}
-.sums b{display:block;font-size:24px;line-height:1.2}
-table{border-collapse:collapse;width:100%}
-td,th{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
-td:last-child,th:last-child{padding-right:0}th{color:var(--dim);font-weight:500}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;width:1%}
-td.b{width:180px}.bar{background:var(--dim);height:9px;border-radius:3px;display:block;margin-top:7px;opacity:.6}
-code,pre{font:13px/1.45 ui-monospace,monospace}
-pre{background:var(--panel);border-radius:8px;padding:12px;margin:8px 0 0;overflow:auto;max-height:420px;
-white-space:pre-wrap;overflow-wrap:anywhere}
-details{margin:6px 0;border:1px solid var(--line);border-radius:8px;padding:8px 12px}summary{cursor:pointer}
-.scroll{overflow-x:auto}svg{width:100%;min-width:720px;height:auto;display:block}
-svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:var(--on)}svg .grid{stroke:var(--line)}
-.key>span{margin-right:16px;white-space:nowrap}
-@media(max-width:640px){body{padding:18px 14px 40px}.b,.wide{display:none}.sums{gap:8px}
-.sums div{padding:8px 12px;min-width:88px}.sums b{font-size:20px}td,th{padding-right:10px}}
-"""
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
-_FEW = 30  # names that are listed in the open; more are folded away
 
 _BAD = {state.value for state in State if state.is_bad}
 _KINDS = {"ok": "passed", "bad": "failed", "flaky": "flaky", "skip": "nothing executed"}
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
 def _kind(file: Mapping[str, Any]) -> str:
@@ -63,35 +31,6 @@ def _kind(file: Mapping[str, Any]) -> str:
 def _name(file: Mapping[str, Any]) -> str:
     of = f" ({file['shard_id']} of {file['num_shards']})" if file["num_shards"] > 1 else ""
     return f"{file['file']}{of}"
-
-
-def _code(text: str) -> str:
-    return f"<code>{escape(clean(text))}</code>"
-
-
-def _folded(summary: str, inside: str, is_open: bool = False) -> str:
-    return f"<details{' open' * is_open}><summary>{summary}</summary>{inside}</details>"
-
-
-def _names(what: str, names: Sequence[str]) -> str:
-    """A list of names in one paragraph, folded away when it is long."""
-    text = _code(", ".join(names))
-    return f"<p>{what}: {text}</p>" if len(names) <= _FEW else _folded(f"{what}: {len(names)}", text)
-
-
-def _table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
-    """Columns are given by title and class; cells are HTML. Nothing where there are no rows."""
-    kinds = [kind for _, kind in columns]
-    head = "".join(f'<th class="{kind}">{escape(title)}</th>' for title, kind in columns)
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>" if body else ""
-
-
-def _bar(value: float, longest: float) -> str:
-    return f'<span class=bar style="width:{max(1, 180 * value / (longest or 1)):.0f}px"></span>'
 
 
 def _timeline(data: Mapping[str, Any]) -> str:
@@ -115,7 +54,7 @@ def _timeline(data: Mapping[str, Any]) -> str:
             x, width = _LEFT + attempt["began"] * scale, max(2.0, (attempt["ended"] - attempt["began"]) * scale - 1)
             kind = "bad" if attempt["failed"] else _kind(file)
             name = _name(file).rpartition("/")[2].removeprefix("test_")
-            title = escape(f"{_name(file)}: {_seconds(attempt['ended'] - attempt['began'])}, {attempt['ending']}")
+            title = escape(f"{_name(file)}: {page.seconds(attempt['ended'] - attempt['began'])}, {attempt['ending']}")
             for slot in attempt["slots"]:
                 y = slot * _ROW + 2
                 parts.append(
@@ -138,14 +77,14 @@ def _timeline(data: Mapping[str, Any]) -> str:
 def _failure(test: Mapping[str, Any]) -> str:
     """One test: its state and why, a row for each of its ranks, and everything that was raised."""
     phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
-    head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {_code(test["test"])}'
+    head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {page.code(test["test"])}'
     ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
     titles, *rows = rank_rows(ranks) or [()]
     columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
-    table = _table(columns, [[escape(clean(cell)) for cell in row] for row in rows])
+    table = page.table(columns, [[escape(clean(cell)) for cell in row] for row in rows])
     text = clean(tell(ranks, test["text"]))
     text = f"<pre tabindex=0>{escape(text)}</pre>" if text else ""
-    return _folded(head, f"<p>{escape(clean(test['reason']))}</p>{table}{text}", is_open=True)
+    return page.folded(head, f"<p>{escape(clean(test['reason']))}</p>{table}{text}", is_open=True)
 
 
 def _failures(data: Mapping[str, Any]) -> str:
@@ -160,8 +99,8 @@ def _failures(data: Mapping[str, Any]) -> str:
         parts += [_failure(test) for test in bad]
         left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:
-            parts.append(_names("Not reached", left))
-        parts.append(_folded("whole output of the file", f"<pre tabindex=0>{escape(clean(last['output']))}</pre>"))
+            parts.append(page.names("Not reached", left))
+        parts.append(page.folded("whole output of the file", f"<pre tabindex=0>{escape(clean(last['output']))}</pre>"))
     return "".join(parts)
 
 
@@ -173,9 +112,9 @@ def _flaky(data: Mapping[str, Any]) -> str:
             continue
         first = file["attempts"][0]
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{len(file['attempts'])} attempts</span></h3>")
-        parts += [_names("Passed only when run again", names)] * bool(names)
+        parts += [page.names("Passed only when run again", names)] * bool(names)
         words = f"output of the first attempt ({escape(first['ending'])})"
-        parts.append(_folded(words, f"<pre tabindex=0>{escape(clean(first['output']))}</pre>"))
+        parts.append(page.folded(words, f"<pre tabindex=0>{escape(clean(first['output']))}</pre>"))
     return "".join(parts)
 
 
@@ -185,35 +124,35 @@ def _slowest(data: Mapping[str, Any]) -> str:
     longest = max((test["seconds"] for _, test in slowest), default=0.0)
     rows = [
         [
-            f"{_code(test['test'])}<br><span class=dim>{escape(_name(file))}</span>",
+            f"{page.code(test['test'])}<br><span class=dim>{escape(_name(file))}</span>",
             str(test["subtests"] or ""),
-            _seconds(test["seconds"]),
-            _bar(test["seconds"], longest),
+            page.seconds(test["seconds"]),
+            page.bar(test["seconds"], longest),
         ]
         for file, test in slowest
     ]
-    return _table([("test", ""), ("subtests", "n wide"), ("time", "n"), ("", "b")], rows)
+    return page.table([("test", ""), ("subtests", "n wide"), ("time", "n"), ("", "b")], rows)
 
 
 def _skips(data: Mapping[str, Any]) -> str:
     rows = [
         [str(item["tests"] or ""), str(item["subtests"] or ""), escape(clean(item["reason"]))] for item in data["skips"]
     ]
-    return _table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows)
+    return page.table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows)
 
 
 def _defects(defects: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         [
-            _code(defect["id"]),
+            page.code(defect["id"]),
             escape(defect["title"]),
             escape(defect["consequence"]),
             " ".join(f'<a href="{escape(link)}">{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]),
-            "<br>".join(map(_code, defect["tests"])),
+            "<br>".join(map(page.code, defect["tests"])),
         ]
         for defect in defects
     ]
-    return _table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows)
+    return page.table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows)
 
 
 def _notes(data: Mapping[str, Any]) -> str:
@@ -221,8 +160,8 @@ def _notes(data: Mapping[str, Any]) -> str:
     notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
     notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
     notes += [("lists", remark) for remark in data["list_remarks"]]
-    rows = [[_code(about), escape(clean(note))] for about, note in dict.fromkeys(notes)]
-    return _table([("about", ""), ("note", "")], rows)
+    rows = [[page.code(about), escape(clean(note))] for about, note in dict.fromkeys(notes)]
+    return page.table([("about", ""), ("note", "")], rows)
 
 
 def _files(data: Mapping[str, Any]) -> str:
@@ -237,17 +176,17 @@ def _files(data: Mapping[str, Any]) -> str:
         left_out = sum(not State(outcome).is_executed for outcome in outcomes)
         rows.append(
             [
-                f'<span class="{kind}" title="{_KINDS[kind]}">●</span>&nbsp;{_code(_name(file))}',
+                f'<span class="{kind}" title="{_KINDS[kind]}">●</span>&nbsp;{page.code(_name(file))}',
                 str(len(outcomes)),
                 f"<span class=bad>{count}</span>" if (count := sum(o in _BAD for o in outcomes)) else "",
                 str(left_out or ""),
-                _seconds(took(file)),
-                _seconds(file["estimate"]) if file["estimate"] is not None else "unknown",
-                _bar(took(file), longest),
+                page.seconds(took(file)),
+                page.seconds(file["estimate"]) if file["estimate"] is not None else "unknown",
+                page.bar(took(file), longest),
             ]
         )
     columns = [("file", ""), ("tests", "n"), ("failed", "n"), ("not executed", "n wide"), ("time", "n")]
-    return _table([*columns, ("estimate", "n wide"), ("", "b")], rows)
+    return page.table([*columns, ("estimate", "n wide"), ("", "b")], rows)
 
 
 def _sums(data: Mapping[str, Any]) -> str:
@@ -261,9 +200,8 @@ def _sums(data: Mapping[str, Any]) -> str:
     if ways.keys() - {State.FAILED.value}:
         boxes += f"<div class=dim>{'<br>'.join(f'{escape(way)}: {count}' for way, count in ways.most_common())}</div>"
     plural = "file" if len(data["files"]) == 1 else "files"
-    return (
-        f"{boxes}<div><b>{_seconds(data['seconds'])}</b>wall time</div><div><b>{len(data['files'])}</b>{plural}</div>"
-    )
+    files = f"<div><b>{len(data['files'])}</b>{plural}</div>"
+    return f"{boxes}<div><b>{page.seconds(data['seconds'])}</b>wall time</div>{files}"
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -281,7 +219,7 @@ def render(data: Mapping[str, Any]) -> str:
     body = [f"<h1>FSDP test run: <span class={kind}>{words}</span></h1>"]
     body += [f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{_sums(data)}</div>"]
     if data["not_started"]:
-        body.append(_names("Files not started", data["not_started"]))
+        body.append(page.names("Files not started", data["not_started"]))
     sections = {
         "Timeline": _timeline(data),
         "Failures": _failures(data),
@@ -294,7 +232,4 @@ def render(data: Mapping[str, Any]) -> str:
         "Files": _files(data),
     }
     body += [f"<h2>{title}</h2>{section}" for title, section in sections.items() if section]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>FSDP test run</title>'
-    return (
-        f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
+    return page.document("FSDP test run", body)

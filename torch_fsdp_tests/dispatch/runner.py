@@ -288,16 +288,8 @@ class Runner:
 
     def _end_descendants(self, running: TestProcess) -> list[str]:
         """Kill what a job left running, also outside of its group, and name it."""
-        marker = f"TMPDIR={running.directory}".encode()
-        leaks = []
-        for pid in host.children():
-            if pid in self._running or pid in self._helpers():
-                continue
-            with contextlib.suppress(OSError):
-                if marker in Path(f"/proc/{pid}/environ").read_bytes() or host.holds_file_below(pid, running.directory):
-                    leaks.append(f"the process {host.command_of(pid)} was left running and was ended")
-                    os.kill(pid, signal.SIGKILL)
-        return leaks
+        ended = host.end_strays(running.directory, self._running.keys() | self._helpers())
+        return [f"the process {command} was left running and was ended" for command in ended]
 
     def _helpers(self) -> set[int]:
         """Children of this process that are no jobs."""
