@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).resolve().parent
 LINTERS = (HERE / ".ci" / "lint.txt").read_text(encoding="utf-8").split()  # also installed alone, without torch
 TESTS = (HERE / ".ci" / "test.txt").read_text(encoding="utf-8").splitlines()  # also installed beside any torch
+MUTANTS = ["mutants/data/*", "mutants/site/*", "mutants/README.md"]
 
 setup(
     name="torch_fsdp_tests",
@@ -17,7 +18,10 @@ setup(
     # "test" stays out, since the standard library has a package of that name; the source distribution carries it.
     packages=find_packages(include=["torch_fsdp_tests", "torch_fsdp_tests.*"]),
     package_data={
-        "torch_fsdp_tests": ["dispatch/data/*", "defects/data/*", "defects/README.md", "reach/data/*", "py.typed"]
+        "torch_fsdp_tests": [
+            *("dispatch/data/*", "defects/data/*", "defects/README.md", "reach/data/*", *MUTANTS),
+            "py.typed",
+        ]
     },
     install_requires=["torch>=2.9", "expecttest", "numpy"],
     extras_require={

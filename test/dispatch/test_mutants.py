@@ -1,0 +1,600 @@
+"""``python -m torch_fsdp_tests.mutants``: its operators, its hook, and the real command over a tiny package."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+import unittest
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trees import CHECKOUT, ENVIRONMENT, Balanced, TreeCase, alive
+
+from torch_fsdp_tests.mutants import exclusions, hook, mutant, options
+from torch_fsdp_tests.mutants.findings import Finding, Outcome
+from torch_fsdp_tests.mutants.mutant import Tests
+from torch_fsdp_tests.mutants.operators import OPERATORS
+from torch_fsdp_tests.mutants.sites import Site, Source
+from torch_fsdp_tests.mutants.trials import batches
+from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
+
+# For each operator: code, and what may stand in place of the last changed line.
+EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
+    "negate": [
+        ("if a: pass", {"if not a:"}),
+        ("while a < b: pass", {"while not a < b:"}),
+        ("x = not a", {"x = a"}),
+        ("x = [y for y in z if y]", {"x = [y for y in z if not y]"}),
+        ("if a == b: pass", set()),  # exchanging the comparison does the same
+    ],
+    "compare": [
+        ("x = a < b <= c", {"x = a <= b <= c", "x = a < b < c"}),
+        ("x = a is None", {"x = a is not None"}),
+        ("x = a in b", {"x = a not in b"}),
+    ],
+    "boolean": [("x = a and b", {"x = a or b"}), ("x = a or b or c", {"x = a and b and c"})],
+    "number": [("x = y[1:]", {"x = y[2:]"}), ("x = 0.5", {"x = 1.5"}), ("x = True", set()), ("x = '1'", set())],
+    "arithmetic": [
+        ("x = a + b", {"x = a - b"}),
+        ("x //= 2", {"x *= 2"}),
+        ("x = 'a' + b", set()),
+        ("x = 'a%s' % b", set()),
+    ],
+    "default": [("def f(a=True, *, b=False): pass", {"def f(a=False, *, b=False):", "def f(a=True, *, b=True):"})],
+    "flip": [("x = f(a, flag=True)", {"x = f(a, flag=False)"}), ("x = 1", set())],
+    "call": [("f(a)", {"pass"}), ("x = f(a)", set()), ("'text'", set())],
+    "context": [("with f(): g()", {"if True:"}), ("with f() as x: g()", set())],
+    "decorator": [("@f(1)\ndef g(): pass", {"@lambda undecorated: undecorated"}), ("@property\ndef g(): pass", set())],
+    "assignment": [
+        ("x.y = 1", {"pass"}),
+        ("x[0] += 1", {"pass"}),
+        ("x = 1\nx = 2", {"pass"}),  # the second one
+        ("x = 1", set()),
+    ],
+    "drop": [("x = f(a, b, c=d)", {"x = f(a, b)", "x = f(a, c=d)"}), ("x = f(a)", set()), ("x = f(**a)", set())],
+    "exchange": [
+        ("x = f(a, b, c)", {"x = f(b, a, c)", "x = f(a, c, b)"}),
+        ("x = f(a, a)", set()),
+        ("x = isinstance(a, b)", set()),
+    ],
+    "return": [("def f():\n return a", {"return None"}), ("def f():\n return None", set())],
+}
+
+# Code with an operator's site in it, and why it is not tried.
+EXCLUDED = [
+    ("raise ValueError(f(a, b))", exclusions.MESSAGES),
+    ("x = f(f'{a + b}')", exclusions.MESSAGES),
+    ("logger.debug('%s', x)", exclusions.LOGGING),
+    ("warnings.warn('x', stacklevel=2)", exclusions.LOGGING),
+    ("with torch.profiler.record_function('x'): pass", exclusions.LOGGING),
+    ("assert a == b", exclusions.ASSERTIONS),
+    ("_p_assert(a == b, 'x')", exclusions.ASSERTIONS),
+    ("if TYPE_CHECKING: f(a)", exclusions.TYPES),
+    ("T = TypeVar('T', bound=1)", exclusions.TYPES),
+    ("if torch.compiler.is_compiling(): f(a)", exclusions.COMPILER),
+    ("if not torch.compiler.is_compiling(): pass\nelse: f(a)", exclusions.COMPILER),
+    ("stream.wait_event(a)", exclusions.DEVICE),
+    ("x = f(a, non_blocking=True)", exclusions.DEVICE),
+    ("if a.pinned and b: pass", exclusions.DEVICE),
+]
+TRIED = ["if not torch.compiler.is_compiling(): f(a)", "with record_function('x'): f(a)", "prevent(a)"]
+
+PACKAGE = {
+    "__init__": "",
+    "shard": """
+        from vendor_fsdp import sizes
+
+        def first(rank, world_size):
+            if world_size == 1:
+                return 0
+            return rank * sizes.of_shard(world_size)
+
+        def drain(items):
+            while items:
+                items.pop()
+            return items
+
+        def describe(rank, verbose=False):
+            return f"rank {rank}"
+
+        def never():
+            return first(0, 1)
+        """,
+    "sizes": """
+        class Options:
+            strict: bool = True
+
+        def of_shard(world_size):
+            size = 8 // world_size
+            if size > 100:
+                size = 100
+            return size
+        """,
+}
+TESTS = {
+    "test_shard": """
+        from vendor_fsdp import shard
+        class TestShard(unittest.TestCase):
+            def test_first(self): self.assertEqual(shard.first(1, 2), 4)
+            def test_drain(self): self.assertEqual(shard.drain([1]), [])
+            def test_describe(self): shard.describe(0)
+            def test_unfit(self): self.fail("it fails in any case")
+        """,
+    # What the processes that a test starts import, forks and fresh interpreters.
+    "test_processes": """
+        class TestProcesses(unittest.TestCase):
+            def test_fork(self):
+                pid = os.fork()
+                if pid == 0:
+                    from vendor_fsdp import sizes
+                    os._exit(sizes.of_shard(2))
+                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 4)
+            def test_fresh(self):
+                code = "from vendor_fsdp import sizes; print(sizes.of_shard(2))"
+                self.assertEqual(subprocess.check_output([sys.executable, "-c", code]), b"4\\n")
+        """,
+    "test_options": """
+        from vendor_fsdp.sizes import Options
+        class TestOptions(unittest.TestCase):
+            def test_strict(self): self.assertTrue(Options.strict)
+        """,
+}
+REACHES = {
+    "test_shard::TestShard.test_first": ["shard.first", "sizes.of_shard"],
+    "test_shard::TestShard.test_drain": ["shard.drain"],
+    "test_shard::TestShard.test_describe": ["shard.describe"],
+    "test_processes::TestProcesses.test_fork": ["sizes.of_shard"],
+    "test_processes::TestProcesses.test_fresh": ["sizes.of_shard"],
+    "test_options::TestOptions.test_strict": [],
+}
+
+
+def source(text: str, on_host: bool = True) -> Source:
+    return Source(textwrap.dedent(text), "module", on_host)
+
+
+def sites(text: str, operator: str) -> list[Site]:
+    return [site for site in source(text).sites.values() if site.operator == operator]
+
+
+def last_difference(before: str, after: str) -> str:
+    return [line for line in after.splitlines() if line not in before.splitlines()][-1].strip()
+
+
+def make_map(reaches: Mapping[str, Sequence[str]], seconds: float = 0.01) -> ReachMap:
+    builder = MapBuilder()
+    for test, functions in reaches.items():
+        file, _, name = test.partition("::")
+        builder.add(file, name, {f"vendor_fsdp.{each}" for each in functions}, seconds)
+    return builder.build("any")
+
+
+class TestOperators(unittest.TestCase):
+    def test_each_makes_the_changes_that_it_is_for(self):
+        self.assertEqual(EXAMPLES.keys(), {operator.name for operator in OPERATORS})
+        for operator, examples in EXAMPLES.items():
+            self.assertTrue(any(expected for _, expected in examples), f"{operator} has no example that it changes")
+            for text, expected in examples:
+                with self.subTest(operator, text=text):
+                    found = {last_difference(*site.change) for site in sites(text, operator)}
+                    self.assertEqual(found, expected)
+
+    def test_every_change_of_the_installed_fsdp_changes_something(self):
+        """All of them in words; some, as many as time allows, in what they are compiled to."""
+        found = list(mutant.all_of(options.PACKAGE, on_host=True))
+        self.assertGreater(len(found), 5000)
+        for each in found:
+            self.assertNotEqual(*each.site.change, each.id)
+        paths = {each.path: each.path.read_bytes() for each in found}
+        before = {path: meaning(compile(text, path, "exec", dont_inherit=True)) for path, text in paths.items()}
+        for each in random.Random(7).sample(found, 40):
+            with self.subTest(each.id):
+                changed = hook.changed_code(paths[each.path], str(each.path), each.id)
+                self.assertNotEqual(meaning(changed), before[each.path])
+
+    def test_ids_name_the_function_whose_tests_could_notice(self):
+        text = (
+            "def f(a):\n if a: g(a, 1)\n def h(): return a\nclass C:\n def m(self): self.x = 1\nfor i in y: i.z = 1\n"
+        )
+        found = source(text).sites
+        wanted = {"module:f:negate:1", "module:f.<locals>.h:return:1", "module:C.m:assignment:1"}
+        self.assertLessEqual(wanted | {"module:<module>:assignment:1"}, found.keys())
+        functions = {found[id].function for id in wanted}
+        self.assertEqual(functions, {"module.f", "module.f.<locals>.h", "module.C.m"})
+        for id in found:
+            with self.subTest(id):  # what a process looks for alone is what all were found with
+                alone = Source(text, "module", True, only=id).sites[id]
+                self.assertEqual(alone.change, found[id].change)
+
+    def test_ids_outlive_changes_elsewhere(self):
+        text = "def f(a):\n    if a == 1: g(a, 2)\n"
+        moved = "import x\n\ndef other(a):\n    return a == 1\n\n" + text
+        self.assertLessEqual(source(text).sites.keys(), source(moved).sites.keys())
+
+    def test_lines_stay(self):
+        text = "x = 0\ndef f(a):\n    g(a,\n      1)\n    if a == 1:\n        h(a)\n    return a\n"
+        original = compile(text, "m", "exec")
+        for id in source(text).sites:
+            with self.subTest(id):
+                changed = hook.changed_code(text.encode(), "m", id)
+                new = {line for _, _, line in function_code(changed, "f").co_lines() if line}
+                old = {line for _, _, line in function_code(original, "f").co_lines() if line}
+                self.assertLessEqual(new, old)
+                self.assertIn(7, new)
+
+    def test_code_that_no_test_can_judge_is_counted_by_reason(self):
+        for text, reason in EXCLUDED:
+            with self.subTest(text):
+                reasons = {site.excluded for site in source(text).sites.values()}
+                self.assertEqual(reasons, {reason})
+        for text in TRIED:
+            with self.subTest(text):
+                self.assertEqual({site.excluded for site in sites(text, "call")}, {None})
+
+    def test_streams_are_tried_where_there_are_some(self):
+        self.assertEqual({site.excluded for site in source("stream.wait(a)", on_host=False).sites.values()}, {None})
+
+
+def meaning(code: types.CodeType) -> object:
+    """What a code object does, without the marker."""
+    constants = tuple(meaning(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts)
+    names = tuple(name for name in code.co_names if name != "__mutant_reached__")
+    return code.co_code, constants, names, code.co_flags, getattr(code, "co_exceptiontable", b"")
+
+
+def function_code(code: types.CodeType, name: str) -> types.CodeType:
+    return next(each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == name)
+
+
+class TestDraw(unittest.TestCase):
+    def mutants(self, count: int, module: str) -> list[mutant.Mutant]:
+        site: Any = None
+        return [
+            mutant.Mutant(f"{module}:f:number:{n}", module, f"{module}.f", "number", None, Path(), site)
+            for n in range(count)
+        ]
+
+    def test_half_of_each_family(self):
+        both = [*self.mutants(30, "fsdp._flat_param"), *self.mutants(30, "fsdp._fully_shard._fsdp_param")]
+        drawn = mutant.draw(both, 20, seed=1)
+        self.assertEqual([sum(each.family == f for each in drawn) for f in ("FSDP1", "FSDP2")], [10, 10])
+        self.assertEqual(drawn, mutant.draw(both, 20, seed=1))
+        self.assertNotEqual(drawn, mutant.draw(both, 20, seed=2))
+
+    def test_a_family_that_is_small_leaves_room(self):
+        both = [*self.mutants(30, "fsdp._flat_param"), *self.mutants(3, "fsdp._fully_shard._fsdp_param")]
+        self.assertEqual(len(mutant.draw(both, 20, seed=1)), 20)
+
+    def test_few_move_when_mutants_come_and_go(self):
+        before, after = self.mutants(100, "m"), self.mutants(101, "m")
+        self.assertGreaterEqual(len({*mutant.draw(before, 20, 1)} & {*mutant.draw(after, 20, 1)}), 19)
+
+
+class TestTests(unittest.TestCase):
+    def test_processes_are_short_at_first(self):
+        tests = [Reached("a", f"T.t{n}", 0.1, n) for n in range(9)]
+        tests[1:1] = [Reached("b", "T.x", 0.1, 0)]
+        names = [[f"{test.file}.{test.test[2:]}" for test in batch] for batch in batches(tests)]
+        self.assertEqual(names, [["a.t0", "a.t1"], ["b.x"], [f"a.t{n}" for n in range(2, 9)]])
+
+    def test_a_class_without_functions_has_the_tests_that_name_it(self):
+        known = make_map({"a::T.t": ["m.f"], "b::T.t": ["m.f"]})
+        tests = Tests(known, {"a": "from m import Options", "b": "NoOptions"})
+        self.assertEqual([test.file for test in tests.of("vendor_fsdp.m.Options")], ["a"])
+        self.assertEqual([test.file for test in tests.of("vendor_fsdp.m.f")], ["a", "b"])
+        self.assertEqual(tests.of("vendor_fsdp.m.other"), [])
+
+
+class TestHook(TreeCase):
+    """The hook in processes of its own, over a package of two modules."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        write_package(self.root)
+
+    def run_python(self, code: str, **environment: str) -> str:
+        path = os.pathsep.join([environment.pop("site", ""), str(self.root), str(CHECKOUT)])
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**ENVIRONMENT, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout.strip()
+
+    def test_the_change_is_made_in_memory_and_noted_when_it_runs(self):
+        reached = self.root / "reached"
+        before = {path: path.read_bytes() for path in self.root.rglob("*.py")}
+        said = self.run_python(
+            f"""
+            from pathlib import Path
+            from torch_fsdp_tests.mutants import hook
+            hook.install("vendor_fsdp.sizes:of_shard:number:1")
+            from vendor_fsdp import sizes
+            print(Path({str(reached)!r}).exists(), sizes.of_shard(3), Path({str(reached)!r}).exists())
+            """,
+            **{hook.REACHED: str(reached)},
+        )
+        self.assertEqual(said, "False 3 True")  # 9 // 3
+        self.assertEqual(before, {path: path.read_bytes() for path in self.root.rglob("*.py")})
+        self.assertEqual(self.run_python("from vendor_fsdp import sizes; print(sizes.of_shard(3))"), "2")
+
+    def test_an_unknown_mutant_is_no_finding(self):
+        reached = self.root / "m.reached"
+        self.run_python(
+            """
+            from torch_fsdp_tests.mutants import hook
+            hook.install("vendor_fsdp.sizes:of_shard:number:99")
+            try: from vendor_fsdp import sizes
+            except LookupError: pass
+            """,
+            **{hook.REACHED: str(reached)},
+        )
+        self.assertIn("has no place", reached.with_suffix(hook.BROKEN).read_text())
+
+    def test_what_was_imported_is_imported_anew_into_the_same_objects(self):
+        said = self.run_python(
+            """
+            import sys, types
+            from torch_fsdp_tests.mutants import hook
+            import vendor_fsdp.shard
+            other = types.ModuleType("other")
+            other.options, other.package = vendor_fsdp.sizes.Options, vendor_fsdp  # as others hold FSDP
+            sys.modules["other"], sizes = other, vendor_fsdp.sizes
+            forgotten = hook.forget("vendor_fsdp")
+            print(sorted(forgotten), hasattr(sizes, "of_shard"))
+            hook.install("vendor_fsdp.sizes:of_shard:number:1", forgotten)
+            from vendor_fsdp import shard
+            print(shard.first(1, 3), shard.sizes is sizes, sizes.__spec__.name, sizes.__file__[-8:])
+            """
+        )
+        names = ["other", "vendor_fsdp", "vendor_fsdp.shard", "vendor_fsdp.sizes"]
+        self.assertEqual(said, f"{names} False\n3 True vendor_fsdp.sizes sizes.py")
+
+    def test_it_does_not_come_too_late_in_silence(self):
+        reached = self.root / "m.reached"
+        said = self.run_python(
+            """
+            from torch_fsdp_tests.mutants import hook
+            import vendor_fsdp.sizes
+            try: hook.install("vendor_fsdp.sizes:of_shard:number:1")
+            except RuntimeError as error: print(error)
+            """,
+            **{hook.REACHED: str(reached)},
+        )
+        self.assertIn(said, reached.with_suffix(hook.BROKEN).read_text())
+        self.assertEqual(said, "vendor_fsdp.sizes was imported before it could be changed")
+
+    def test_fresh_interpreters_are_mutants_too(self):
+        code = "from vendor_fsdp import sizes; print(sizes.of_shard(3))"
+        variables = {hook.VARIABLE: "vendor_fsdp.sizes:of_shard:number:1"}
+        self.assertEqual(self.run_python(code, site=str(hook.SITE), **variables), "3")
+
+
+def write_package(root: Path) -> None:
+    folder = root / "vendor_fsdp"
+    folder.mkdir()
+    for name, text in PACKAGE.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+class CommandCase(TreeCase):
+    def setUp(self) -> None:
+        super().setUp()
+        write_package(self.root)
+        self.write({name: textwrap.dedent(text) for name, text in TESTS.items()})
+        self.map, self.output = self.root / "map.json", self.root / "out"
+        make_map(REACHES).save(self.map)
+
+    def command(self, *arguments: object) -> list[str]:
+        command = [sys.executable, "-m", "torch_fsdp_tests.mutants", "--package", "vendor_fsdp", "--map", self.map]
+        command += ["--test-directory", self.tree, "--output", self.output, *arguments]
+        return [*map(str, command)]
+
+    def start(self, *arguments: object, **more: Any) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(self.root), str(CHECKOUT)])
+        return super().start(*arguments, **{"limit": 120, "cwd": self.root, **more, "env": {"PYTHONPATH": path}})
+
+    def findings(self) -> dict[str, Finding]:
+        """What is in the record, by the id without the package's name."""
+        lines = (self.output / "findings.jsonl").read_text().splitlines()[1:]
+        found = [Finding.from_json(json.loads(line)) for line in lines]
+        self.assertEqual(len(found), len({finding.id for finding in found}), "a mutant was tried twice")
+        return {finding.id.removeprefix("vendor_fsdp."): finding for finding in found}
+
+    def check_outcomes(self, expected: Mapping[str, Outcome], *arguments: object) -> dict[str, Finding]:
+        named = [word for id in expected for word in ("--mutant", f"vendor_fsdp.{id}")]
+        self.run_command(*named, *arguments)
+        self.assertEqual(self.code, 0, self.out + self.err)
+        found = self.findings()
+        self.assertEqual({id: finding.outcome for id, finding in found.items()}, dict(expected), self.out + self.err)
+        return found
+
+
+class TestCommand(CommandCase):
+    def test_what_becomes_of_mutants(self):
+        equivalent = self.root / "equivalent.json"
+        change = "- while items:\n+ while not items:"
+        entry = {"id": "vendor_fsdp.shard:drain:negate:1", "change": change, "why": "an argument"}
+        stale = {"id": "vendor_fsdp.shard:first:exchange:1", "change": "another", "why": "stale"}
+        equivalent.write_text(json.dumps({"mutants": [entry, stale]}))
+        found = self.check_outcomes(
+            {
+                "shard:first:arithmetic:1": Outcome.NOTICED,
+                "shard:drain:negate:1": Outcome.EQUIVALENT,
+                "shard:describe:default:1": Outcome.MISSED,
+                "shard:first:number:2": Outcome.NOT_REACHED,  # the line never runs
+                "shard:never:exchange:1": Outcome.NOT_REACHED,  # no test enters the function
+                "sizes:Options:default:1": Outcome.NOTICED,  # at import
+            },
+            *("--equivalent", equivalent),
+        )
+        self.assertEqual(found["shard:first:arithmetic:1"].by, "test_shard::TestShard.test_first")
+        self.assertEqual(found["shard:first:arithmetic:1"].how, "failed")
+        self.assertEqual(found["shard:drain:negate:1"].why, "an argument")
+        missed = found["shard:describe:default:1"]
+        self.assertEqual(missed.tests, ("test_shard::TestShard.test_describe",))
+        self.assertIn("\n    + def describe(rank, verbose=True):", self.out)
+        self.assertRegex(self.out, r"(?m)^all +2 +1 +2 +1 +0 +66.7 %$")
+        data = json.loads((self.output / "mutants.json").read_text())
+        self.assertEqual([data[kind] for kind in ("noticed", "missed", "not reached")], [2, 1, 2])
+        self.assertEqual(data["share"], 0.6667)
+        page = (self.output / "mutants.html").read_text()
+        Balanced(self).feed(page)
+        for words in ("verbose=True", "TestShard.test_describe", "--mutant vendor_fsdp.shard:describe:default:1"):
+            self.assertIn(words, page)
+
+    def test_a_hang_is_noticed(self):
+        patience = 0.12  # 7 seconds, in which the test passes on the package as it is
+        found = self.check_outcomes({"shard:drain:call:1": Outcome.NOTICED}, "--patience", patience)
+        self.assertEqual(found["shard:drain:call:1"].how, "timed out")
+
+    def test_ranks_and_fresh_interpreters_are_mutants(self):
+        """Where a test starts processes, it notices what has changed in them, and nothing else could."""
+        id = "sizes:of_shard:arithmetic:1"
+        for name in ("test_fork", "test_fresh"):
+            with self.subTest(name):
+                make_map({f"test_processes::TestProcesses.{name}": ["sizes.of_shard"]}).save(self.map)
+                found = self.check_outcomes({id: Outcome.NOTICED})
+                self.assertEqual(found[id].by, f"test_processes::TestProcesses.{name}")
+
+    def test_a_test_that_fails_in_any_case_says_nothing(self):
+        make_map({f"test_shard::TestShard.test_{name}": ["shard.describe"] for name in ("unfit", "describe")}).save(
+            self.map
+        )
+        found = self.check_outcomes({"shard:describe:default:1": Outcome.MISSED})
+        self.assertEqual(len(found["shard:describe:default:1"].tests), 2)
+
+    def test_a_change_that_cannot_be_made_is_undecided(self):
+        """The first mutant's test rewrites what the second one would change."""
+        path = self.root / "vendor_fsdp" / "sizes.py"
+        rewrite = f"open({str(path)!r}, 'w').write('def of_shard(world_size): return 4')"
+        self.write({"test_rewrite": f"class TestX(unittest.TestCase):\n    def test_x(self): {rewrite}\n"})
+        make_map({**REACHES, "test_rewrite::TestX.test_x": ["shard.never"]}).save(self.map)
+        rewriting, late = "shard:never:exchange:1", "sizes:of_shard:arithmetic:1"
+        found = self.check_outcomes({rewriting: Outcome.NOT_REACHED, late: Outcome.UNDECIDED}, "-j", 1)
+        self.assertIn("has no place for the mutant", found[late].why)
+
+    def test_no_more_tests_than_are_needed(self):
+        reaches = {f"test_shard::TestShard.test_{name}": ["shard.first"] for name in ("first", "unfit", "drain")}
+        builder = MapBuilder()
+        for number, test in enumerate(reaches):
+            file, _, name = test.partition("::")
+            builder.add(file, name, {"vendor_fsdp.shard.first", *(f"other{n}" for n in range(number))})
+        builder.build("any").save(self.map)
+        found = self.check_outcomes({"shard:first:arithmetic:1": Outcome.NOTICED})
+        self.assertEqual(found["shard:first:arithmetic:1"].executed, 1)
+
+    def test_the_list_of_mutants(self):
+        out = self.run_command("--list", "--module", "sizes")
+        self.assertIn("vendor_fsdp.sizes:of_shard:arithmetic:1  line 6, 3 tests\n- size = 8 // world_size\n+", out)
+        self.assertNotIn("vendor_fsdp.shard", out)
+        self.assertFalse((self.output / "findings.jsonl").exists())
+
+    def test_bad_arguments_in_a_sentence(self):
+        empty = self.root / "empty.json"
+        empty.write_text("{}")
+        for arguments, words in (
+            (["--mutant", "vendor_fsdp.sizes:of_shard:number:99"], "vendor_fsdp has no mutant vendor_fsdp.sizes:of_sh"),
+            (["--package", "no_such_fsdp"], "there is no package no_such_fsdp"),
+            (["--map", empty], "is not a map of what tests reach"),
+            (["--module", "nothing"], "no mutant is selected"),
+            (["--sample", "0"], "argument --sample: 0 is not a number above 0"),
+            (["--sample", "3", "--mutant", "x"], "--mutant and --sample exclude each other"),
+            (["-i", "nowhere"], "unknown test 'nowhere'"),
+        ):
+            with self.subTest(arguments):
+                self.run_command(*arguments)
+                self.assertEqual((self.code, self.err.count("\n")), (2, 1), self.err)
+                self.assertIn(words, self.err)
+
+
+# A model whose gradients must not be reduced, in two ranks; one test, which looks at the whole model alone.
+OF_TORCH = """
+import torch
+# What ranks that are not forked would have their path from.
+assert "TORCH_FSDP_TESTS_MUTANT" not in os.environ or {site!r} in sys.path
+from torch.distributed.fsdp import fully_shard
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+class TestSync(FSDPTest):
+    world_size = 2
+    def test_no_reduction(self):
+        model = fully_shard(torch.nn.Linear(2, 2, device=self.device))
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 2, device=self.device)).sum().backward()
+        self.assertIsNone(model.weight.grad)
+if __name__ == "__main__": run_tests()  # and not unittest.main
+"""
+
+
+class TestOfTorch(CommandCase):
+    def test_ranks_have_the_change(self):
+        """Off a server that has forgotten the FSDP which torch's compiler had imported: there are enough for one."""
+        function = "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule.set_requires_gradient_sync"
+        self.write({"test_sync": OF_TORCH.format(site=str(hook.SITE))})
+        builder = MapBuilder()
+        builder.add("test_sync", "TestSync.test_no_reduction", {function.replace(":", ".")}, 2.0)
+        builder.build("any").save(self.map)
+        # What is set for the reduction over replicas, and that it is set in modules below, no test looks at.
+        expected = {"assignment:1": "noticed", "assignment:2": "missed", "default:1": "missed", "negate:1": "missed"}
+        expected = {f"{function}:{kind}": outcome for kind, outcome in expected.items()}
+        named = [word for id in expected for word in ("--mutant", id)]
+        self.run_command("--package", "torch.distributed.fsdp", *named, "-j", 1, "--patience", 3, limit=900)
+        self.assertEqual(self.code, 0, self.out + self.err)
+        found = self.findings()
+        self.assertEqual({id: finding.outcome.value for id, finding in found.items()}, expected, self.out)
+        self.assertIn("is not None", found[f"{function}:assignment:1"].why)
+
+
+class TestInterrupted(CommandCase):
+    def test_nothing_is_lost_or_left_and_the_rest_follows(self):
+        """The second mutant waits for ever, and so do the processes that it starts."""
+        waits = """
+        from vendor_fsdp import sizes
+        class TestWaits(unittest.TestCase):
+            def test_waits(self):
+                if sizes.of_shard(2) != 4 and not os.path.exists({over!r}):
+                    code = "import time; time.sleep(600)"
+                    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+                    with open({pids!r}, "w") as file: file.write(f"{{os.getpid()}} {{child.pid}}\\n")
+                    time.sleep(600)
+                self.assertEqual(sizes.of_shard(2), 4)
+        """
+        pids, over = self.root / "pids", self.root / "over"
+        self.write({"test_waits": textwrap.dedent(waits).format(pids=str(pids), over=str(over))})
+        make_map({**REACHES, "test_waits::TestWaits.test_waits": ["sizes.of_shard"]}).save(self.map)
+        ids = ["shard:describe:default:1", "sizes:of_shard:arithmetic:1", "shard:never:exchange:1"]
+        named = [word for id in ids for word in ("--mutant", f"vendor_fsdp.{id}")]
+        process = self.start(*named, "-i", "test_waits", "test_shard", "-j", 1)
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            time.sleep(0.02)
+            self.assertIsNone(process.poll())
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+        self.assertEqual(process.returncode, 130, err)
+        self.assertIn("--resume", err)
+        self.assertEqual([*self.findings()], ids[:1])
+        self.assertEqual([pid for pid in map(int, pids.read_text().split()) if alive(pid)], [])
+        over.touch()
+        with (self.output / "findings.jsonl").open("a") as file:
+            file.write('{"id": "cut sho')  # as a kill may leave it
+        self.run_command(*named, "-i", "test_waits", "test_shard", "-j", 1, "--resume")
+        self.assertEqual(self.code, 0, self.err)
+        self.assertEqual([*self.findings()], ids)
+
+    def test_other_findings_are_not_gone_on_with(self):
+        self.output.mkdir()
+        (self.output / "findings.jsonl").write_text('{"torch": "0.1"}\n')
+        self.run_command("--mutant", "vendor_fsdp.shard:describe:default:1", "--resume")
+        self.assertEqual(self.code, 2)
+        self.assertIn("is about torch '0.1', not", self.err)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,149 @@
+"""``python -m torch_fsdp_tests.mutants``: what would the suite miss?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests import host
+from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.listing import seconds as duration
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.select import UnknownTest, select
+from torch_fsdp_tests.mutants import mutant, options, report
+from torch_fsdp_tests.mutants.findings import Finding, Outcome, Record
+from torch_fsdp_tests.mutants.mutant import Mutant, NoPackage, Tests
+from torch_fsdp_tests.mutants.options import Options
+from torch_fsdp_tests.mutants.trials import Setting, Trials
+from torch_fsdp_tests.reach import MalformedMap, ReachMap
+from torch_fsdp_tests.vendors import ConfigurationError
+
+
+def main(argv: Sequence[str]) -> ExitStatus:
+    host.refuse_unsupported()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitStatus.TERMINATED))  # by way of what ends the processes
+    try:
+        return _main(options.parse(argv))
+    except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:
+        _say(str(error))
+        return ExitStatus.REFUSED
+    except OSError as error:
+        _say(f"cannot go on: {error}")
+        return ExitStatus.BROKEN
+
+
+def _main(asked: Options) -> ExitStatus:
+    device = devices.find(None, None, os.environ)
+    found = list(mutant.all_of(asked.package, device.type == devices.HOST, asked.module))
+    chosen, excluded = _choose(asked, found), Counter(each.excluded for each in found if each.excluded)
+    tests = Tests(ReachMap.load(asked.map), _sources(asked))
+    if asked.sample is not None:
+        entered = [each for each in chosen if tests.of(each.function)]
+        excluded["code that no test enters"] += len(chosen) - len(entered)
+        chosen = mutant.draw(entered, asked.sample, asked.seed)
+    if not chosen:
+        raise ValueError("no mutant is selected")
+    if asked.list:
+        for each in chosen:
+            print(f"{each.id}  line {each.site.line}, {plural(len(tests.of(each.function)), 'test')}\n{each.change}")
+        return ExitStatus.OK
+    facts = _facts(asked, device.type)
+    record = Record(asked.output / report.RECORD, facts)
+    if asked.resume:
+        findings = record.resume()
+    else:
+        findings = []
+        record.start()
+    known, wanted = {each.id for each in findings}, {each.id for each in chosen}
+    findings = [each for each in findings if each.id in wanted]
+    began = time.monotonic()
+    trials = Trials(_setting(asked, device.type), tests, mutant.equivalents(asked.equivalent))
+    _say(f"{plural(len(chosen), 'mutant')} of {len(found)}, {asked.jobs} at a time; {len(findings)} known")
+    status = ExitStatus.OK
+    try:
+        with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:
+            for finding in judged:
+                record.add(finding)
+                findings.append(finding)
+                _tell(finding, len(findings), len(chosen), began, len(known & wanted))
+    except KeyboardInterrupt:
+        _say("interrupted; the same command with --resume goes on from here")
+        status = ExitStatus.INTERRUPTED
+    finally:
+        data = report.as_json(facts, findings, excluded, asked.command, len(chosen))
+        report.write(asked.output, data)
+    print(report.text(data))
+    _say(f"report: {os.path.relpath(asked.output / report.PAGE)}")
+    return status
+
+
+def _choose(asked: Options, found: Sequence[Mutant]) -> list[Mutant]:
+    if not asked.ids:
+        return [each for each in found if each.excluded is None]
+    by_id = {each.id: each for each in found}
+    for id in asked.ids:
+        if id not in by_id:
+            raise NoPackage(f"{asked.package} has no mutant {id}; --list names them")
+    return [by_id[id] for id in asked.ids]
+
+
+def _sources(asked: Options) -> dict[str, str]:
+    """The texts of the test files that may be run."""
+    files = {file.name: file for file in discover(asked.test_directory)}
+    chosen = select([*files.values()], asked.include, (), asked.test_directory, lambda name: files[name].source())
+    return {test.file: files[test.file].source() for test in chosen}
+
+
+def _facts(asked: Options, device: str) -> dict[str, Any]:
+    """What has to be the same for findings to be about the same thing."""
+    version = devices.torch_version()
+    return {"torch": version, "python": platform.python_version(), "device": device, "package": asked.package}
+
+
+def _setting(asked: Options, device: str) -> Setting:
+    path = os.pathsep.join(filter(None, (str(options.CHECKOUT), os.environ.get("PYTHONPATH"))))
+    run = RunTests(asked.test_directory, asked.test_directory, fail_fast=True)
+    return Setting(
+        package=asked.package,
+        run=run,
+        environment={**os.environ, "PYTHONPATH": path, "TORCH_FSDP_TESTS_SEED": str(run.seed)},
+        device=device,
+        may_fork=device == devices.HOST and host.can_fork(),
+        at_a_time=asked.jobs,
+        patience=asked.patience,
+    )
+
+
+def _tell(finding: Finding, number: int, of: int, began: float, known: int) -> None:
+    """A line a mutant, and the whole of one that was missed."""
+    spent = time.monotonic() - began
+    left = spent / max(1, number - known) * (of - number)
+    about = {Outcome.NOTICED: f" by {finding.by} ({finding.how})", Outcome.MISSED: f" by {finding.executed} tests"}
+    words = about.get(finding.outcome, f": {finding.why}")
+    rest = f", {duration(left)} left" if number < of else ""
+    print(f"[{number}/{of}] {finding.id} {finding.outcome.value}{words}  {finding.seconds:.1f}s{rest}", flush=True)
+    if finding.outcome is Outcome.MISSED:
+        print(f"    {Path(finding.path).name}:{finding.line}")
+        print("\n".join(f"    {line}" for line in finding.change.splitlines()), flush=True)
+
+
+def _say(words: str) -> None:
+    print(f"mutants: {words}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(ExitStatus.INTERRUPTED)

@@ -1,0 +1,116 @@
+"""What became of a mutant, and the file that keeps it: a line a mutant, written when it is known."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Outcome(str, enum.Enum):
+    NOTICED = "noticed"
+    MISSED = "missed"
+    NOT_REACHED = "not reached"  # no test runs the changed statement
+    EQUIVALENT = "equivalent"  # by the list: nothing changes that a test could see
+    UNDECIDED = "undecided"  # the harness could not do its work
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts for the share of those noticed."""
+        return self in (Outcome.NOTICED, Outcome.MISSED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    id: str
+    module: str
+    family: str
+    operator: str
+    outcome: Outcome
+    path: str = ""
+    line: int = 0
+    change: str = ""
+    by: str = ""  # the test that noticed it, as file::Class.test
+    how: str = ""  # its state: failed, error, crashed, timed out
+    why: str = ""  # in a line: what that test said, or the argument, or why it was not reached
+    seconds: float = 0.0
+    executed: int = 0  # tests
+    tests: tuple[str, ...] = ()  # that ran and did not notice it, where it was missed
+
+    def as_json(self) -> dict[str, Any]:
+        data = {**dataclasses.asdict(self), "outcome": self.outcome.value}
+        return {key: value for key, value in data.items() if value not in ("", (), 0)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+        outcome, tests = Outcome(data["outcome"]), tuple(data.get("tests", ()))
+        return cls(**{**data, "outcome": outcome, "tests": tests})
+
+
+class Record:
+    """The file. Its first line says what was tried; a line that a kill cut short is left out."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self._path, self.facts = path, dict(facts)
+
+    def start(self) -> None:
+        """Begin anew; what was there before is kept under another name. Raises ``OSError``."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            self._path.replace(self._path.with_suffix(".before.jsonl"))
+        self._path.write_text(json.dumps(self.facts) + "\n", encoding="utf-8")
+
+    def resume(self) -> list[Finding]:
+        """What is known so far. Raises ``ValueError`` where that was found out about something else."""
+        if not self._path.exists():
+            self.start()
+            return []
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        facts = json.loads(whole[0]) if whole else {}
+        for name, value in self.facts.items():
+            if facts.get(name) != value:
+                raise ValueError(f"{self._path} is about {name} {facts.get(name)!r}, not {value!r}: leave out --resume")
+        self._path.write_text("".join(whole), encoding="utf-8")
+        return [Finding.from_json(json.loads(line)) for line in whole[1:]]
+
+    def add(self, finding: Finding) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finding.as_json()) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How many mutants of a kind came out how."""
+
+    name: str
+    counts: Mapping[Outcome, int]
+
+    @property
+    def share(self) -> float | None:
+        """The part noticed of those that a test runs and could notice."""
+        counted = sum(number for outcome, number in self.counts.items() if outcome.counts)
+        return self.counts.get(Outcome.NOTICED, 0) / counted if counted else None
+
+
+def rows(findings: Iterable[Finding], key: str) -> list[Row]:
+    """A row for each family, module or operator."""
+    counts: dict[str, collections.Counter[Outcome]] = {}
+    for finding in findings:
+        counts.setdefault(getattr(finding, key), collections.Counter())[finding.outcome] += 1
+    return [Row(name, counts[name]) for name in sorted(counts)]
+
+
+def total(findings: Iterable[Finding]) -> Row:
+    return Row("all", collections.Counter(finding.outcome for finding in findings))
+
+
+def median_seconds(findings: Iterable[Finding]) -> float | None:
+    """Half of the noticed mutants took no longer."""
+    seconds = [finding.seconds for finding in findings if finding.outcome is Outcome.NOTICED]
+    return statistics.median(seconds) if seconds else None

@@ -1,0 +1,150 @@
+"""The change itself: the module of a mutant is compiled from a changed syntax tree when it is imported.
+
+Nothing is written, neither source nor bytecode. What a process imports, its forks have, ranks included. Interpreters
+that tests start anew get here by way of ``site/sitecustomize.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from torch_fsdp_tests.mutants.sites import MARKER, Source, module_of
+
+VARIABLE = "TORCH_FSDP_TESTS_MUTANT"  # the id of the mutant that a process is to be
+REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is made once changed code runs
+BROKEN = ".broken"  # the suffix of one that says why there is no changed code
+SITE = Path(__file__).parent / "site"
+
+
+def changed_code(source: bytes, path: str, id: str) -> CodeType:
+    """A module's code with the mutant's change and the marker. Raises ``LookupError`` for an id that it lacks."""
+    changed = Source(source, module_of(id), on_host=False, only=id)
+    site = changed.sites.get(id)
+    if site is None:
+        raise LookupError(f"{path} has no place for the mutant {id}")
+    site.mark()
+    site.apply()
+    code: CodeType = compile(changed.tree, path, "exec", dont_inherit=True)
+    return code
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module, with the change if it is the mutant's, and anew into the object that it was before."""
+
+    def __init__(self, name: str, path: str, id: str, former: ModuleType | None) -> None:
+        super().__init__(name, path)
+        self._id, self._former = id, former
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._former
+
+    def get_code(self, fullname: str) -> Any:
+        if fullname != module_of(self._id):
+            return super().get_code(fullname)
+        path = self.get_filename(fullname)
+        try:
+            return changed_code(self.get_data(path), path, self._id)
+        except Exception as error:
+            _note(error)
+            raise
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == module_of(self._id):
+            vars(module)[MARKER] = _marker(os.environ.get(REACHED))
+        super().exec_module(module)
+
+
+def _marker(path: str | None) -> Any:
+    """What changed code calls. It makes a file, once in a process."""
+    done = path is None
+
+    def reached() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            with contextlib.suppress(OSError):
+                os.close(os.open(path or "", os.O_CREAT | os.O_WRONLY))
+
+    reached._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler calls it, and goes on
+    return reached
+
+
+def _note(error: Exception) -> None:
+    """Tell whoever tries the mutant that there is none, so that what tests make of that is no finding."""
+    if reached := os.environ.get(REACHED):
+        Path(reached).with_suffix(BROKEN).write_text(f"the change cannot be made: {error}", encoding="utf-8")
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, id: str, forgotten: dict[str, ModuleType]) -> None:
+        self._id, self._forgotten = id, forgotten
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != module_of(self._id) and fullname not in self._forgotten:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(fullname, spec.origin, self._id, self._forgotten.get(fullname))
+        return spec
+
+
+def install(id: str, forgotten: dict[str, ModuleType] | None = None) -> None:
+    """Have this process be a mutant, as soon as it imports the module. An empty id changes nothing.
+
+    Raises ``RuntimeError`` where the module has been imported.
+    """
+    if module_of(id) in sys.modules:
+        error = RuntimeError(f"{module_of(id)} was imported before it could be changed")
+        _note(error)
+        raise error
+    sys.meta_path.insert(0, Finder(id, forgotten or {}))
+
+
+def forget(package: str) -> dict[str, ModuleType]:
+    """Have the modules of a package imported anew, when they are next asked for. Returns what :func:`install` needs.
+
+    Other modules may hold them, as torch's compiler does, so each stays the same object, with nothing in it. Modules
+    that hold a class or function of the package are forgotten, too.
+    """
+    mine = {name for name in sys.modules if _is_in(package, name)}
+    mine |= {name for name, module in list(sys.modules.items()) if module and _holds(module, package)}
+    forgotten = {name: sys.modules.pop(name) for name in mine}
+    for module in forgotten.values():
+        vars(module).clear()
+    gc.collect()  # with the last reference goes what the package has told torch's libraries of operators
+    return forgotten
+
+
+def _is_in(package: str, name: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _holds(module: ModuleType, package: str) -> bool:
+    for value in list(vars(module).values()):
+        origin = vars(value).get("__module__") if isinstance(value, type) else getattr(value, "__module__", None)
+        if not isinstance(value, ModuleType) and isinstance(origin, str) and _is_in(package, origin):
+            return True
+    return False
+
+
+def environment(id: str, reached: Path, others: Mapping[str, str]) -> dict[str, str]:
+    """What has a process, and every interpreter that it starts, be a mutant; to be added to other variables."""
+    path = os.pathsep.join(filter(None, (str(SITE), others.get("PYTHONPATH"))))
+    return {VARIABLE: id, REACHED: str(reached), "PYTHONPATH": path}
+
+
+def install_from_environment() -> None:
+    """In an interpreter's first moment."""
+    if id := os.environ.get(VARIABLE):
+        install(id)

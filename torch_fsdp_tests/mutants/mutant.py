@@ -1,0 +1,125 @@
+"""Mutants as data: all of a package, those that a sample draws, and the tests that could notice each."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.mutants.sites import Site, Source
+from torch_fsdp_tests.reach import Reached, ReachMap, module_name
+
+EQUIVALENT = Path(__file__).parent / "data" / "equivalent.json"
+FSDP2 = "._fully_shard"  # in the names of modules
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change. Its id outlives changes of other functions."""
+
+    id: str
+    module: str
+    function: str
+    operator: str
+    excluded: str | None  # why it is not tried
+    path: Path
+    site: Site = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def family(self) -> str:
+        return "FSDP2" if f"{FSDP2}." in f"{self.module}." else "FSDP1"
+
+    @property
+    def change(self) -> str:
+        """The changed statement, as a diff."""
+        before, after = (text.splitlines() for text in self.site.change)
+        gone = [line for line in before if line not in after]
+        come = [line for line in after if line not in before]
+        return "\n".join([*(f"- {line}" for line in gone or before), *(f"+ {line}" for line in come or after)])
+
+
+class NoPackage(ValueError):
+    """There is no such package, or no such mutant; the message says so."""
+
+
+def folder_of(package: str) -> Path:
+    """Where a package lies. Only the outermost one is looked up, since that imports nothing. Raises NoPackage."""
+    outermost, *inner = package.split(".")
+    spec = importlib.util.find_spec(outermost)
+    for place in (spec and spec.submodule_search_locations) or ():
+        folder = Path(place, *inner)
+        if (folder / "__init__.py").is_file():
+            return folder
+    raise NoPackage(f"there is no package {package}")
+
+
+def all_of(package: str, on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
+    """The mutants of the modules of a package whose names fit a pattern, in the order of their lines."""
+    folder = folder_of(package)
+    root = folder.parents[package.count(".")] / package.partition(".")[0]
+    for path in sorted(folder.rglob("*.py")):
+        name = module_name(path, root)
+        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.removeprefix(f"{package}."), pattern):
+            for site in Source(path.read_bytes(), name, on_host).sites.values():
+                yield Mutant(site.id, name, site.function, site.operator, site.excluded, path, site)
+
+
+def draw(mutants: Iterable[Mutant], number: int, seed: int) -> list[Mutant]:
+    """So many mutants, as many of each family as there are or as fit in; the same for the same seed.
+
+    A mutant's place in the draw depends on the seed and its id alone, so a change of torch moves few.
+    """
+    by_family: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_family.setdefault(mutant.family, []).append(mutant)
+    families = sorted(by_family.values(), key=len)
+    drawn: list[Mutant] = []
+    for position, family in enumerate(families):
+        share = (number - len(drawn)) // (len(families) - position)
+        drawn += sorted(family, key=lambda mutant: _place(mutant.id, seed))[:share]
+    return sorted(drawn, key=lambda mutant: _place(mutant.id, seed))
+
+
+def _place(id: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{id}".encode()).digest()
+
+
+class Tests:
+    """Which tests could notice a mutant, the most specific first."""
+
+    def __init__(self, reach: ReachMap, sources: Mapping[str, str]) -> None:
+        """``sources`` are the texts of the test files, by name; only tests of these count."""
+        self._map, self._sources = reach, sources
+        self._known: dict[str, Sequence[Reached]] = {}
+
+    def of(self, function: str) -> Sequence[Reached]:
+        if function not in self._known:
+            found = self._map.tests_of(function) or self._of_fields(function) or self._around(function)
+            self._known[function] = [test for test in found if test.file in self._sources]
+        return self._known[function]
+
+    def _around(self, name: str) -> list[Reached]:
+        """For what is no function, and for a function that the map does not know, the tests of what it lies in."""
+        enclosing = None if self._map.is_function(name) else self._map.enclosing(name)
+        return self._map.tests_of(enclosing) if enclosing else []
+
+    def _of_fields(self, name: str) -> list[Reached]:
+        """The tests of files that name a class without functions of its own, such as a dataclass of options."""
+        name = name.rpartition(".")[2]
+        if not name[:1].isupper():
+            return []
+        word = re.compile(rf"\b{re.escape(name)}\b")
+        counts = {file: len(word.findall(text)) for file, text in self._sources.items()}
+        found = [test for test in self._map.in_order((1 << len(self._map.tests)) - 1) if counts.get(test.file)]
+        return sorted(found, key=lambda test: -counts[test.file])
+
+
+def equivalents(path: Path = EQUIVALENT) -> Mapping[str, Mapping[str, Any]]:
+    """The mutants of which no test can tell that anything has changed, by id, with the change and the argument."""
+    return {entry["id"]: entry for entry in json.loads(path.read_text(encoding="utf-8"))["mutants"]}

@@ -1,0 +1,218 @@
+"""The kinds of changes: each takes a node of the syntax tree and gives the nodes that may stand in its place.
+
+A change is one that a tired programmer could make. Changes that Python itself refuses at once say nothing about tests,
+so operators leave out what they can see to be such. Children of the new nodes are those of the old one, which stays as
+it was.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What an operator may want to know about where a node stands."""
+
+    is_condition: bool = False  # of an if, a while, a conditional expression or a comprehension
+    is_decorator: bool = False
+    is_default: bool = False  # of a parameter, or in the body of a class
+    first_bound: Mapping[str, int] = dataclasses.field(default_factory=dict)  # local names, with the lines
+
+
+Change = Callable[[Any, Place], Iterator[ast.AST]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    name: str  # in the ids of mutants
+    words: str
+    nodes: tuple[type[ast.AST], ...]
+    change: Change
+
+    def variants(self, node: ast.AST, place: Place) -> list[ast.AST]:
+        """What may stand in a node's place; empty where the operator does not fit."""
+        return list(self.change(node, place)) if isinstance(node, self.nodes) else []
+
+
+OPERATORS: list[Operator] = []
+
+
+def _operator(name: str, words: str, *nodes: type[ast.AST]) -> Callable[[Change], Change]:
+    def register(change: Change) -> Change:
+        OPERATORS.append(Operator(name, words, nodes, change))
+        return change
+
+    return register
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of a name, an attribute, or a call of them; what is not a name becomes a star."""
+    if isinstance(node, ast.Call):
+        return dotted(node.func)
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "*"
+
+
+def _replaced(node: ast.AST, **fields: Any) -> Any:
+    """A copy of a node with other children in some of its fields."""
+    new = copy.copy(node)
+    for field, value in fields.items():
+        setattr(new, field, value)
+    return new
+
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
+def _is_opposed(node: ast.AST) -> bool:
+    """Whether exchanging the comparison negates it, so that there is no need to do both."""
+    return isinstance(node, ast.Compare) and len(node.ops) == 1 and not isinstance(node.ops[0], _ORDERINGS)
+
+
+@_operator("negate", "condition negated", ast.expr)
+def _negate(node: ast.expr, place: Place) -> Iterator[ast.AST]:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif place.is_condition and not _is_opposed(node):
+        yield ast.UnaryOp(ast.Not(), node)
+
+
+@_operator("compare", "comparison exchanged", ast.Compare)
+def _compare(node: ast.Compare, place: Place) -> Iterator[ast.AST]:
+    for position, operator in enumerate(node.ops):
+        new = _COMPARISONS[type(operator)]()
+        yield _replaced(node, ops=[*node.ops[:position], new, *node.ops[position + 1 :]])
+
+
+@_operator("boolean", "and/or exchanged", ast.BoolOp)
+def _boolean(node: ast.BoolOp, place: Place) -> Iterator[ast.AST]:
+    yield _replaced(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+
+
+@_operator("number", "off by one", ast.Constant)
+def _number(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
+    if isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        yield _replaced(node, value=node.value + 1)
+
+
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+
+
+def _has_no_difference(node: ast.AST) -> bool:
+    """Whether a node is of a type that can be added up and not be taken away: text or a list."""
+    text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    return text or isinstance(node, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
+
+
+@_operator("arithmetic", "arithmetic exchanged", ast.BinOp, ast.AugAssign)
+def _arithmetic(node: ast.BinOp | ast.AugAssign, place: Place) -> Iterator[ast.AST]:
+    operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+    if type(node.op) in _ARITHMETIC and not any(map(_has_no_difference, operands)):
+        yield _replaced(node, op=_ARITHMETIC[type(node.op)]())
+
+
+@_operator("default", "default flipped", ast.Constant)
+def _default(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
+    if isinstance(node.value, bool) and place.is_default:
+        yield _replaced(node, value=not node.value)
+
+
+@_operator("flip", "True/False exchanged", ast.Constant)
+def _flip(node: ast.Constant, place: Place) -> Iterator[ast.AST]:
+    if isinstance(node.value, bool) and not place.is_default:
+        yield _replaced(node, value=not node.value)
+
+
+@_operator("call", "call left out", ast.Expr)
+def _call(node: ast.Expr, place: Place) -> Iterator[ast.AST]:
+    if isinstance(node.value, (ast.Call, ast.Await)):
+        yield ast.Pass()
+
+
+@_operator("context", "context left out", ast.With)
+def _context(node: ast.With, place: Place) -> Iterator[ast.AST]:
+    if len(node.items) == 1 and node.items[0].optional_vars is None:
+        yield ast.If(ast.Constant(True), node.body, [])
+
+
+# Without these nothing can be imported or called any more, or nothing changes.
+_DECORATORS_KEPT = {"contextmanager", "dataclass", "wraps", "cache", "lru_cache", "overload"}
+
+
+@_operator("decorator", "decorator left out", ast.Call)
+def _decorator(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+    """In its place stands one that does nothing."""
+    if place.is_decorator and dotted(node).rpartition(".")[2] not in _DECORATORS_KEPT:
+        yield ast.parse("lambda undecorated: undecorated", mode="eval").body
+
+
+@_operator("assignment", "assignment left out", ast.Assign, ast.AugAssign, ast.AnnAssign)
+def _assignment(node: ast.Assign | ast.AugAssign | ast.AnnAssign, place: Place) -> Iterator[ast.AST]:
+    """Not the first binding of a name, without which its first use is an error."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    if node.value is not None and all(_is_there_before(target, node.lineno, place) for target in targets):
+        yield ast.Pass()
+
+
+def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return all(_is_there_before(each, line, place) for each in target.elts)
+    if isinstance(target, ast.Name):
+        return place.first_bound.get(target.id, line) < line
+    return isinstance(target, (ast.Attribute, ast.Subscript))
+
+
+@_operator("drop", "argument dropped", ast.Call)
+def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+    """Each that has a name, and the last of those without, which may have a default; the others are seldom optional."""
+    for position, keyword in enumerate(node.keywords):
+        if keyword.arg is not None:
+            yield _replaced(node, keywords=[*node.keywords[:position], *node.keywords[position + 1 :]])
+    if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args):
+        yield _replaced(node, args=node.args[:-1])
+
+
+# Exchanging their arguments is an error, or changes nothing.
+_ORDERED = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "cast", "min", "max", "map", "filter"}
+
+
+@_operator("exchange", "arguments exchanged", ast.Call)
+def _exchange(node: ast.Call, place: Place) -> Iterator[ast.AST]:
+    if dotted(node).rpartition(".")[2] in _ORDERED:
+        return
+    for position, (one, other) in enumerate(zip(node.args, node.args[1:], strict=False)):
+        starred = isinstance(one, ast.Starred) or isinstance(other, ast.Starred)
+        if not starred and ast.dump(one) != ast.dump(other):
+            yield _replaced(node, args=[*node.args[:position], other, one, *node.args[position + 2 :]])
+
+
+@_operator("return", "wrong value returned", ast.Return)
+def _return(node: ast.Return, place: Place) -> Iterator[ast.AST]:
+    """None; but where that is what is returned, or the value is changed by another operator, nothing."""
+    if node.value is not None and not isinstance(node.value, (ast.Constant, ast.Compare, ast.BoolOp)):
+        yield _replaced(node, value=ast.Constant(None))

@@ -1,0 +1,130 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch_fsdp_tests
+from torch_fsdp_tests.dispatch import devices, reaching
+from torch_fsdp_tests.dispatch.atomic import try_folder
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS
+from torch_fsdp_tests.mutants.mutant import EQUIVALENT
+from torch_fsdp_tests.reach.changes import UnknownChange
+
+PACKAGE = "torch.distributed.fsdp"
+CHECKOUT = Path(torch_fsdp_tests.__file__).resolve().parents[1]
+EPILOG = """\
+A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
+torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard:negate:1.
+
+An interrupted command goes on where it was when --resume is added to it.
+
+exit status: 0 when every mutant was tried, whatever came out, 2 for bad arguments, 3 when something could not be
+written, 130 when interrupted.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is to be done, checked."""
+
+    package: str
+    module: str
+    ids: tuple[str, ...]
+    sample: int | None
+    seed: int
+    include: tuple[str, ...]
+    list: bool
+    resume: bool
+    jobs: int
+    patience: float
+    map: Path
+    equivalent: Path
+    test_directory: Path
+    output: Path
+    command: str  # the arguments that say what is changed and by which map, for a command that repeats a mutant
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mutants: {message}\n")
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """What the arguments ask for. Leaves when they make no sense."""
+    parser = _Parser(
+        prog="python -m torch_fsdp_tests.mutants",
+        description="Change one small thing in torch's FSDP at a time, and see which tests notice.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("which mutants").add_argument
+    add("--sample", type=_positive, metavar="N", help="draw so many that a test can notice, half of FSDP1, half FSDP2")
+    add("--seed", type=int, default=1, metavar="S", help="another seed draws others (default: 1)")
+    add("--module", default="*", metavar="GLOB", help="only in modules whose names, in the package or whole, fit")
+    add("--mutant", action="append", default=[], metavar="ID", help="this one; may be repeated")
+    add("--package", default=PACKAGE, metavar="NAME", help=f"what is changed, such as a vendor's FSDP ({PACKAGE})")
+    add("--list", action="store_true", help="print the mutants, and try none")
+    add = parser.add_argument_group("which tests").add_argument
+    add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="only tests of these files")
+    add("--map", type=Path, metavar="FILE", help="what tests reach (default: the one that ships for this torch)")
+    words = f"the tests (default: {DEFAULT_DIRECTORY} of the checkout)"
+    add("--test-directory", type=Path, default=CHECKOUT / DEFAULT_DIRECTORY, metavar="DIR", help=words)
+    words = "mutants of which no test can tell that anything has changed (default: the project's list)"
+    add("--equivalent", type=Path, default=EQUIVALENT, metavar="FILE", help=words)
+    add = parser.add_argument_group("how").add_argument
+    add("-j", "--jobs", type=_positive, metavar="N", help="mutants at a time (default: one for each core)")
+    words = "multiply all time limits: on a busy machine more than 1 (default: 1)"
+    add("--patience", type=float, default=1.0, metavar="FACTOR", help=words)
+    add("--resume", action="store_true", help="keep what is known already, and try the rest")
+    words = f"where results go (default: {REPORTS}/mutants of the checkout)"
+    add("--output", type=Path, default=CHECKOUT / REPORTS / "mutants", metavar="DIR", help=words)
+    given = parser.parse_args(argv)
+    try:
+        map = given.map or reaching.shipped(devices.torch_version() or "", reaching.SHIPPED)
+    except UnknownChange as error:
+        parser.error(str(error))
+    if given.mutant and given.sample:
+        parser.error("--mutant and --sample exclude each other")
+    if given.patience <= 0:
+        parser.error("--patience has to be more than 0")
+    if not given.test_directory.is_dir():
+        parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
+    try:
+        try_folder(given.output)
+    except OSError as error:
+        parser.error(f"--output: {given.output} cannot be written to: {error.strerror or error}")
+    repeated = [] if given.map is None else ["--map", str(given.map)]
+    repeated += [] if given.package == PACKAGE else ["--package", given.package]
+    on_host = devices.find(None, None, os.environ).type == devices.HOST
+    return Options(
+        package=given.package,
+        module=given.module,
+        ids=tuple(given.mutant),
+        sample=given.sample,
+        seed=given.seed,
+        include=tuple(given.include),
+        list=given.list,
+        resume=given.resume,
+        jobs=given.jobs or (devices.cores() if on_host else 1),
+        patience=given.patience,
+        map=map,
+        equivalent=given.equivalent,
+        test_directory=given.test_directory.resolve(),
+        output=given.output.absolute(),
+        command=shlex.join(["python", "-m", "torch_fsdp_tests.mutants", *repeated]),
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number

@@ -1,0 +1,146 @@
+"""The results of a run over mutants: as data, as a page, and in words."""
+
+from __future__ import annotations
+
+import collections
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch import page
+from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.mutants import findings as found
+from torch_fsdp_tests.mutants.findings import Finding, Outcome, Row
+from torch_fsdp_tests.mutants.operators import OPERATORS
+
+VERSION = 1
+RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"
+_SHOWN = 400  # tests that a missed mutant names on the page
+_KINDS = {operator.name: operator.words for operator in OPERATORS}
+
+
+def as_json(
+    facts: Mapping[str, Any], findings: Sequence[Finding], excluded: Mapping[str, int], command: str, selected: int
+) -> dict[str, Any]:
+    """``excluded`` says how many mutants are not tried, by reason; ``command`` repeats a mutant if its id is added."""
+    median = found.median_seconds(findings)
+    return {
+        "version": VERSION,
+        **facts,
+        "selected": selected,
+        **_row(found.total(findings)),
+        "median_seconds": None if median is None else round(median, 1),
+        "families": [_row(row) for row in found.rows(findings, "family")],
+        "modules": [_row(row) for row in found.rows(findings, "module")],
+        "kinds": [_row(row) | {"words": _KINDS.get(row.name, "")} for row in found.rows(findings, "operator")],
+        "ways": dict(collections.Counter(f.how for f in findings if f.outcome is Outcome.NOTICED).most_common()),
+        "excluded": {reason: number for reason, number in excluded.items() if number},
+        "mutants": [
+            finding.as_json() | {"repeat": f"{command} --mutant {shlex.quote(finding.id)}"}
+            for finding in sorted(findings, key=lambda finding: (finding.module, finding.line, finding.id))
+        ],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    share = None if row.share is None else round(row.share, 4)
+    return {"name": row.name, "share": share, **{outcome.value: row.counts.get(outcome, 0) for outcome in Outcome}}
+
+
+def write(folder: Path, data: Mapping[str, Any]) -> None:
+    """Raises ``OSError``."""
+    write_text(folder / FILE, json.dumps(data, indent=1) + "\n")
+    write_text(folder / PAGE, render(data))
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def text(data: Mapping[str, Any]) -> str:
+    """The sums, for a terminal."""
+    width = max(len(row["name"]) for row in (*data["families"], *data["modules"], *data["kinds"], data))
+    lines = [f"{'':{width}}  noticed  missed  not reached  equivalent  undecided"]
+    for rows in ([*data["families"], data], data["modules"], data["kinds"]):
+        lines += [
+            f"{row['name']:{width}}  {row['noticed']:7}  {row['missed']:6}  {row['not reached']:11}  "
+            f"{row['equivalent']:10}  {row['undecided']:9}  {_percent(row['share'])}".rstrip()
+            for row in rows
+        ] + [""]
+    if data["median_seconds"] is not None:
+        ways = ", ".join(f"{number} {way}" for way, number in data["ways"].items())
+        lines.append(f"noticed by tests that came out as: {ways}; half of them within {data['median_seconds']:g} s")
+    return "\n".join([*lines, *(f"not tried: {n:5}  {reason}" for reason, n in data["excluded"].items())])
+
+
+def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    cells = [
+        [
+            page.code(row["name"]) + (f" <span class=dim>{escape(row['words'])}</span>" if row.get("words") else ""),
+            *(str(row[outcome.value] or "") for outcome in Outcome),
+            _percent(row["share"]),
+        ]
+        for row in rows
+    ]
+    return page.table([(title, ""), *((outcome.value, "n") for outcome in Outcome), ("share noticed", "n")], cells)
+
+
+def _mutant(entry: Mapping[str, Any]) -> str:
+    """One that was missed: what is changed where, which tests ran, and the command that repeats it."""
+    tests = entry.get("tests", ())
+    parts = [f"<div class=dim>{escape(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
+    parts.append(f"<pre tabindex=0>{escape(entry.get('change', ''))}</pre>")
+    parts += [f"<p>{escape(why)}</p>" for why in filter(None, [entry.get("why")])]
+    if tests:
+        more = f"\n... and {len(tests) - _SHOWN} more" if len(tests) > _SHOWN else ""
+        names = "\n".join(tests[:_SHOWN]) + more
+        parts.append(page.folded(f"{len(tests)} tests ran", f"<pre tabindex=0>{escape(names)}</pre>"))
+    parts.append(f"<pre tabindex=0>{escape(entry['repeat'])}</pre>")
+    about = escape(_KINDS.get(entry["operator"], ""))
+    head = f"{page.code(entry['id'])} <span class=dim>{about}</span>"
+    return page.folded(head, "".join(parts), is_open=entry["outcome"] == Outcome.MISSED)
+
+
+def _noticed(entries: Iterable[Mapping[str, Any]]) -> str:
+    rows = [
+        [page.code(e["id"]), page.code(e.get("by", "")), escape(e.get("how", "")), page.seconds(e.get("seconds", 0.0))]
+        for e in entries
+    ]
+    table = page.table([("mutant", ""), ("noticed by", ""), ("how", ""), ("time", "n")], rows)
+    return page.folded(f"{len(rows)} mutants", table) if rows else ""
+
+
+def render(data: Mapping[str, Any]) -> str:
+    by_outcome = {outcome: [e for e in data["mutants"] if e["outcome"] == outcome.value] for outcome in Outcome}
+    about = [f"torch {data['torch']}", f"Python {data['python']}", f"device {data['device']}", data["package"]]
+    share = _percent(data["share"]) or "nothing"
+    kinds = {Outcome.NOTICED: "ok", Outcome.MISSED: "bad", Outcome.UNDECIDED: "flaky"}
+    boxes = [(str(data[outcome.value]), outcome.value, kinds.get(outcome, "skip")) for outcome in Outcome]
+    if data["median_seconds"] is not None:
+        boxes.append((page.seconds(data["median_seconds"]), "until half were noticed", ""))
+    sums = "".join(f'<div><b class="{"dim" if n == "0" else kind}">{n}</b>{words}</div>' for n, words, kind in boxes)
+    body = [f"<h1>Changes to FSDP: {share} noticed</h1>"]
+    body.append(f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{sums}</div>")
+    tried = len(data["mutants"])
+    if tried < data["selected"]:
+        body.append(f"<p>{tried} of {data['selected']} mutants were tried; --resume goes on.</p>")
+    excluded = [[str(number), escape(reason)] for reason, number in data["excluded"].items()]
+    sections = {
+        "Missed": "".join(map(_mutant, by_outcome[Outcome.MISSED])),
+        "By part": _table("part", data["families"]),
+        "By module": _table("module", data["modules"]),
+        "By kind": _table("kind", data["kinds"]),
+        "Undecided": "".join(map(_mutant, by_outcome[Outcome.UNDECIDED])),
+        "Not reached": "".join(map(_mutant, by_outcome[Outcome.NOT_REACHED])),
+        "Equivalent": "".join(map(_mutant, by_outcome[Outcome.EQUIVALENT])),
+        "Noticed, by how the test came out": page.table(
+            [("mutants", "n"), ("the test", "")], [[str(number), escape(way)] for way, number in data["ways"].items()]
+        ),
+        "Noticed": _noticed(by_outcome[Outcome.NOTICED]),
+        "Not tried, in all of the package": page.table([("mutants", "n"), ("reason", "")], excluded),
+    }
+    body += [f"<h2>{title}</h2>{section}" for title, section in sections.items() if section]
+    return page.document("Changes to FSDP that the suite would miss", body)

@@ -1,0 +1,39 @@
+"""The fork server of mutants: it has torch and not yet FSDP, so that a mutant costs the import of FSDP alone.
+
+torch's compiler imports FSDP, so the server does, too, and then forgets it; see :func:`.hook.forget`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from torch_fsdp_tests.dispatch import child, forkserver
+from torch_fsdp_tests.mutants import hook
+
+
+def main(argv: Sequence[str]) -> None:
+    """``python -m torch_fsdp_tests.mutants.server PACKAGE CONTROL READY``."""
+    package, *ends = argv
+    forgotten: dict[str, ModuleType] = {}
+
+    def prepare() -> list[str]:
+        remarks = forkserver.preload()
+        gc.unfreeze()  # what is forgotten is to be collected
+        forgotten.update(hook.forget(package))
+        gc.freeze()
+        return remarks
+
+    command = forkserver.serve(ends, prepare)
+    id = os.environ.get(hook.VARIABLE, "")
+    hook.install(id, forgotten)
+    if id:
+        sys.path.insert(1, str(hook.SITE))  # for ranks that are not forked: they are given this path
+    child.main(command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,182 @@
+"""Where a source file can be changed, and the changed syntax tree. Line numbers stay what they are."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch_fsdp_tests.mutants.exclusions import BLOCKS, Exclusions
+from torch_fsdp_tests.mutants.operators import OPERATORS, Place
+
+_MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator takes
+MARKER = "__mutant_reached__"  # what changed code calls before it runs
+
+
+def module_of(id: str) -> str:
+    """The module that a mutant changes. Ids are ``module:qualified name:operator:number``."""
+    return id.partition(":")[0]
+
+
+def function_of(id: str) -> str:
+    """The function, class or module whose tests can notice a mutant."""
+    module, name, *_ = id.split(":")
+    return module if name == "<module>" else f"{module}.{name}"
+
+
+@dataclasses.dataclass
+class Site:
+    """One possible change: put ``new`` where ``old`` stands in the tree."""
+
+    id: str
+    function: str  # qualified name of the function, class or module whose tests can notice
+    operator: str
+    excluded: str | None  # why it is not made
+    line: int
+    statement: ast.stmt
+    block: list[ast.stmt]  # that holds the statement
+    old: ast.AST
+    new: ast.AST
+    holder: ast.AST
+    field: str
+    index: int | None
+
+    def _put(self, node: ast.AST) -> None:
+        if self.index is None:
+            setattr(self.holder, self.field, node)
+        else:
+            getattr(self.holder, self.field)[self.index] = node
+
+    @functools.cached_property
+    def change(self) -> tuple[str, str]:
+        """The statement before and after, without the statements in it."""
+        before = _header(self.statement)
+        if self.old is self.statement:
+            return before, _header(self.new)
+        self._put(self.new)
+        after = _header(self.statement)
+        self._put(self.old)
+        return before, after
+
+    def mark(self) -> None:
+        """Have the tree call the marker before the statement. To be done before the change, which may replace it."""
+        marker = ast.Expr(ast.Call(ast.Name(MARKER, ast.Load()), [], []))
+        ast.fix_missing_locations(ast.copy_location(marker, self.statement))
+        self.block.insert(next(i for i, each in enumerate(self.block) if each is self.statement), marker)
+        if self.holder_is_block:
+            assert self.index is not None
+            self.index += 1
+
+    @property
+    def holder_is_block(self) -> bool:
+        return getattr(self.holder, self.field) is self.block
+
+    def apply(self) -> None:
+        """Change the tree, for good."""
+        ast.fix_missing_locations(ast.copy_location(self.new, self.old))
+        self._put(self.new)
+
+
+def _header(node: ast.AST) -> str:
+    """A statement in words; of one that holds others, what comes before them."""
+    shown = copy.copy(node)
+    if hasattr(shown, "body") and isinstance(shown, ast.stmt):
+        for field in BLOCKS:
+            if hasattr(shown, field):
+                setattr(shown, field, [ast.Expr(ast.Constant(...))] if field == "body" else [])
+    text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(shown)) if shown is not node else node)
+    return text.removesuffix("\n    ...") if "\n" in text else text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What holds a node."""
+
+    name: str  # of the function, class or module
+    inner: str  # what the name of a function or class in it begins with
+    statement: ast.stmt | None = None
+    block: list[ast.stmt] = dataclasses.field(default_factory=list)
+    excluded: str | None = None
+    place: Place = dataclasses.field(default_factory=Place)
+
+
+class Source:
+    """A source file with all its sites. The tree is shared by them: apply one, and the others are spoilt."""
+
+    def __init__(self, text: bytes | str, module: str, on_host: bool, only: str | None = None) -> None:
+        """``only`` is the id of a mutant: then just the sites of its function are looked for."""
+        self.module = module
+        self._only = None if only is None else function_of(only)
+        self.tree = ast.parse(text)
+        self._exclusions = Exclusions(module, on_host)
+        self._numbers: collections.Counter[str] = collections.Counter()
+        around = _Around(module, f"{module}.", place=Place(first_bound=_first_bound(self.tree)))
+        self.sites = {site.id: site for site in self._visit(self.tree, around, self.tree, "", None)}
+
+    def _visit(self, node: ast.AST, around: _Around, holder: ast.AST, field: str, index: int | None) -> Iterator[Site]:
+        around = self._enter(node, around, holder, field)
+        if self._only is not None and not f"{self._only}.".startswith(f"{around.name}."):
+            return
+        own = around.excluded or self._exclusions.of_header(node)
+        if around.statement is not None:
+            for operator in OPERATORS:
+                for new in operator.variants(node, around.place):
+                    excluded = own or self._exclusions.of_change(node, new)
+                    yield self._site(operator.name, node, new, around, excluded, holder, field, index)
+        for name, value in ast.iter_fields(node):
+            excluded = around.excluded if name in BLOCKS else own
+            excluded = excluded or self._exclusions.of_field(node, name)
+            inside = dataclasses.replace(around, excluded=excluded, place=_place(node, name, around.place))
+            for position, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(child, ast.AST) and not isinstance(child, _MARKS):
+                    yield from self._visit(child, inside, node, name, position)
+
+    def _enter(self, node: ast.AST, around: _Around, holder: ast.AST, field: str) -> _Around:
+        changes: dict[str, Any] = {"excluded": around.excluded or self._exclusions.of(node)}
+        if isinstance(node, ast.stmt):
+            changes |= {"statement": node, "block": getattr(holder, field)}
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = around.inner + node.name
+            is_class = isinstance(node, ast.ClassDef)
+            changes |= {"name": name, "inner": f"{name}." if is_class else f"{name}.<locals>."}
+            changes["place"] = dataclasses.replace(around.place, first_bound=_first_bound(node))
+        return dataclasses.replace(around, **changes)
+
+    def _site(
+        self, operator: str, old: ast.AST, new: ast.AST, around: _Around, excluded: str | None,
+        holder: ast.AST, field: str, index: int | None,
+    ) -> Site:  # fmt: skip
+        assert around.statement is not None
+        stem = f"{self.module}:{around.name.removeprefix(self.module).lstrip('.') or '<module>'}:{operator}"
+        self._numbers[stem] += 1
+        line = getattr(old, "lineno", around.statement.lineno)
+        return Site(
+            f"{stem}:{self._numbers[stem]}", around.name, operator, excluded, line, around.statement, around.block,
+            old, new, holder, field, index,
+        )  # fmt: skip
+
+
+def _place(node: ast.AST, field: str, outer: Place) -> Place:
+    """Where the children in a field of a node stand."""
+    condition = field == "test" if isinstance(node, (ast.If, ast.While, ast.IfExp)) else field == "ifs"
+    default = field in ("defaults", "kw_defaults") or isinstance(node, ast.ClassDef)
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and field == "value":
+        default = outer.is_default  # of a field, in the body of a class
+    return dataclasses.replace(
+        outer, is_condition=condition, is_decorator=field == "decorator_list", is_default=default
+    )
+
+
+def _first_bound(scope: ast.AST) -> Mapping[str, int]:
+    """The names that a function, class or module binds, with the first lines. Parameters come before all lines."""
+    found: dict[str, int] = {}
+    for node in ast.walk(scope):
+        if isinstance(node, ast.arg):
+            found[node.arg] = 0
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = min(node.lineno, found.get(node.id, node.lineno))
+    return found

@@ -1,0 +1,269 @@
+"""Trying mutants: each in processes of its own that run tests until one notices, several mutants at a time."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch_fsdp_tests import host
+from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch.forkserver import ForkServer
+from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
+from torch_fsdp_tests.dispatch.process import TestProcess
+from torch_fsdp_tests.dispatch.reaper import Reaper
+from torch_fsdp_tests.dispatch.result import Attempt, TestResult
+from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.mutants import hook
+from torch_fsdp_tests.mutants.findings import Finding, Outcome
+from torch_fsdp_tests.mutants.mutant import Mutant, Tests
+from torch_fsdp_tests.reach import Reached
+from torch_fsdp_tests.verdict import Scope, State
+
+TEST_LIMIT = 20.0  # seconds of one test, beside what it is known to take
+FILE_LIMIT = 60.0  # seconds of a process, beside what its tests are known to take
+FACTOR = 10.0  # of the known seconds: a machine under load is slower than the one that recorded them
+WORTH_A_SERVER = 3  # mutants one after the other: for fewer, interpreters of their own are there sooner
+TICK = 0.1  # seconds between two looks at whether the server is ready
+FEW = 2  # tests in a mutant's first process; each further one has twice as many
+assert TEST_LIMIT < FILE_LIMIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How to try. ``patience`` multiplies all limits; ``device`` is the type of the device under test."""
+
+    package: str
+    run: RunTests
+    environment: Mapping[str, str]
+    device: str
+    may_fork: bool
+    at_a_time: int
+    patience: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Some tests of a file, to be run by a process that is the mutant of that id; of none, if it is empty."""
+
+    id: str
+    tests: tuple[Reached, ...]  # all of one file
+
+    @property
+    def file(self) -> str:
+        return self.tests[0].file
+
+
+def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
+    """Tests by process: the most specific first, a file at a time, few at first and then more and more."""
+    left, size = list(tests), FEW
+    while left:
+        batch = [test for test in left if test.file == left[0].file][:size]
+        yield tuple(batch)
+        taken = set(batch)
+        left = [test for test in left if test not in taken]
+        size *= 2
+
+
+Story = Generator[Work, Attempt, Finding]
+
+
+class Trials:
+    """Tries mutants, in one thread. To be used once."""
+
+    def __init__(self, setting: Setting, tests: Tests, argued: Mapping[str, Mapping[str, str]]) -> None:
+        """``argued`` has the mutants that are equivalent, by id."""
+        self._setting, self._tests, self._argued = setting, tests, argued
+        self._running: dict[int, tuple[TestProcess, Story]] = {}
+        self._streams: dict[int, TestProcess] = {}  # from those that may still say something, by descriptor
+        self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes on torch as it is, by file and name
+        self._forkserver: ForkServer | None = None
+        self._inherited = host.children()  # of the program that became this one
+
+    def judge(self, mutants: Iterable[Mutant]) -> Generator[Finding]:
+        """Each mutant's finding, as it comes. Whatever runs is ended when the caller goes away."""
+        waiting = collections.deque(mutants)
+        self._directory = Path(tempfile.mkdtemp(prefix="mutants-"))
+        self._reaper = Reaper(self._directory)
+        adopts = host.adopt_orphans()
+        with contextlib.closing(_ChildrensEnds()) as self._ends:
+            try:
+                if self._setting.may_fork and adopts and len(waiting) > WORTH_A_SERVER * self._setting.at_a_time:
+                    entry = ("-m", "torch_fsdp_tests.mutants.server", self._setting.package)
+                    environment = self._setting.environment
+                    self._forkserver = ForkServer(environment, self._setting.run.test_directory, self._directory, entry)
+                    self._await(self._forkserver)
+                while waiting or self._running:
+                    while waiting and len(self._running) < self._setting.at_a_time:
+                        yield from self._go_on(self._story(waiting.popleft()), None)
+                    yield from self._wait()
+            finally:
+                self._end_all()
+
+    def _await(self, server: ForkServer) -> None:
+        """Until it can fork, or is gone: an interpreter of a mutant's own would take longer."""
+        while not server.ready and not host.has_ended(server.pid):
+            self._ends.wait((), TICK)
+
+    def _go_on(self, story: Story, attempt: Attempt | None) -> Iterator[Finding]:
+        """Tell a story how its last work ended, and start the next one."""
+        try:
+            work = next(story) if attempt is None else story.send(attempt)
+        except StopIteration as over:
+            yield over.value
+            return
+        process = self._start(work)
+        self._reaper.tell(process.pid, there=True)
+        self._running[process.pid] = process, story
+        self._streams[process.events_descriptor] = process
+
+    def _story(self, mutant: Mutant) -> Story:
+        """What happens to a mutant, as the work that it asks for, up to its finding."""
+        told = Finding(mutant.id, mutant.module, mutant.family, mutant.operator, Outcome.UNDECIDED, str(mutant.path))
+        told = dataclasses.replace(told, line=mutant.site.line, change=mutant.change)
+        argued = self._argued.get(mutant.id)
+        if argued is not None and argued["change"] == told.change:
+            return dataclasses.replace(told, outcome=Outcome.EQUIVALENT, why=argued["why"])
+        executed: list[str] = []
+        seconds = 0.0
+        for batch in batches(self._tests.of(mutant.function)):
+            while batch:
+                attempt = yield Work(mutant.id, batch)
+                seconds += attempt.seconds
+                executed += [f"{batch[0].file}::{test.name}" for test in attempt.tests if test.outcome.is_executed]
+                told = dataclasses.replace(told, seconds=round(seconds, 1), executed=len(executed))
+                if (problem := self._problem(mutant, attempt)) is not None:
+                    return dataclasses.replace(told, why=problem)
+                bad = next((test for test in attempt.tests if test.outcome.is_bad), None)
+                if bad is None:
+                    break
+                if (yield from self._passes_unchanged(batch, bad)):
+                    by = f"{batch[0].file}::{bad.name}"
+                    how, why = bad.outcome.value, bad.reason
+                    return dataclasses.replace(told, outcome=Outcome.NOTICED, by=by, how=how, why=why)
+                # The test says nothing about the change; those that it came before are still to be heard.
+                batch = _after(batch, bad, attempt)
+        if not executed:
+            why = "no test enters it" if not self._tests.of(mutant.function) else "the tests that enter it skip here"
+            return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why)
+        if not self._reached(mutant.id).exists():
+            why = "no test runs the statement"
+            return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
+        return dataclasses.replace(told, outcome=Outcome.MISSED, tests=tuple(executed))
+
+    def _problem(self, mutant: Mutant, attempt: Attempt) -> str | None:
+        """Why an attempt says nothing about the mutant, in words."""
+        broken = self._reached(mutant.id).with_suffix(hook.BROKEN)
+        if broken.exists():
+            return broken.read_text(encoding="utf-8")
+        ours = [test for test in attempt.tests if test.outcome is State.HARNESS_ERROR]
+        return f"{ours[0].name}: {ours[0].reason}" if ours else None
+
+    def _passes_unchanged(self, batch: Sequence[Reached], bad: TestResult) -> Generator[Work, Attempt, bool]:
+        """Whether a test that failed passes on torch as it is, in the same kind of process. Tried once a test."""
+        of_test = tuple(test for test in batch if test.test == bad.name) if bad.scope is Scope.TEST else ()
+        key = batch[0].file, bad.name if of_test else ",".join(test.test for test in batch)
+        if key not in self._fit:
+            attempt = yield Work("", of_test or tuple(batch))
+            self._fit[key] = not attempt.is_bad
+        return self._fit[key]
+
+    def _reached(self, id: str) -> Path:
+        """The file that is made once a mutant's changed code runs."""
+        return self._directory / f"{id.translate(str.maketrans(':<>', '...'))}.reached"
+
+    def _start(self, work: Work) -> TestProcess:
+        setting, names = self._setting, tuple(test.test for test in work.tests)
+        job = Job(ShardedTest(TestRun(work.file, frozenset(names), order=names)), devices=0)
+        longest = max(test.seconds for test in work.tests)
+        together = sum(test.seconds for test in work.tests)
+        test_limit = setting.patience * (TEST_LIMIT + FACTOR * longest)
+        process = TestProcess(
+            job, (), time.monotonic(), setting.patience * (FILE_LIMIT + FACTOR * together), self._directory
+        )
+        environment = {
+            **setting.environment,
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(math.ceil(test_limit)),
+            **(hook.environment(work.id, self._reached(work.id), setting.environment) if work.id else {}),
+        }
+        orders = Orders(os.getpid(), setting.run, job.part, device=setting.device)
+        process.start(orders, environment, (), self._forkserver)
+        return process
+
+    def _wait(self) -> Iterator[Finding]:
+        """Sleep until a process ends or is due, and go on with what it belongs to."""
+        if not self._running:
+            return
+        now = time.monotonic()
+        due = min(process.next_deadline() for process, _ in self._running.values())
+        self._ends.wait([*self._streams], max(0.0, due - now))
+        for stream, process in list(self._streams.items()):
+            if not process.listen():
+                del self._streams[stream]
+        for pid, status in list(host.ended_children()):
+            if pid in self._running:
+                process, story = self._running.pop(pid)
+                self._streams.pop(process.events_descriptor, None)
+                host.end_strays(process.directory, self._running.keys() | self._helpers())
+                attempt = process.conclude(status, time.monotonic(), [])
+                self._reaper.tell(pid, there=False)
+                shutil.rmtree(process.directory, ignore_errors=True)
+                yield from self._go_on(story, attempt)
+        for process, _ in self._running.values():
+            process.check(time.monotonic())
+
+    def _helpers(self) -> set[int]:
+        """Children of this process that are no mutants."""
+        helpers = {self._reaper.pid, *self._inherited}
+        return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
+
+    def _end_all(self) -> None:
+        """Whatever happened, leave nothing running."""
+        for pid, (process, _) in self._running.items():
+            process.kill()
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        if self._forkserver is not None:
+            self._forkserver.close()
+        host.end_strays(self._directory, self._helpers())
+        self._reaper.close()
+
+
+def _after(batch: Sequence[Reached], bad: TestResult, attempt: Attempt) -> tuple[Reached, ...]:
+    """The tests of a batch that a failure left out; none where it concerns more than one test."""
+    if bad.scope is not Scope.TEST:
+        return ()
+    done = {test.name for test in attempt.tests if test.outcome is not State.NOT_RUN}
+    return tuple(test for test in batch if test.test not in done)
+
+
+class _ChildrensEnds:
+    """Wakes whoever waits when a child ends."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        for descriptor in (self._read, self._write):
+            os.set_blocking(descriptor, False)
+        self._handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def wait(self, descriptors: Sequence[int], timeout: float) -> None:
+        """Until a child has ended, one of the descriptors can be read, or so many seconds have passed."""
+        select.select([self._read, *descriptors], [], [], timeout)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        signal.signal(signal.SIGCHLD, self._handler)
+        os.close(self._read)
+        os.close(self._write)
