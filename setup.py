@@ -5,7 +5,6 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).resolve().parent
 LINTERS = (HERE / ".ci" / "lint.txt").read_text(encoding="utf-8").split()  # also installed alone, without torch
 TESTS = (HERE / ".ci" / "test.txt").read_text(encoding="utf-8").splitlines()  # also installed beside any torch
-MUTANTS = ["mutants/data/*", "mutants/site/*", "mutants/README.md"]
 
 setup(
     name="torch_fsdp_tests",
@@ -19,7 +18,8 @@ setup(
     packages=find_packages(include=["torch_fsdp_tests", "torch_fsdp_tests.*"]),
     package_data={
         "torch_fsdp_tests": [
-            *("dispatch/data/*", "defects/data/*", "defects/README.md", "reach/data/*", *MUTANTS),
+            *("dispatch/data/*", "defects/data/*", "defects/README.md", "reach/data/*"),
+            *("mutants/data/*", "mutants/site/*", "mutants/README.md"),
             "py.typed",
         ]
     },
