@@ -190,7 +190,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         torch.manual_seed(1 + self.rank)
         with (
-            torch._dynamo.config.patch(skip_fsdp_guards=skip_fsdp_guards),
+            internals.dynamo_config.patch(skip_fsdp_guards=skip_fsdp_guards),
             inductor_config.patch(compile_threads=1),  # a pool of processes would outlive this rank
         ):
             for _ in range(self.num_iters):
