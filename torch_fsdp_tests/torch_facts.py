@@ -272,6 +272,14 @@ INSTALLS_CUDA_DEVICE_GUARD = Fact(
     "installs a device guard of CUDA when it enters a fake mode",
     _has("torch._C", "_ensureCUDADeviceGuardSet"),
 )
+KEEPS_FROZEN_UNDER_TP = Fact(
+    (2, 11),
+    "keeps what is frozen frozen when tensor parallelism splits it",
+    lambda: (
+        "requires_grad"
+        in _find("torch.distributed.tensor.parallel", "ColwiseParallel._partition_linear_fn").__code__.co_names
+    ),
+)
 GRAPHS_ON_ANY_ACCELERATOR = Fact((2, 13), "has torch.accelerator.Graph", _has("torch.accelerator", "Graph"))
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
@@ -285,6 +293,41 @@ LOADS_PARAMETERS_WITHOUT_STATE = Fact(
     (2, 11),
     "sets, if not strict, an optimizer's state dict that lacks the state of a parameter",
     lambda: "strict" in _find("torch.distributed.checkpoint.state_dict", "_split_optim_state_dict").__code__.co_names,
+)
+
+# --- Pipelines --------------------------------------------------------------------------------------------------------
+
+_PIPELINING = "torch.distributed.pipelining."
+
+
+def _starts_pipelines_with_float32() -> bool:
+    """The receivers of a pipeline's first messages expect float32. A torch without this method has no such messages."""
+    start = getattr(_find(_PIPELINING + "stage", "PipelineStage"), "_get_init_p2p_neighbors_ops", None)
+    return start is None or "float32" in start.__code__.co_names
+
+
+PIPELINES_START_OVER_GLOO = Fact(
+    (2, 10), "starts a pipeline with messages as long as their receivers expect", _starts_pipelines_with_float32
+)
+STAGES_NEED_NO_MESSAGES_TO_THEMSELVES = Fact(
+    (2, 13),
+    "starts a pipeline without messages of a rank to itself",
+    _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
+)
+PIPELINES_TRAIN_AFTER_EVALUATION = Fact(
+    (2, 13),
+    "prepares the stages of a pipeline anew when training follows evaluation",
+    _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
+)
+REDUCES_GRADIENTS_BY_ACTION = Fact(
+    (2, 10),
+    "has the action REDUCE_GRAD of a pipeline's schedule",
+    _has(_PIPELINING + "schedules", "_ComputationType.REDUCE_GRAD"),
+)
+WAITS_FOR_GRADIENTS_BY_ACTION = Fact(
+    (2, 15),
+    "has the action WAIT_REDUCE_GRAD of a pipeline's schedule",
+    _has(_PIPELINING + "schedules", "_ComputationType.WAIT_REDUCE_GRAD"),
 )
 
 

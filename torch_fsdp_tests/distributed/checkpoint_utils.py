@@ -52,11 +52,12 @@ def _shared_directory() -> Iterator[str]:
     try:
         yield shared
     finally:
-        with open(os.path.join(base, f"rank_{rank}_left"), "x"):
-            pass
-        # Two ranks may both find themselves last; the second one finds less to remove, or nothing.
+        # After a failure the directory around it may be gone already, which is not to hide what a late rank raises.
         with contextlib.suppress(FileNotFoundError):
+            with open(os.path.join(base, f"rank_{rank}_left"), "x"):
+                pass
             if len(os.listdir(base)) == size + 1:
+                # Two ranks may both find themselves last; the second one finds less to remove, or nothing.
                 shutil.rmtree(base, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@ A layout says how a model lies on the first ranks of a test: FSDP1, FSDP2, tenso
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -14,15 +15,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_fsdp.device import rank_device
+from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import moments, sharded_state_dicts, step_counts, train_on_share
@@ -53,46 +63,117 @@ class UnevenLayers(nn.Module):
 
 
 class Layout(NamedTuple):
-    """How a model lies on ranks. ``apply`` parallelizes a plain model over a mesh of this shape."""
+    """How a model lies on ranks. ``apply`` parallelizes a plain model over a mesh of this shape.
+
+    ``names`` has the names of the mesh's last dimensions. Ranks along "tensor" or "stage", which come last, share a
+    batch.
+    """
 
     shape: tuple[int, ...]
-    apply: Callable[[nn.Module, DeviceMesh], nn.Module]
-    model_parallel: int = 1  # ranks that share a batch
+    apply: Callable[..., nn.Module]
+    names: tuple[str, ...] = ("replicate", "shard")
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension of the mesh."""
+        return dict(zip(self.names[-len(self.shape) :], self.shape))
+
+    @property
+    def batches(self) -> int:
+        """The number of ranks, or groups of ranks, that have a batch of their own."""
+        return math.prod(size for name, size in self.dims.items() if name not in ("tensor", "stage"))
+
+    @property
+    def batch_index(self) -> int:
+        """The number of this rank's batch."""
+        return dist.get_rank() * self.batches // self.size
+
     def mesh(self) -> DeviceMesh:
         """A mesh of the first ranks. All ranks of the default group must ask for it."""
         ranks = torch.arange(self.size).view(self.shape)
-        names = ("replicate", "shard") if self.model_parallel == 1 else ("shard", "tensor")
-        return DeviceMesh(accelerator.current().type, ranks, mesh_dim_names=names[-len(self.shape) :])
+        return DeviceMesh(accelerator.current().type, ranks, mesh_dim_names=tuple(self.dims))
 
 
-def _fsdp1(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-    policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP(model, auto_wrap_policy=policy, sharding_strategy=strategy, device_mesh=mesh, use_orig_params=True)
+def _fsdp1(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    strategy: ShardingStrategy | None = None,
+) -> nn.Module:
+    """Wrap each child. What computes in ``param_dtype`` reduces in float32."""
+    if strategy is None:
+        strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(child) for child in model.children()}),
+        sharding_strategy=strategy,
+        device_mesh=mesh,
+        use_orig_params=True,
+        mixed_precision=MixedPrecision(param_dtype, torch.float32) if param_dtype else None,
+        cpu_offload=CPUOffload(offload),
+    )
 
 
-def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _fsdp1_without_shards(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    return _fsdp1(model, mesh, strategy=ShardingStrategy.NO_SHARD, **kwargs)
+
+
+def _fsdp2(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    wrap: Callable[..., Any] = fully_shard,
+) -> nn.Module:
+    """Wrap each child. What computes in ``param_dtype`` reduces in float32."""
+    policy = MixedPrecisionPolicy(param_dtype, torch.float32) if param_dtype else MixedPrecisionPolicy()
+    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*model.children(), model):
-        fully_shard(module, mesh=mesh)
+        wrap(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     return model
+
+
+def _replicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    return _fsdp2(model, mesh, wrap=internals.replicate_on_fsdp2.replicate, **kwargs)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     # Between the layers a DTensor, since a local tensor would not say how many columns the other ranks have.
-    plan = {"net1": ColwiseParallel(use_local_output=False), "net2": RowwiseParallel()}
-    return parallelize_module(model, mesh, plan)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    styles = ColwiseParallel(use_local_output=False), RowwiseParallel()
+    return parallelize_module(model, mesh, dict(zip(linear, itertools.cycle(styles))))
 
 
-def _fsdp2_and_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return _fsdp2(_tensor_parallel(model, mesh["tensor"]), mesh["shard"])
+def _stage(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Leave this rank's stage of the model, which runs its children one after the other."""
+    names = [name for name, _ in model.named_children()]
+    length = len(names) // mesh.size()
+    start = mesh.get_local_rank() * length
+    for name in names[:start] + names[start + length :]:
+        delattr(model, name)
+    return model
 
 
+def before_tensor(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of a mesh that data parallelism has: all but the last, which is tensor parallelism's."""
+    return mesh[(mesh.mesh_dim_names or ())[:-1]]
+
+
+def _with_tensor_parallel(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda model, mesh, **kwargs: apply(_tensor_parallel(model, mesh["tensor"]), before_tensor(mesh), **kwargs)
+
+
+def _in_stages(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda model, mesh, **kwargs: apply(_stage(model, mesh["stage"]), mesh["shard"], **kwargs)
+
+
+TENSOR, STAGES = ("replicate", "shard", "tensor"), ("shard", "stage")
 LAYOUTS = {
     "plain": Layout((1,), lambda model, mesh: model),
     "FSDP1 on 2": Layout((2,), _fsdp1),
@@ -101,9 +182,15 @@ LAYOUTS = {
     "FSDP2 on 2": Layout((2,), _fsdp2),
     "FSDP2 on 4": Layout((4,), _fsdp2),
     "FSDP2 on 2x2": Layout((2, 2), _fsdp2),
-    "TP on 2": Layout((2,), _tensor_parallel, 2),
-    "TP on 4": Layout((4,), _tensor_parallel, 4),
-    "FSDP2 and TP on 2x2": Layout((2, 2), _fsdp2_and_tensor_parallel, 2),
+    "TP on 2": Layout((2,), _tensor_parallel, TENSOR),
+    "TP on 4": Layout((4,), _tensor_parallel, TENSOR),
+    "FSDP2 and TP on 2x2": Layout((2, 2), _with_tensor_parallel(_fsdp2), TENSOR),
+    "FSDP2 and TP on 2x2x2": Layout((2, 2, 2), _with_tensor_parallel(_fsdp2), TENSOR),
+    "FSDP1 and TP on 2x2": Layout((2, 2), _with_tensor_parallel(_fsdp1), TENSOR),
+    "FSDP1 without shards on 4": Layout((4,), _fsdp1_without_shards, ("replicate",)),
+    "replicate on 4": Layout((4,), _replicate, ("replicate",)),
+    "FSDP1 and PP on 2x2": Layout((2, 2), _in_stages(_fsdp1), STAGES),
+    "FSDP2 and PP on 2x2": Layout((2, 2), _in_stages(_fsdp2), STAGES),
 }
 
 
@@ -113,7 +200,9 @@ class Run:
     All ranks of the default group make it; those outside of the layout have no part of it afterwards (``takes_part``).
     """
 
-    def __init__(self, layout: Layout, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> None:
+    options: StateDictOptions | None = None  # of ``get_state_dict`` and its like
+
+    def __init__(self, layout: Layout, seed: int = 0, model_class: Callable[[], nn.Module] = UnevenLayers) -> None:
         self.layout, self.mesh = layout, layout.mesh()
         self.group = dist.new_group(list(range(layout.size)))
         self.takes_part = dist.get_rank() < layout.size
@@ -124,15 +213,14 @@ class Run:
     def train(self, steps: range) -> Run:
         """Train for these steps, whose batches follow from their numbers. Returns the run."""
         if self.takes_part:
-            size = self.layout.size // self.layout.model_parallel
-            train_on_share(self.model, self.optim, steps, dist.get_rank() // self.layout.model_parallel, size)
+            train_on_share(self.model, self.optim, steps, self.layout.batch_index, self.layout.batches)
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """The sharded states as "model" and "optim"."""
         if self._is_fsdp1_of_some_ranks:
             return sharded_state_dicts(self.model, self.optim, group=self.group)
-        model, optim = get_state_dict(self.model, self.optim)
+        model, optim = get_state_dict(self.model, self.optim, options=self.options)
         return {"model": model, "optim": optim}
 
     @property
@@ -170,7 +258,13 @@ class Run:
             self.model.load_state_dict(state["model"])
             FSDP.optim_state_dict_to_load(self.model, self.optim, state["optim"], load_directly=True, group=self.group)
         else:
-            set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+            set_state_dict(
+                self.model,
+                self.optim,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optim"],
+                options=self.options,
+            )
 
 
 def plain_run(steps: range, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,23 +28,29 @@ def pairwise(
     def case_of(indices: tuple[int, ...]) -> dict[str, Any]:
         return {name: values[index] for (name, values), index in zip(config.items(), indices)}
 
-    def pairs(indices: tuple[int, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(indices), 2))
+    bits: dict[Any, int] = {}
+
+    def pairs(indices: tuple[int, ...]) -> int:
+        """The pairs of values in a combination, each as a bit: thousands of combinations are counted many times."""
+        found = itertools.combinations(enumerate(indices), 2)
+        return sum(1 << bits.setdefault(pair, len(bits)) for pair in found)
 
     every = [
         indices for indices in itertools.product(*map(range, map(len, config.values()))) if valid(**case_of(indices))
     ]
     if TEST_WITH_SLOW or len(config) < 2:
         return [case_of(indices) for indices in every]
+    pairs_of = {indices: pairs(indices) for indices in every}
     chosen: list[tuple[int, ...]] = []
-    missing: set[Any] = set().union(*map(pairs, every))
+    missing = functools.reduce(operator.or_, pairs_of.values(), 0)
     while missing:
-        chosen.append(max(every, key=lambda indices: len(pairs(indices) & missing)))
-        missing -= pairs(chosen[-1])
+        chosen.append(max(every, key=lambda indices: (pairs_of[indices] & missing).bit_count()))
+        missing &= ~pairs_of[chosen[-1]]
+        every = [indices for indices in every if pairs_of[indices] & missing]
     return [case_of(indices) for indices in chosen]
 
 
-def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:
+def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Sequence[Any]]]:
     """Each case as a configuration of its own for ``run_subtests``."""
     for case in cases:
         yield {name: [value] for name, value in case.items()}

@@ -47,10 +47,13 @@ composable_contract = torch_names.module("torch.distributed._composable.contract
 pytree = torch_names.module("torch.utils._pytree")
 grad_mode = torch_names.module("torch.autograd.grad_mode")
 pipeline_backward = torch_names.module("torch.distributed.pipelining._backward")
+pipeline_schedules = torch_names.module("torch.distributed.pipelining.schedules")
 placement_types = torch_names.module("torch.distributed.tensor.placement_types")
 dsd = torch_names.module("torch.distributed.checkpoint.state_dict")
 state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
 replicate_on_fsdp2 = torch_names.module("torch.distributed._composable.replicate_with_fsdp")
+dtensor_utils = torch_names.module("torch.distributed.tensor._utils")
+tensor_parallel_fsdp = torch_names.module("torch.distributed.tensor.parallel.fsdp")
 fsdp2_memory = torch_names.module("torch.distributed._tools.fsdp2_mem_tracker")
 dynamo_config = torch_names.module("torch._dynamo.config")
 fake_tensors = torch_names.module("torch._subclasses.fake_tensor")
@@ -258,6 +261,16 @@ def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
         yield
 
 
+def tensor_extension(module: FSDP) -> Any:
+    """What an FSDP1 instance asks how to flatten and to shard tensors that are not plain; None where all are."""
+    return attribute(module, "_fsdp_extension")
+
+
+def dtensor_extensions() -> type:
+    """The class of what :func:`tensor_extension` returns for DTensors."""
+    return tensor_parallel_fsdp.DTensorExtensions
+
+
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +343,13 @@ def ddp_of(model: nn.Module) -> Any:
     return attribute(composable.replicate.state(model), "_ddp")
 
 
+def scheduled(stages: list[Any], actions: list[str], num_microbatches: int, **kwargs: Any) -> Any:
+    """A schedule of a pipeline on one rank that runs these actions, such as "0UNSHARD" and "0F1", in their order."""
+    schedule = pipeline_schedules._PipelineScheduleRuntime(stages, num_microbatches, **kwargs)
+    schedule.pipeline_order_with_comms = {0: [pipeline_schedules._Action.from_str(action) for action in actions]}
+    return schedule
+
+
 # --- The compiler -----------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +366,11 @@ def dynamo_switched(**switches: bool) -> AbstractContextManager[Any]:
 def strided_shard() -> type:
     """The placement of a dimension that FSDP2 cuts after tensor parallelism did."""
     return placement_types._StridedShard
+
+
+def local_shape_and_offsets(shape: torch.Size, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a DTensor, and for each dimension where the part begins in the whole."""
+    return dtensor_utils.compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:

@@ -53,6 +53,30 @@ class FourLayers(nn.Module):
         return torch.rand(4, 8, generator=generator)
 
 
+class SimpleModel(nn.Module):
+    """Linear layers from 5 to 8, 4 and 12 elements, with tanh between. 2 and 4 ranks divide their rows."""
+
+    sizes = (5, 8, 4, 12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2, self.net3 = (nn.Linear(*each) for each in zip(self.sizes, self.sizes[1:]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # No ReLU: one that is dead would keep its layer from changing.
+        return self.net3(self.net2(self.net1(x).tanh()).tanh())
+
+    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Four rows for :func:`train_on_share`, in host memory."""
+        return torch.rand(4, 5, generator=generator)
+
+
+class SimpleModelUneven(SimpleModel):
+    """From 5 to 10, 15 and 5 elements: rows of some layers neither 2 nor 4 ranks divide."""
+
+    sizes = (5, 10, 15, 5)
+
+
 def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range, rank: int = 0, size: int = 1) -> None:
     """Train on this rank's share of a batch of four parts; alone (``size`` 1) on all of it.
 

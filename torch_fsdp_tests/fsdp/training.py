@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from torch_fsdp_tests import accelerator
-from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, manual_seed
+from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests.common_distributed import run_subtests
+from torch_fsdp_tests.common_fsdp import MLPStack
+from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, device_sleep, get_cycles_per_ms, manual_seed
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.references import average_gradients, full, named
 from torch_fsdp_tests.fsdp.shards import shard_of
@@ -271,3 +275,55 @@ class TrainingMixin(_Base):
         self.assertEqual(seen, [nn.Parameter] * FEW)
         model(self._inputs(4, 3, 14, 14))
         return model
+
+
+class StacksMixin(TrainingMixin):
+    """For a test case with ranks: MLPs that tensor parallelism has cut before FSDP2 does."""
+
+    def _test_stacks(
+        self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, flat_dp_mesh: DeviceMesh, iterations: int = FEW
+    ) -> None:
+        """Train in all ways to reshard and to checkpoint. ``flat_dp_mesh`` has ``dp_mesh`` in one dimension."""
+        # Of these sizes 3 also leaves a rank empty, 5 and 17 are uneven, 16 is even.
+        dims = [3, 5, 16, 17] if TEST_WITH_SLOW else [3, 16]
+        config: dict[str, list[Any]] = {
+            "reshard_after_forward": [False, True],
+            "use_activation_checkpointing": [False, True],
+            "mlp_dim": dims if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else [16],
+        }
+        for case in one_by_one(pairwise(config)):
+            run_subtests(self, case, self._test_stack, tp_mesh, dp_mesh, flat_dp_mesh, iterations)
+
+    def _test_stack(
+        self,
+        tp_mesh: DeviceMesh,
+        dp_mesh: DeviceMesh,
+        flat_dp_mesh: DeviceMesh,
+        iterations: int,
+        reshard_after_forward: bool,
+        use_activation_checkpointing: bool,
+        mlp_dim: int,
+    ) -> None:
+        manual_seed(42)
+        model = MLPStack(mlp_dim)
+        ref_model = self._replica(model)
+        model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing, reshard_after_forward=reshard_after_forward)
+        check_full(self, ref_model, model)
+        kwargs: dict[str, Any] = {}
+        if mlp_dim == 16 and not use_activation_checkpointing:
+            kwargs = {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # of the optimizers for DTensors the quickest
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._inputs(8, mlp_dim),
+            average=functools.partial(average_gradients, group=flat_dp_mesh.get_group()),
+            data_rank=flat_dp_mesh.get_local_rank(),
+            iterations=iterations,
+            foreach=False,
+            **kwargs,
+        )
+        names = (*(dp_mesh.mesh_dim_names or ()), *(tp_mesh.mesh_dim_names or ()))
+        for param in model.parameters():
+            self.assertIsInstance(param, DTensor)
+            self.assertEqual(param.device_mesh.mesh_dim_names, names)
+            self.assertEqual(len(param.placements), len(names))

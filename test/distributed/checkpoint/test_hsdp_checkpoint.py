@@ -7,7 +7,6 @@ import os
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -23,6 +22,8 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import (
+    SimpleModel,
+    SimpleModelUneven,
     moments,
     parameters_and_moments,
     sharded_state_dicts,
@@ -32,29 +33,6 @@ from torch_fsdp_tests.fsdp.sharded_states import (
 
 HYBRID = ["FSDP1 on 2x2", "FSDP2 on 2x2"]
 SHARDED = ["FSDP1 on 4", "FSDP2 on 2"]
-
-
-class SimpleModel(nn.Module):
-    """Layers whose rows two ranks divide, and four."""
-
-    sizes = (5, 8, 4, 12)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net1, self.net2, self.net3 = (nn.Linear(*each) for each in zip(self.sizes, self.sizes[1:]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # No ReLU: one that is dead would keep its layer from changing.
-        return self.net3(self.net2(self.net1(x).tanh()).tanh())
-
-    def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        return torch.rand(4, 5, generator=generator)
-
-
-class SimpleModelUneven(SimpleModel):
-    """Layers of which some have rows that neither two nor four ranks divide."""
-
-    sizes = (5, 10, 15, 5)
 
 
 EVEN = parametrize("is_even_sharded_model", [True, False])

@@ -38,7 +38,6 @@ from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
     FSDPTestMultiThread,
-    MLPStack,
     check_sharded_parity,
     compiled_fsdp_test,
     patch_all_gather,
@@ -57,6 +56,7 @@ from torch_fsdp_tests.fsdp.shards import shard_largest_dim
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
+    StacksMixin,
     TrainingMixin,
     accumulating,
     backward,
@@ -1550,57 +1550,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         return ref_model, model
 
 
-class StackTest(TrainingMixin):
-    """MLPs that tensor parallelism has cut before FSDP does."""
-
-    def _test_stacks(self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, flat_dp_mesh: DeviceMesh) -> None:
-        """``flat_dp_mesh`` has the ranks of ``dp_mesh`` in one dimension."""
-        # Of these sizes 3 also leaves a rank empty, 5 and 17 are uneven, 16 is even.
-        dims = [3, 5, 16, 17] if TEST_WITH_SLOW else [3, 16]
-        config: dict[str, list[Any]] = {
-            "reshard_after_forward": [False, True],
-            "use_activation_checkpointing": [False, True],
-            "mlp_dim": dims if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else [16],
-        }
-        for case in one_by_one(pairwise(config)):
-            self.run_subtests(case, self._test_stack, tp_mesh, dp_mesh, flat_dp_mesh)
-
-    def _test_stack(
-        self,
-        tp_mesh: DeviceMesh,
-        dp_mesh: DeviceMesh,
-        flat_dp_mesh: DeviceMesh,
-        reshard_after_forward: bool,
-        use_activation_checkpointing: bool,
-        mlp_dim: int,
-    ) -> None:
-        manual_seed(42)
-        model = MLPStack(mlp_dim)
-        ref_model = self._replica(model)
-        model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing, reshard_after_forward=reshard_after_forward)
-        check_full(self, ref_model, model)
-        kwargs: dict[str, Any] = {}
-        if mlp_dim == 16 and not use_activation_checkpointing:
-            kwargs = {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # of the optimizers for DTensors the quickest
-        average = functools.partial(average_gradients, group=flat_dp_mesh.get_group())
-        self._train_and_compare(
-            ref_model,
-            model,
-            lambda: self._inputs(8, mlp_dim),
-            average=average,
-            data_rank=flat_dp_mesh.get_local_rank(),
-            iterations=FEW,
-            foreach=False,
-            **kwargs,
-        )
-        names = (*dp_mesh.mesh_dim_names, *tp_mesh.mesh_dim_names)
-        for param in model.parameters():
-            self.assertIsInstance(param, DTensor)
-            self.assertEqual(param.device_mesh.mesh_dim_names, names)
-            self.assertEqual(len(param.placements), len(names))
-
-
-class TestFullyShardNDTraining(StackTest, FSDPTest):
+class TestFullyShardNDTraining(StacksMixin, FSDPTest):
     world_size = 8
 
     @skip_if_lt_x_gpu(4)
@@ -1706,7 +1656,7 @@ class TestFullyShardNDTraining(StackTest, FSDPTest):
         )
 
 
-class TestFullyShardHSDP3DTraining(StackTest, FSDPTest):
+class TestFullyShardHSDP3DTraining(StacksMixin, FSDPTest):
     world_size = 8
 
     @skip_if_lt_x_gpu(8)

@@ -1,0 +1,610 @@
+"""FSDP over some dimensions of a mesh and tensor parallelism over the last: training, and states in and out.
+
+FSDP2 and FSDP1, over two dimensions, and over three with replicas. The ranks of tensor parallelism share their data,
+the others have their own; the reference is a plain model that has seen the data of all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.input_reshard import input_reshard
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest, MLPStack
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, Transformer, with_comms
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.checkpoints import TENSOR, Layout, LayoutsMixin, Run, before_tensor, plain_run
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
+from torch_fsdp_tests.fsdp.references import average_gradients, full, of_all_ranks
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.sharded_states import (
+    ShardedStatesMixin,
+    SimpleModel,
+    SimpleModelUneven,
+    moments,
+    sharded_state_dicts,
+    step_counts,
+    train_on_share,
+    use_sharded_state_dicts,
+)
+from torch_fsdp_tests.fsdp.training import (
+    ITERATIONS,
+    StacksMixin,
+    TrainingMixin,
+    accumulating,
+    backward,
+    check_full,
+    check_gradients,
+    loss_of,
+    optimizers,
+    shard_each,
+    tiny_transformer,
+    train,
+)
+
+HOST = torch.device("cpu")  # the CPU is the subject
+ALL_REDUCE = torch.ops.c10d_functional.all_reduce
+EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}
+
+SQUARE, CUBE = (2, 2), (2, 2, 2)
+
+# What tensor parallelism cuts of SimpleModel where it leaves the third layer alone.
+CUT = {"net1.weight": Shard(0), "net1.bias": Shard(0), "net2.weight": Shard(1)}
+
+
+def columns_and_rows(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut the first layer by columns and the second by rows. The third is none of tensor parallelism's business."""
+    return parallelize_module(model, mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+
+
+def fsdp1_and_tp(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
+    """FSDP1, with the whole model as one unit, around tensor parallelism over the last dimension of the mesh."""
+    strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 3 else ShardingStrategy.FULL_SHARD
+    columns_and_rows(model, mesh["tensor"])
+    return FSDP(model, device_mesh=before_tensor(mesh), sharding_strategy=strategy, **kwargs)
+
+
+def fsdp2_and_tp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 around tensor parallelism over the last dimension of the mesh, by which every layer is cut."""
+    columns_and_rows(model, mesh["tensor"])
+    parallelize_module(model, mesh["tensor"], {"net3": ColwiseParallel(output_layouts=Replicate())})
+    return shard_each([*model.children(), model], mesh=before_tensor(mesh))
+
+
+class TestFullyShard2DTraining(StacksMixin, FSDPTest):
+    world_size = 4
+
+    def _data_and_tensor(self, *shape: int) -> tuple[DeviceMesh, DeviceMesh]:
+        mesh = self._mesh(*shape, names=("dp", "tp"))
+        return mesh["dp"], mesh["tp"]
+
+    @skip_if_lt_x_gpu(4)
+    def test_train_parity_2d_mlp(self):
+        """With even, uneven and empty shards, and with checkpointed activations."""
+        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        self._test_stacks(tp_mesh, dp_mesh, dp_mesh, iterations=ITERATIONS)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(other_dim=[False, True])
+    def test_train_parity_2d_transformer(self, other_dim):
+        """With sequence parallelism a norm sees a part of the sequence, so its gradient is a sum over those ranks, too.
+
+        Of two microbatches the gradients of the first are reduced together with those of the second. FSDP shards either
+        the first dimension or the one that tensor parallelism did not cut.
+        """
+        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        manual_seed(42)
+        model = tiny_transformer(n_layers=2)
+        ref_model = self._replica(model)
+        Transformer.parallelize(model.to(self.device), tp_mesh, use_seq_parallel=True)
+        shard_each([*model.layers, model], mesh=dp_mesh, shard_placement_fn=_other_dim if other_dim else None)
+        check_full(self, ref_model, model)
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._tokens(2, 4, 16).unbind(),
+            step=accumulating(model, model.set_requires_gradient_sync),
+            average=functools.partial(average_gradients, group=dp_mesh.get_group()),
+            data_rank=dp_mesh.get_local_rank(),
+            optim_cls=ShardAdamW,
+        )
+        positions = model.pos_embeddings.weight
+        for tensor in (positions, positions.grad):
+            self.assertEqual(tensor.placements[1], Shard(0))
+            self.assertEqual(tensor.placements[0].dim, 1 if other_dim else 0)
+
+    @skip_if_lt_x_gpu(4)
+    def test_tp_with_fsdp_offloading(self):
+        """Over one rank FSDP has nothing to gather or to reduce, so the collectives are those of tensor parallelism."""
+        dp_mesh, tp_mesh = self._data_and_tensor(1, self.world_size)
+        manual_seed(42)
+        model = MLPStack(16)
+        ref_model = self._replica(model)
+        policy = CPUOffloadPolicy(pin_memory=False)
+        model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing=False, offload_policy=policy)
+
+        def step(each: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            if each is ref_model:
+                return train(each, batch)
+            with CommDebugMode() as in_forward:
+                loss = loss_of(each(batch))
+            with CommDebugMode() as in_backward:
+                loss = backward(loss)
+            # One after each layer that is cut by rows; in backward one before each that is cut by columns, the first
+            # of which nobody asks for the gradient of its input.
+            self.assertEqual(dict(in_forward.get_comm_counts()), {ALL_REDUCE: 3})
+            self.assertEqual(dict(in_backward.get_comm_counts()), {ALL_REDUCE: 2})
+            for param in each.parameters():
+                self.assertEqual([param.to_local().device, param.grad.to_local().device], [HOST, HOST])
+            return loss
+
+        self._train_and_compare(
+            ref_model,
+            model,
+            lambda: self._inputs(8, 16),
+            step=step,
+            average=lambda ref_model: None,
+            data_rank=0,
+            iterations=5,
+        )
+
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @pairwise_subtests(
+        use_seq_parallel=[False, True], reuse_model=[True, False], optimizer_class=[torch.optim.Adam, torch.optim.AdamW]
+    )
+    def test_train_parity_2d_transformer_checkpoint_resume(self, use_seq_parallel, reuse_model, optimizer_class):
+        """Training that goes on from a checkpoint has the losses of training that was never interrupted, bit for bit.
+
+        The second loss depends on the parameters that are loaded, the third on the optimizer's states as well.
+        """
+        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+
+        def build(seed: int, parallel: bool = True) -> tuple[Transformer, torch.optim.Optimizer]:
+            manual_seed(seed)
+            model = tiny_transformer(n_layers=1).to(self.device)
+            if parallel:
+                Transformer.parallelize(model, tp_mesh, use_seq_parallel)
+                shard_each([*model.layers, model], mesh=dp_mesh)
+            return model, *optimizers(model, cls=optimizer_class)
+
+        def loss_in_step(number: int, model: Transformer, optim: torch.optim.Optimizer) -> torch.Tensor:
+            manual_seed(10 * number + dp_mesh.get_local_rank())
+            optim.zero_grad()
+            loss = train(model, self._tokens(3, 8))
+            if model is plain[0]:
+                average_gradients(model, dp_mesh.get_group())
+            optim.step()
+            return loss
+
+        plain, trained = build(42, parallel=False), build(42)
+        losses = [loss_in_step(number, *trained) for number in range(3)]
+        self.assertEqual(losses, [loss_in_step(number, *plain) for number in range(3)])
+
+        model, optim = build(42)
+        self.assertEqual(loss_in_step(0, model, optim), losses[0], **EXACT)
+        path = os.path.join(self.temp_dir, f"{use_seq_parallel} {reuse_model}")
+        dcp.save(dict(zip(("model", "optim"), get_state_dict(model, optim))), checkpoint_id=path)
+        if not reuse_model:
+            model, optim = build(7)
+        for tensor in (*model.parameters(), *(each for state in optim.state.values() for each in state.values())):
+            tensor.detach().zero_()
+        self.assertNotEqual(loss_in_step(1, model, optim), losses[1])
+        state = dict(zip(("model", "optim"), get_state_dict(model, optim)))
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        self.assertEqual([loss_in_step(number, model, optim) for number in (1, 2)], losses[1:], **EXACT)
+
+
+def _other_dim(param: nn.Parameter) -> Shard | None:
+    """A ``shard_placement_fn`` for the dimension of a matrix that tensor parallelism did not cut."""
+    (placement,) = param.placements if isinstance(param, DTensor) else (Replicate(),)
+    return Shard(1 - placement.dim) if isinstance(placement, Shard) and param.ndim == 2 else None
+
+
+class TestFullyShard3DTraining(TrainingMixin, FSDPTest):
+    """Beyond upstream: gradients over three dimensions of a mesh, the first of which has replicas."""
+
+    world_size = 8
+
+    def _models(self) -> tuple[SimpleModel, Any, DeviceMesh]:
+        """The plain model, the same one cut over the mesh, and the mesh."""
+        mesh = make_mesh(*CUBE, names=("replicate", "shard", "tensor"))
+        ref_model = filled(SimpleModel().to(self.device))
+        return ref_model, fsdp2_and_tp(self._replica(ref_model), mesh), mesh
+
+    def _loss(self, model: nn.Module) -> torch.Tensor:
+        return model(uniform(3, 5, seed=self.rank // 2)).square().sum()
+
+    @skip_if_lt_x_gpu(8)
+    @subtests(norm_type=[2.0, 1.0, math.inf])
+    def test_clip_grad_norm(self, norm_type):
+        """The norm counts each element once, however many ranks have it, and all ranks clip alike."""
+        ref_model, model, _ = self._models()
+        for each in (ref_model, model):
+            self._loss(each).backward()
+        average_gradients(ref_model)
+        check_gradients(self, ref_model, model)
+        norm, found = (nn.utils.clip_grad_norm_(each.parameters(), 0.5, norm_type) for each in (ref_model, model))
+        self.assertGreater(norm.item(), 0.5)
+        self.assertEqual(of_all_ranks(found.full_tensor().item()), [norm.item()] * self.world_size)
+        check_gradients(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(8)
+    @subtests(spoilt=[(0, 0), (1, 1)])
+    def test_grad_scaler(self, spoilt):
+        """A shard with a number that is not finite makes all ranks skip the step; the next step is a plain model's.
+
+        The replicas of a shard have the same gradients, as they do after a reduction.
+        """
+        ref_model, model, mesh = self._models()
+        scaler = torch.amp.GradScaler(self.device.type, init_scale=4.0)
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ref_model, model)]
+        scaler.scale(self._loss(model)).backward()
+        if tuple(mesh.get_coordinate())[1:] == spoilt:
+            model.net2.weight.grad.to_local()[0, 0] = math.inf
+        scaler.step(optims[1])
+        scaler.update()
+        self.assertEqual(of_all_ranks(scaler.get_scale()), [2.0] * self.world_size)
+        check_full(self, ref_model, model)
+
+        model.zero_grad()
+        scaler.scale(self._loss(model)).backward()
+        scaler.step(optims[1])
+        scaler.update()
+        self._loss(ref_model).backward()
+        average_gradients(ref_model)
+        optims[0].step()
+        self.assertEqual(scaler.get_scale(), 2.0)
+        check_full(self, ref_model, model)
+
+
+# States as they are, and whole: on every rank, or on the first one, which gives the others theirs.
+ON_ALL_RANKS = StateDictOptions(full_state_dict=True)
+ON_FIRST_RANK = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+
+
+class FullStatesMixin(ShardedStatesMixin):
+    """Whole states of FSDP2 around tensor parallelism, out of one run and into another."""
+
+    def _test_full_states(
+        self, shape: tuple[int, ...], model_class: type[SimpleModel], options: StateDictOptions
+    ) -> None:
+        layout = Layout(shape, fsdp2_and_tp, TENSOR)
+        run = Run(layout, model_class=model_class).train(range(2))
+        msd = get_model_state_dict(run.model, options=options)
+        osd = get_optimizer_state_dict(run.model, run.optim, options=options)
+        wanted = plain_run(range(2), model_class=model_class)
+        if options.cpu_offload and self.rank > 0:
+            self.assertEqual((msd, osd), ({}, {}))
+        else:
+            found = {**msd, **moments(osd)}
+            self.assertEqual({type(value) for value in found.values()}, {torch.Tensor})
+            found = {name: value.cpu() for name, value in found.items()}
+            self.assertEqual(found, {name: value for name, value in wanted.items() if name != "steps"})
+
+        other = Run(layout, seed=1, model_class=model_class).train(range(9, 10))
+        self._check_all_differ(other, wanted)
+        set_model_state_dict(other.model, msd, options=options)
+        set_optimizer_state_dict(other.model, other.optim, osd, options=options)
+        self.assertEqual(other.full(), run.full(), **EXACT)
+        self.assertEqual(other.train(range(2, 4)).full(), plain_run(range(4), model_class=model_class))
+
+
+class TestFullyShard2DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
+    world_size = 4
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        case=[
+            (SQUARE, SimpleModel, ON_ALL_RANKS),
+            # Whole states on all ranks would not be loaded here: fsdp2_tp_uneven_full_state_dict_is_not_loaded.
+            ((2, 1, 2), SimpleModelUneven, ON_FIRST_RANK),
+        ]
+    )
+    def test_fully_shard_tp_2d_set_full_state_dict(self, case):
+        """Whole states are those of a plain model, and bring another run to where the first one was."""
+        self._test_full_states(*case)
+
+
+class TestFullyShard3DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
+    """Beyond upstream: two replicas of FSDP2 around tensor parallelism."""
+
+    world_size = 8
+
+    @with_comms
+    @skip_if_lt_x_gpu(8)
+    def test_set_full_state_dict(self):
+        self._test_full_states(CUBE, SimpleModel, ON_FIRST_RANK)
+
+    @with_comms
+    @skip_if_lt_x_gpu(8)
+    @with_temp_dir
+    @subtests(other=["plain", "FSDP1 on 4", "FSDP2 and TP on 2x2"])
+    def test_checkpoint_of_other_layout(self, other):
+        """Training goes on from checkpoints of other layouts, and other layouts from its own."""
+        self._check_goes_on("FSDP2 and TP on 2x2x2", other)
+        self._check_goes_on(other, "FSDP2 and TP on 2x2x2")
+
+
+class FSDP1Run(Run):
+    """A run whose states FSDP1's own functions take; see ``test_2d_optim_state_dict_of_flat_parameters``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return sharded_state_dicts(self.model, self.optim)
+
+
+class FSDP1AndTPMixin(ShardedStatesMixin, LayoutsMixin):
+    """Runs of FSDP1 around tensor parallelism, with sharded state dicts."""
+
+    def _fsdp1_run(
+        self,
+        shape: tuple[int, ...] = SQUARE,
+        seed: int = 0,
+        model_class: type[SimpleModel] = SimpleModel,
+        **kwargs: Any,
+    ) -> FSDP1Run:
+        return FSDP1Run(Layout(shape, functools.partial(fsdp1_and_tp, **kwargs), TENSOR), seed, model_class)
+
+    def _extension(self, mesh: DeviceMesh) -> Any:
+        """What stands between FSDP1 and DTensors in a model that is sharded over this mesh."""
+        return internals.tensor_extension(FSDP(SimpleModel().to(self.device), device_mesh=mesh))
+
+    def _test_2d_e2e_training(self, run: Run) -> None:
+        """Before and after each of five steps the outputs are those of a plain model; in the end all states are."""
+        plain = filled(SimpleModel().to(self.device), seed=0)
+        optim = torch.optim.Adam(plain.parameters(), lr=1e-2)
+        probe = uniform(3, 5, seed=99)
+        for step in range(5):
+            self.assertEqual(run.model(probe), plain(probe))
+            train_on_share(plain, optim, range(step, step + 1))
+            run.train(range(step, step + 1))
+        self.assertEqual(run.model(probe), plain(probe))
+        # Adam would forgive a gradient of a wrong scale; its moments do not.
+        self.assertEqual(run.full(), plain_run(range(5), model_class=SimpleModel))
+
+
+class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
+    world_size = 4
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_2d_fsdp_state_enable_extension(self):
+        """A mesh that is a part of another one says that there are DTensors to shard."""
+        mesh = make_mesh(*SQUARE, names=("dp", "tp"))
+        self.assertIs(type(self._extension(mesh["dp"])), internals.dtensor_extensions())
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_2d_e2e_training_default(self):
+        self._test_2d_e2e_training(self._fsdp1_run())
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_2d_e2e_training_use_orig_params(self):
+        self._test_2d_e2e_training(self._fsdp1_run(use_orig_params=True))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_2d_e2e_training_not_use_orig_params(self):
+        """The ranks of tensor parallelism keep each a part of the first layer's input, which is the same on all."""
+        run = self._fsdp1_run(use_orig_params=False)
+        input_reshard(run.model.module.net1, run.mesh["tensor"], 0)
+        self._test_2d_e2e_training(run)
+
+    @torch_defect("fsdp1_clip_grad_norm_leaves_out_tp")
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(use_orig_params=[True, False], norm_type=[2.0, 1.0, math.inf])
+    def test_clip_grad_norm(self, use_orig_params, norm_type):
+        """Beyond upstream: the norm is that of the whole model, on all ranks."""
+        model = self._fsdp1_run(use_orig_params=use_orig_params).model
+        plain = filled(SimpleModel().to(self.device), seed=0)
+        for each in (model, plain):
+            each(uniform(3, 5, seed=self.rank // 2)).square().sum().backward()
+        average_gradients(plain)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+        self.assertGreater(norm.item(), 0.5)
+        found = of_all_ranks(model.clip_grad_norm_(0.5, norm_type).item())
+        self.assertEqual(found, [norm.item()] * self.world_size)
+
+    @torch_defect("fsdp1_hybrid_shard_of_one_rank_is_not_reduced")
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_replicas_of_one_rank(self):
+        """Beyond upstream: where no two ranks share a replica's parameters, gradients are averaged all the same."""
+        self._test_2d_e2e_training(self._fsdp1_run((2, 1, 2), use_orig_params=False))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_of_one_rank(self):
+        """Beyond upstream: the same where tensor parallelism has all ranks, and FSDP shards over one."""
+        self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=False))
+
+    @torch_defect("fsdp1_of_one_rank_around_tp_raises")
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_of_one_rank_use_orig_params(self):
+        """Beyond upstream: the same with the original parameters."""
+        self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=True))
+
+
+class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
+    world_size = 4
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_2d_extension(self):
+        """A mesh that is no part of another one has no room for tensor parallelism."""
+        square, line = make_mesh(*SQUARE, names=("dp", "tp")), make_mesh(self.world_size)
+        self.assertIs(type(self._extension(square["dp"])), internals.dtensor_extensions())
+        self.assertIsNone(self._extension(line))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
+    def test_2d_state_dict(self, shape, model_class):
+        """Sharded state dicts have DTensors on the whole mesh, with the values of the plain model."""
+        run = self._fsdp1_run(shape, model_class=model_class)
+        state = get_model_state_dict(run.model)
+        for name, value in state.items():
+            self.assertIs(type(value), DTensor, name)
+            self.assertEqual(value.device_mesh, run.mesh)
+            self.assertEqual(value.placements[-1], CUT.get(name, Replicate()))
+            if shape == SQUARE:
+                self.assertEqual(value.placements[0], Shard(0))
+        wanted = dict(filled(model_class().to(self.device), seed=0).named_parameters())
+        self.assertEqual({name: full(value) for name, value in state.items()}, wanted)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
+    def test_2d_load_state_dict(self, shape, model_class):
+        """A step after saving changes every parameter; loaded, each shard is as it was."""
+        run = self._fsdp1_run(shape, model_class=model_class)
+        use_sharded_state_dicts(run.model)
+        file = io.BytesIO()
+        torch.save(run.model.state_dict(), file)
+        wanted = copy.deepcopy(run.model.state_dict())
+        run.train(range(1))
+        for name, value in run.model.state_dict().items():
+            self.assertNotEqual(full(value), full(wanted[name]), msg=name)
+        file.seek(0)
+        run.model.load_state_dict(torch.load(file))
+        found = run.model.state_dict()
+        self._check_same_dtensors(found, wanted)
+        self.assertEqual({value.device_mesh for value in found.values()}, {run.mesh})
+        probe = uniform(3, 5, seed=99)
+        self.assertEqual(run.model(probe), filled(model_class().to(self.device), seed=0)(probe))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(
+        shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven], use_orig_params=[True, False]
+    )
+    def test_2d_optim_state_dict(self, shape, model_class, use_orig_params):
+        """The states of the optimizer have the names and, put together, the values of a plain model's."""
+        run = self._fsdp1_run(shape, model_class=model_class, use_orig_params=use_orig_params).train(range(1))
+        self._check_optim_state(run, run.state_dict()["optim"], model_class)
+        if use_orig_params:
+            self._check_optim_state(run, get_optimizer_state_dict(run.model, run.optim), model_class)
+
+    @torch_defect("fsdp1_optim_state_of_group_without_first_rank_raises")
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_2d_optim_state_dict_of_flat_parameters(self):
+        """Beyond upstream: the same by way of DSD, for the ranks that share no parameter with the first one."""
+        run = self._fsdp1_run(use_orig_params=False).train(range(1))
+        self._check_optim_state(run, get_optimizer_state_dict(run.model, run.optim), SimpleModel)
+
+    def _check_optim_state(self, run: Run, osd: dict[str, Any], model_class: type[SimpleModel]) -> None:
+        """These are the moments of a plain model after one step, in DTensors on the whole mesh."""
+        found = moments(osd)
+        self.assertEqual({(type(value), value.device_mesh) for value in found.values()}, {(DTensor, run.mesh)})
+        wanted = plain_run(range(1), model_class=model_class)
+        self.assertEqual(
+            {name: full(value).cpu() for name, value in found.items()},
+            {name: value for name, value in wanted.items() if "exp_avg" in name},
+        )
+        self.assertEqual(step_counts(osd), wanted["steps"].tolist())
+
+    @torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp")
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_2d_optim_state_dict_is_loaded(self):
+        """After another step the states that are loaded are those that were saved.
+
+        Upstream compares what it has saved with itself.
+        """
+        run = self._fsdp1_run(use_orig_params=True).train(range(1))
+        saved = run.full()
+        osd = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))
+        run.train(range(1, 2))
+        set_optimizer_state_dict(run.model, run.optim, osd)
+        found = run.full()
+        for name in moments({"state": get_optimizer_state_dict(run.model, run.optim)["state"]}):
+            self.assertEqual(found[name], saved[name], msg=name, **EXACT)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @pairwise_subtests(shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
+    def test_fsdp1_tp_2d_set_full_state_dict(self, shape, model_class):
+        """What FSDP1 has saved as whole tensors is loaded by shards. For the optimizer see the test before."""
+        path = os.path.join(self.temp_dir, f"{shape} {model_class.__name__}")
+        source = Run(Layout((4,), lambda model, mesh: FSDP(model, device_mesh=mesh)), model_class=model_class)
+        source.train(range(2))
+        saved = get_model_state_dict(source.model, options=ON_ALL_RANKS)
+        self.assertEqual({type(value) for value in saved.values()}, {torch.Tensor})
+        dcp.save(saved, checkpoint_id=path)
+
+        run = self._fsdp1_run(shape, seed=1, model_class=model_class)
+        state = get_model_state_dict(run.model)
+        for name, value in state.items():
+            self.assertNotEqual(full(value), saved[name], msg=name)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(run.model, state)
+        found = {name: full(value) for name, value in get_model_state_dict(run.model).items()}
+        self.assertEqual(found, saved, **EXACT)
+        wanted = plain_run(range(2), model_class=model_class)
+        self.assertEqual({name: value.cpu() for name, value in found.items()}, {name: wanted[name] for name in found})
+
+
+class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
+    """Beyond upstream: FSDP1's hybrid sharding around tensor parallelism."""
+
+    world_size = 8
+
+    @with_comms
+    @skip_if_lt_x_gpu(8)
+    def test_3d_e2e_training(self):
+        self._test_2d_e2e_training(self._fsdp1_run(CUBE, use_orig_params=True))
+
+    @with_comms
+    @skip_if_lt_x_gpu(8)
+    def test_3d_state_dict(self):
+        """States out of one run and into another, with rows that do not divide."""
+        model_class = SimpleModelUneven
+        run = self._fsdp1_run(CUBE, model_class=model_class).train(range(1))
+        other = self._fsdp1_run(CUBE, seed=1, model_class=model_class)
+        state = get_model_state_dict(run.model)
+        self.assertEqual({value.device_mesh for value in state.values()}, {run.mesh})
+        set_model_state_dict(other.model, copy.deepcopy(state))
+        self._check_same_dtensors(get_model_state_dict(other.model), state)
+        wanted = plain_run(range(1), model_class=model_class)
+        found = {name: full(value).cpu() for name, value in get_model_state_dict(other.model).items()}
+        self.assertEqual(found, {name: wanted[name] for name in found})
+
+
+if __name__ == "__main__":
+    run_tests()

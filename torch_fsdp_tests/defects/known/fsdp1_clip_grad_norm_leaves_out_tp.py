@@ -1,0 +1,36 @@
+"""``clip_grad_norm_`` gives the ranks of tensor parallelism different norms.
+
+FSDP1 sums over its own process group, and each of these groups has one part of what tensor parallelism cuts. The ranks
+then scale their gradients by different factors. What tensor parallelism does not cut parts in silence, although its
+gradients are the same before.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
+    broken=">=2.9",
+    world_size=4,
+    tests=(
+        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
+        "::test_clip_grad_norm",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(1, 2, bias=False, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+    model = FSDP(model, device_mesh=mesh["dp"], device_id=device)
+    columns = model(torch.ones(1, 1, device=device)).full_tensor()
+    (columns * torch.tensor([3.0, 4.0], device=device)).sum().backward()  # which are the gradients of the two rows
+    return round(model.clip_grad_norm_(1.0).item(), 4), 5.0

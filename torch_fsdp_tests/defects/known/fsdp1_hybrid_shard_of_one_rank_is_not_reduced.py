@@ -1,0 +1,36 @@
+"""Hybrid sharding does not reduce gradients over the replicas where a shard group has one rank.
+
+On a mesh of shape (replicas, 1) FSDP1 turns ``HYBRID_SHARD`` into ``NO_SHARD``, because the shard group has one rank.
+``NO_SHARD`` reduces over the shard group alone and knows nothing of the replicas. Each rank is left with its own
+gradient, divided by the number of replicas, and trains a model of its own. The warning says only that the strategy
+changes. FSDP2 on the same mesh averages.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._init_utils._init_core_state",
+    broken=">=2.9",
+    tests=(
+        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
+        "::test_replicas_of_one_rank",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (world_size, 1))
+    model = nn.Linear(1, 1, bias=False, device=device)
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model = FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device, use_orig_params=True)
+    model(torch.full((1, 1), rank + 1.0, device=device)).sum().backward()
+    mean = (world_size + 1) / 2  # the gradient of each rank is its input
+    return model.weight.grad.item(), mean

@@ -1,0 +1,38 @@
+"""FSDP1 over one rank raises in its first forward around tensor parallelism, with ``use_orig_params``.
+
+Over one rank FSDP1 does not shard, and its parameters are whole. Before it gathers it compares the shape of each with
+its place in the flat parameter. A parameter that tensor parallelism has cut is a DTensor, which has the shape of the
+whole, while the flat parameter has this rank's part. With ``use_orig_params=False`` the same model trains.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
+    broken=">=2.9",
+    tests=(
+        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
+        "::test_fsdp_of_one_rank_use_orig_params",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(1, 4, bias=False, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    model = FSDP(model, device_mesh=mesh["dp"], device_id=device, use_orig_params=True)
+    try:
+        found = str(tuple(model(torch.ones(1, 1, device=device)).shape))
+    except RuntimeError as error:
+        found = f"RuntimeError: {str(error).splitlines()[0]}"
+    return found, str((1, 4 // world_size))

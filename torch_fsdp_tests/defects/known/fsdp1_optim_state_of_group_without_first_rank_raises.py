@@ -1,0 +1,40 @@
+"""DSD cannot get the optimizer state of a flat parameter on ranks that do not share it with the first rank.
+
+``get_optimizer_state_dict`` hands FSDP1's process group on, and FSDP1 has the group's first rank broadcast the names of
+the states. It calls that rank 0, which ``broadcast_object_list`` takes for the first rank of the world. Of the groups
+that tensor parallelism leaves to FSDP1 only one has that rank; the ranks of the others raise ``ValueError``, and the
+ranks of the first one wait for them. ``FSDP.optim_state_dict`` without a group does not raise.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
+    broken=">=2.13",
+    tests=(
+        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelStateDict"
+        "::test_2d_optim_state_dict_of_flat_parameters",
+    ),
+    fails_with=("ValueError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
+    model = FSDP(nn.Linear(1, 1, device=device), device_mesh=mesh["dp"], device_id=device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 1, device=device)).sum().backward()
+    optim.step()
+    try:
+        found = str(sorted(get_optimizer_state_dict(model, optim)["state"]))
+    except ValueError as error:
+        found = f"ValueError: {str(error).partition(' <')[0]}"
+    return found, "['bias', 'weight']"

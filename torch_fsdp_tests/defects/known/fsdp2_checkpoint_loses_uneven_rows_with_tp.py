@@ -1,0 +1,49 @@
+"""A checkpoint loses rows where FSDP2 and tensor parallelism cut them unevenly.
+
+Of 7 rows tensor parallelism gives one rank 4 and the other 3. Over three ranks FSDP2 cuts the 4 rows into 2, 2 and
+none, the 3 rows into 1, 1 and 1. What DCP saves follows from ``compute_local_shape_and_global_offset``. This gives the
+last row to the rank that has none, and nothing to the rank that has it. So the last row is neither saved nor loaded,
+and nothing raises. Only the conversion of such a checkpoint into a file of ``torch.save`` does.
+"""
+
+import shutil
+import tempfile
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    broken=">=2.10",
+    world_size=6,
+    tests=(
+        "distributed/tensor/test_utils::TestRowsInFakeWorlds::test_each_row_lies_on_one_of_more_ranks",
+        "distributed/tensor/test_utils::TestCheckpointOfUnevenRows::test_rows_come_back",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    mesh = init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(1, 7, bias=False, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    local = model[0].weight.to_local().detach()
+    local.fill_(1)
+    dcp.save(model.state_dict(), checkpoint_id=folder[0])
+    local.fill_(-1)
+    dcp.load(model.state_dict(), checkpoint_id=folder[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+    return local.flatten().tolist(), [1.0] * len(local)
