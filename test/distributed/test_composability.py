@@ -1,0 +1,342 @@
+"""Pipelines with stages of FSDP2: who gathers, who reduces, and when.
+
+While a schedule runs, FSDP2 does not end the backward of a microbatch by itself. The schedule gathers a stage before it
+computes, and reduces its gradients after the last microbatch. The reference is the plain model in one piece, whose
+gradients of the same microbatches are averaged over the ranks that have data of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import Calls, recorded
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.pipelines import (
+    BLOCKS,
+    DIM,
+    LOOPED,
+    MICROBATCHES,
+    SINGLE,
+    V_SHAPED,
+    Batch,
+    Block,
+    Pipeline,
+    PipelineMixin,
+    loss_fn,
+    microbatched,
+    microbatched_in_bfloat16,
+    schedules,
+    shard_stage,
+)
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import FEW, check_gradients
+
+BF16 = torch.bfloat16
+GROUPS = 4  # of parameters, on each rank of two that share the pipeline
+POLICIES = {
+    "FSDP": MixedPrecisionPolicy(),
+    "FSDP_MP": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+}
+FORWARDS, BACKWARDS = ([f"0{kind}{index}" for index in range(MICROBATCHES)] for kind in "FB")
+# How many parameters have no gradient for which reason.
+NO_GRADIENT = {"unused": 1, "layer": 2, "stage": 4}
+# The methods of a stage by which a schedule computes.
+COMPUTE = ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"]
+# The plain model's step for each of the policies.
+REFERENCES = {"FSDP": microbatched, "FSDP_MP": microbatched_in_bfloat16}
+
+
+def reduction() -> list[str]:
+    """The actions that end the backward of a rank's only stage."""
+    return ["0REDUCE_GRAD", *(["0WAIT_REDUCE_GRAD"] if torch_facts.WAITS_FOR_GRADIENTS_BY_ACTION else [])]
+
+
+def first_mode() -> list[str]:
+    """What a pipeline may do first, and then train."""
+    return ["training", *(["evaluation"] if torch_facts.PIPELINES_TRAIN_AFTER_EVALUATION else [])]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether all parameters are sharded; they must be alike."""
+    (answer,) = {isinstance(param, DTensor) for param in module.parameters()}
+    return answer
+
+
+class BlockWithSpare(Block):
+    """A block with a parameter that no forward uses."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.spare = nn.Parameter(torch.ones(DIM))
+
+
+@needs(torch_facts.PIPELINES_START_OVER_GLOO)
+class ComposabilityTest(PipelineMixin, FSDPTest):
+    world_size = 4
+
+    def _pipeline(
+        self, schedule: str, plain: nn.Sequential, mesh: DeviceMesh, dp_type: str = "FSDP", **kwargs: Any
+    ) -> Pipeline:
+        """A pipeline of fully sharded stages. From here on the data is that of this rank's pipeline."""
+        wrap = functools.partial(shard_stage, mesh=mesh["data"], mp_policy=POLICIES[dp_type])
+        told = BF16 if dp_type == "FSDP_MP" else torch.float32
+        self._seed(mesh.get_local_rank("data"))
+        return Pipeline(schedule, plain, mesh.get_group("pipeline"), wrap, told, **kwargs)
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(
+        valid=lambda dp_type, schedule: (dp_type, schedule) != ("FSDP_MP", "ScheduleDualPipeV"),
+        dp_type=["FSDP", "FSDP_MP"],
+        schedule=schedules,
+    )
+    def test_pp_fsdp(self, dp_type, schedule):
+        """The gradients are there, and may be changed, as soon as a step returns."""
+        self._check_one_step(dp_type, schedule)
+
+    @needs(torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES)
+    @torch_defect("fsdp2_split_backward_adds_up_in_low_precision")
+    @skip_if_lt_x_gpu(4)
+    def test_split_backward_in_low_precision(self):
+        """Beyond upstream: gradients of parameters are added up in float32, too, if they come several in a row.
+
+        Before 2.15 they are added in bfloat16, the dtype in which autograd computes them.
+        """
+        self._check_one_step("FSDP_MP", "ScheduleDualPipeV")
+
+    def _check_one_step(self, dp_type: str, schedule: str) -> None:
+        mesh, plain = self._pipelines_and_data(), self._plain()
+        pipeline = self._pipeline(schedule, plain, mesh, dp_type)
+        batch = self._batch()
+        losses = pipeline.step(batch)
+        for param in pipeline.modules.parameters():
+            param.grad.div_(2)
+            param.grad.mul_(2)
+        self.assertEqual(losses, REFERENCES[dp_type](plain, batch))
+        average_gradients(plain, mesh.get_group("data"))
+        pipeline.check(self, check_gradients)
+
+    @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
+    @skip_if_lt_x_gpu(4)
+    @subtests(schedule=schedules)
+    def test_collectives(self, schedule):
+        """Beyond upstream: each group is gathered and reduced once a step, however many microbatches there are.
+
+        Where a rank has several stages, no computation of a microbatch calls a collective. A single stage is gathered
+        by its first forward.
+        """
+        mesh = self._pipelines_and_data()
+        pipeline = self._pipeline(schedule, self._plain(), mesh)
+        for _ in range(2):
+            with recorded("all_gather", "reduce_scatter") as calls:
+                computing = self._calls_of_computations(pipeline, calls)
+                pipeline.step(self._batch())
+            self.assertEqual(calls.counts(), Counter(all_gather=GROUPS, reduce_scatter=GROUPS))
+            gathers, *others = computing
+            self.assertEqual(gathers.counts(), Counter(all_gather=GROUPS) if schedule in SINGLE else {})
+            self.assertEqual([call for each in others for call in each], [])
+
+    def _calls_of_computations(self, pipeline: Pipeline, calls: Calls) -> list[Calls]:
+        """A list to which each computation of a stage will add those of the calls that are made in it."""
+        found: list[Calls] = []
+        for name in COMPUTE:
+            self._intercept(pipeline, name, lambda: len(calls), lambda before: found.append(Calls(calls[before:])))
+        return found
+
+    def _intercept(
+        self, pipeline: Pipeline, name: str, before: Callable[[], Any], after: Callable[[Any], Any] = lambda value: None
+    ) -> None:
+        """Have the stages call ``before`` before their method of this name, and ``after`` with its value afterwards."""
+
+        def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+            value = before()
+            result = original(*args, **kwargs)
+            after(value)
+            return result
+
+        for stage in pipeline.stages:
+            setattr(stage, name, functools.partial(run, getattr(type(stage), name).__get__(stage)))
+
+    @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
+    @skip_if_lt_x_gpu(4)
+    @subtests(dp_type=["FSDP", "FSDP_MP"])
+    def test_pp_fsdp_unshard_reshard_runtime(self, dp_type):
+        """A schedule made by hand gathers and reshards a stage, or reduces its gradients, which reshards it too."""
+        plain = self._plain()
+        pipeline = self._pipeline_of_one(plain, dp_type)
+        module, seen = pipeline.modules[0], []
+        module[0].net1.register_forward_hook(lambda net1, *args: seen.append(is_sharded(net1)))
+        batch = self._batch()
+        self.assertTrue(is_sharded(module))
+        with recorded() as calls:
+            output = self._act(pipeline, ["0UNSHARD", *FORWARDS, "0RESHARD"], batch, loss_fn=None)
+        self.assertEqual(calls.counts(), {"all_gather": 2 * GROUPS})
+        self.assertEqual(seen, [False] * MICROBATCHES)
+        self.assertTrue(is_sharded(module))
+        self.assertEqual(output, copy.deepcopy(plain).to(output.dtype)(batch[0].to(output.dtype)))
+
+        seen.clear()
+        with recorded() as calls:
+            self._act(pipeline, ["0UNSHARD", *FORWARDS, *BACKWARDS, *reduction()], batch)
+        self.assertEqual(calls.counts(), {"all_gather": 2 * GROUPS, "reduce_scatter": 2 * GROUPS})
+        self.assertEqual(seen, [False] * MICROBATCHES)
+        self.assertTrue(is_sharded(module))
+        REFERENCES[dp_type](plain, batch)
+        average_gradients(plain)
+        check_gradients(self, plain, module)
+
+    @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
+    @skip_if_lt_x_gpu(4)
+    def test_runtime_gathers_again(self):
+        """Beyond upstream: a stage may be resharded, and gathered again, between forwards and before backward."""
+        plain = self._plain()
+        pipeline, batch = self._pipeline_of_one(plain), self._batch()
+        first, second = FORWARDS[:2], FORWARDS[2:]
+        actions = ["0UNSHARD", *first, "0RESHARD", "0UNSHARD", *second, "0RESHARD", "0UNSHARD", *BACKWARDS]
+        with recorded() as calls:
+            self._act(pipeline, [*actions, *reduction()], batch)
+        self.assertEqual(calls.counts(), {"all_gather": 3 * 2 * GROUPS, "reduce_scatter": 2 * GROUPS})
+        microbatched(plain, batch)
+        average_gradients(plain)
+        check_gradients(self, plain, pipeline.modules[0])
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        actions_and_message=[
+            (["0F0"], "Attempted to compute on sharded stage_idx=0"),
+            (["0UNSHARD", "0F0", "0RESHARD", "0F1"], "Attempted to compute on sharded stage_idx=0"),
+            (["0UNSHARD", "0F0", "0UNSHARD"], "(Unsharding the same|Already unsharded) stage_idx=0"),
+            (["0UNSHARD", "0UNSHARD"], "Unsharding (the same|already in progress for) stage_idx=0"),
+            (["0RESHARD"], "Resharding stage_idx=0 without unsharding"),
+            (["0UNSHARD"], "Unused unshard operations"),
+        ]
+    )
+    def test_runtime_refuses(self, actions_and_message):
+        """Beyond upstream: what does not go together is refused on all ranks."""
+        actions, message = actions_and_message
+        pipeline = self._pipeline_of_one(self._plain())
+        with self.assertRaisesRegex(AssertionError, message):
+            self._act(pipeline, actions, self._batch())
+
+    def _pipeline_of_one(self, plain: nn.Sequential, dp_type: str = "FSDP") -> Pipeline:
+        """A pipeline whose only stage is the whole model, sharded over all ranks, each with data of its own."""
+        return self._pipeline("ScheduleGPipe", plain, self._mesh(4, 1, names=("data", "pipeline")), dp_type)
+
+    def _act(self, pipeline: Pipeline, actions: list[str], batch: Batch, loss_fn: Any = loss_fn) -> torch.Tensor:
+        """Run these actions on the only stage of a pipeline. Returns its output."""
+        schedule = internals.scheduled(pipeline.stages, actions, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
+        return schedule.step(batch[0], target=batch[1])
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(schedule=schedules, which=["unused", "layer", "stage"])
+    def test_unused_or_frozen(self, schedule, which):
+        """Beyond upstream: a parameter that no forward uses, a frozen layer, or a frozen stage, has no gradient."""
+        torch.manual_seed(42)
+        make = {1: BlockWithSpare} if which == "unused" else {}
+        plain = nn.Sequential(*(make.get(index, Block)(hidden=5) for index in range(BLOCKS))).to(self.device)
+        frozen = {"unused": [], "layer": [plain[1].net2], "stage": [plain[2]]}[which]
+        for module in frozen:
+            module.requires_grad_(False)
+        mesh = self._pipelines_and_data()
+        self._check_trains(plain, self._pipeline(schedule, plain, mesh), mesh.get_group("data"), iterations=FEW)
+        self.assertEqual(sum(param.grad is None for param in plain.parameters()), NO_GRADIENT[which])
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(schedule=schedules, scale_grads=[False, True])
+    def test_scale_grads(self, schedule, scale_grads):
+        """Beyond upstream: gradients are divided by the number of microbatches once, beside the number of ranks."""
+        mesh, plain = self._pipelines_and_data(), self._plain()
+        pipeline = self._pipeline(schedule, plain, mesh, scale_grads=scale_grads)
+        batch = self._batch()
+        pipeline.step(batch)
+        microbatched(plain, batch)
+        average_gradients(plain, mesh.get_group("data"))
+        for param in plain.parameters():
+            param.grad.div_(MICROBATCHES if scale_grads else 1)
+        pipeline.check(self, check_gradients)
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(schedule=schedules)
+    def test_accumulation(self, schedule):
+        """Beyond upstream: the gradients of two steps add up."""
+        self._check_two_steps(schedule, lambda pipeline, batch: None)
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(schedule=[*SINGLE, *LOOPED], first=first_mode)
+    def test_evaluation(self, schedule, first):
+        """Beyond upstream: an evaluation computes what the plain model does, reduces nothing, and disturbs no step.
+
+        A V-shaped schedule cannot evaluate, whatever its stages are: it asks for the gradients of activations.
+        """
+        mesh, plain = self._pipelines_and_data(), self._plain()
+        pipeline, batch = self._pipeline(schedule, plain, mesh), self._batch()
+        if first == "training":
+            pipeline.step(batch)
+            pipeline.modules.zero_grad()
+        with recorded("reduce_scatter") as calls:
+            output = pipeline.eval(batch)
+        self.assertEqual(calls, [])
+        if output is not None:  # on the rank of the last stage
+            self.assertEqual(output, plain(batch[0]))
+        self._check_trains(plain, pipeline, mesh.get_group("data"), iterations=FEW)
+
+    @torch_defect("fsdp2_pipeline_evaluation_clears_gradients")
+    @skip_if_lt_x_gpu(4)
+    @subtests(schedule=["Schedule1F1B", "ScheduleInterleaved1F1B"])
+    def test_evaluation_keeps_gradients(self, schedule):
+        """Beyond upstream: the gradients of two steps add up, too, if there is an evaluation between them.
+
+        Since 2.13 the evaluation sets them to None.
+        """
+        self._check_two_steps(schedule, lambda pipeline, batch: pipeline.eval(batch))
+
+    def _check_two_steps(self, schedule: str, between: Callable[[Pipeline, Batch], object]) -> None:
+        mesh, plain = self._pipelines_and_data(), self._plain()
+        pipeline = self._pipeline(schedule, plain, mesh)
+        for is_first in (True, False):
+            batch = self._batch()
+            pipeline.step(batch)
+            microbatched(plain, batch)
+            if is_first:
+                between(pipeline, batch)
+        average_gradients(plain, mesh.get_group("data"))
+        pipeline.check(self, check_gradients)
+
+    @needs(torch_facts.WAITS_FOR_GRADIENTS_BY_ACTION)
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(schedule=[*LOOPED, *V_SHAPED], defer_reduce_grad_wait=[False, True])
+    def test_deferred_wait(self, schedule, defer_reduce_grad_wait):
+        """Beyond upstream: a rank computes between the start of a stage's reduction and its end where it may defer it.
+
+        At most one reduction is pending.
+        """
+        mesh, plain = self._pipelines_and_data(), self._plain()
+        pipeline = self._pipeline(schedule, plain, mesh, defer_reduce_grad_wait=defer_reduce_grad_wait)
+        events: list[str] = []
+        reducing = {"start_gradient_reduction": "start", "wait_for_gradient_reduction": "wait"}
+        for name, event in {**dict.fromkeys(COMPUTE, "compute"), **reducing}.items():
+            self._intercept(pipeline, name, functools.partial(events.append, event))
+        self._check_trains(plain, pipeline, mesh.get_group("data"), iterations=FEW)
+        reductions = [event for event in events if event != "compute"]
+        self.assertEqual(reductions, ["start", "wait"] * 2 * FEW)
+        is_deferred = "start compute" in " ".join(events)
+        self.assertEqual(is_deferred, defer_reduce_grad_wait)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,208 @@
+"""Pipelines: the stages that a rank has, the schedule that runs them, and the plain model that they are parts of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_each
+
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage a rank, the others two
+LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
+V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+# These compute the gradients of inputs and those of parameters apart.
+SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
+
+DIM = 4
+BLOCKS = 4
+MICROBATCHES = 4  # as many as DualPipeV asks for on two ranks
+ROWS = 2  # of a microbatch
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # the inputs and the targets of all microbatches
+
+
+class Block(nn.Module):
+    """Adds to its input what two layers make of it, so that gradients reach the first of many blocks."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.net2(self.net1(x).tanh())
+
+
+def blocks(hidden: int = 5) -> nn.Sequential:
+    """A model to be cut into stages. Two ranks cut its ``hidden`` rows unevenly, unless that number is even."""
+    return nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean(dtype=torch.float32)
+
+
+def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Add up the gradients of the microbatches in a model that has no stages. Returns their losses, detached."""
+    losses = []
+    for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
+        loss = loss_fn(model(inp), target)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def microbatched_in_bfloat16(plain: nn.Module, batch: Batch) -> torch.Tensor:
+    """As ``microbatched``, computed in bfloat16. The gradients are added up in float32."""
+    losses = []
+    for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
+        low = copy.deepcopy(plain).to(torch.bfloat16)
+        low.zero_grad()
+        loss = loss_fn(low(inp.to(torch.bfloat16)), target)
+        loss.backward()
+        for param, computed in zip(plain.parameters(), low.parameters(), strict=True):
+            if computed.grad is not None:
+                param.grad = computed.grad.float() if param.grad is None else param.grad + computed.grad
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def units_of(stage: Any) -> list[Any]:
+    """The first layer of each block, each block, and the stage: what gets a group of parameters, but for the stage."""
+    return [*(module for block in stage for module in (block.net1, block)), stage]
+
+
+def shard_stage(stage: Any, **kwargs: Any) -> Any:
+    """Apply ``fully_shard`` to the units of a stage: two groups of parameters a block. Returns the stage.
+
+    The groups stay unsharded after forward, as a split backward requires.
+    """
+    return shard_each(units_of(stage), **{"reshard_after_forward": False, **kwargs})
+
+
+def schedules() -> list[str]:
+    """The schedules that the installed torch can start over any backend."""
+    return [*SINGLE, *LOOPED, *(V_SHAPED if torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES else [])]
+
+
+def indices_of(schedule: str, rank: int, size: int) -> list[int]:
+    """The stages of a rank, in the order of the pipeline."""
+    if schedule in SINGLE:
+        return [rank]
+    return [rank, 2 * size - 1 - rank if schedule in V_SHAPED else rank + size]
+
+
+class Pipeline:
+    """Parts of a plain model as stages on the ranks of a group, under one of the :func:`schedules`.
+
+    ``wrap`` parallelizes a copy of each part and returns it. The stages ask each other for the shapes of activations,
+    or are told them, with the dtype of all but the pipeline's input as ``told``. Other arguments are the schedule's.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        plain: nn.Sequential,
+        group: dist.ProcessGroup,
+        wrap: Callable[[Any], Any],
+        told: torch.dtype | None = torch.float32,
+        **kwargs: Any,
+    ) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.indices = indices_of(schedule, rank, size)
+        self.num_stages = size * len(self.indices)
+        length = len(plain) // self.num_stages
+        self.parts = [plain[index * length : (index + 1) * length] for index in self.indices]
+        self.modules = nn.ModuleList(wrap(copy.deepcopy(part)) for part in self.parts)
+        device = next(plain.parameters()).device
+        self.stages = [
+            pipelining.PipelineStage(
+                module, index, self.num_stages, device, group=group, **_shapes(index, device, told) if told else {}
+            )
+            for index, module in zip(self.indices, self.modules, strict=True)
+        ]
+        arguments = {"loss_fn": loss_fn, "scale_grads": False, **kwargs}
+        stages: Any = self.stages[0] if schedule in SINGLE else self.stages
+        self.schedule = getattr(pipelining, schedule)(stages, MICROBATCHES, **arguments)
+        self._rank_of_last = size - 1 if schedule not in V_SHAPED else 0
+
+    def step(self, batch: Batch, **kwargs: Any) -> torch.Tensor:
+        """Run the schedule. Returns the losses of the microbatches, on all ranks. Other arguments are the step's."""
+        targets = self._targets(batch)
+        self.schedule.step(*self._inputs(batch), **targets, **kwargs)
+        known = torch.stack(targets["losses"]).detach() if targets else batch[0].new_empty(MICROBATCHES)
+        dist.broadcast(known, dist.get_global_rank(self.group, self._rank_of_last), self.group)
+        return known
+
+    def eval(self, batch: Batch) -> torch.Tensor | None:
+        """Run the schedule without backward. Returns the output on the rank of the last stage."""
+        return self.schedule.eval(*self._inputs(batch), **self._targets(batch))
+
+    def _inputs(self, batch: Batch) -> list[torch.Tensor]:
+        return [batch[0]] if 0 in self.indices else []
+
+    def _targets(self, batch: Batch) -> dict[str, Any]:
+        return {"target": batch[1], "losses": []} if self.num_stages - 1 in self.indices else {}
+
+    def check(self, test: Any, compare: Callable[..., None] = check_parity, **kwargs: Any) -> None:
+        """Compare each stage with its part of the plain model."""
+        for part, module in zip(self.parts, self.modules, strict=True):
+            compare(test, part, module, **kwargs)
+
+
+def _shapes(index: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a stage receives and returns."""
+    empty = functools.partial(torch.empty, ROWS, DIM, device=device)
+    received = empty(dtype=dtype, requires_grad=True) if index else empty(dtype=torch.float32)
+    return {"input_args": received, "output_args": empty(dtype=dtype, requires_grad=True)}
+
+
+class PipelineMixin(TrainingMixin):
+    """For a test case with pipelines on ranks that differ in their data only along the dimension "data"."""
+
+    def _plain(self, **kwargs: Any) -> nn.Sequential:
+        """The same model on all ranks."""
+        torch.manual_seed(42)
+        return blocks(**kwargs).to(self.device)
+
+    def _pipelines_and_data(self) -> DeviceMesh:
+        """Two pipelines of two ranks."""
+        return self._mesh(2, 2, names=("data", "pipeline"))
+
+    def _batch(self) -> Batch:
+        inp, target = (self._inputs(MICROBATCHES * ROWS, DIM) for _ in range(2))
+        return inp, target
+
+    def _check_trains(
+        self,
+        plain: nn.Sequential,
+        pipeline: Pipeline,
+        data_group: dist.ProcessGroup,
+        compare: Callable[..., None] = check_parity,
+        **kwargs: Any,
+    ) -> None:
+        """The pipeline must train as the plain model does on the data of all ranks of ``data_group``."""
+
+        def step(each: nn.Module, batch: Batch) -> torch.Tensor:
+            return pipeline.step(batch) if each is pipeline.modules else microbatched(each, batch)
+
+        self._train_and_compare(
+            plain,
+            pipeline.modules,
+            self._batch,
+            step=step,
+            average=functools.partial(average_gradients, group=data_group),
+            compare=lambda test, *models: pipeline.check(test, compare),
+            data_rank=dist.get_rank(data_group),
+            **kwargs,
+        )
