@@ -1,0 +1,40 @@
+"""The second of two forwards in ``no_sync`` raises under tensor parallelism.
+
+In ``no_sync`` gradients stay unsharded when parameters are sharded again. As the shapes differ then, FSDP1 sets the
+``data`` of a gradient. Under tensor parallelism it sets that of a plain tensor to a DTensor, and the result has no
+storage. Before the next forward FSDP1 asks for the gradient's storage, and torch refuses. That is so with
+``use_orig_params``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_accumulates",),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 1, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+    found = "both backwards ran"
+    with model.no_sync():
+        try:
+            for _ in range(2):
+                model(torch.ones(1, 2, device=device)).sum().backward()
+        except RuntimeError as error:
+            found = f"RuntimeError: {error}"
+    return found, "both backwards ran"

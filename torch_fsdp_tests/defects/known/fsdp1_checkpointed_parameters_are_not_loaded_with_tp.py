@@ -1,0 +1,40 @@
+"""FSDP1 cannot load the state dict of a checkpointed layer that tensor parallelism has split.
+
+To load a DTensor, FSDP1 gathers its shards and makes a DTensor of the other dimension again. It looks for the layout of
+that DTensor under the name of the parameter without the checkpoint wrapper, and asks with the wrapper in the name. So
+it finds none, and copies a part of the parameter into the whole, which the shapes do not allow.
+"""
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_loads_checkpointed_layers",),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for wrap in (nn.Sequential, checkpoint_wrapper):
+        layer = parallelize_module(nn.Linear(2, 4, device=device), mesh["tp"], ColwiseParallel())
+        model = FSDP(wrap(layer), device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        try:
+            model.load_state_dict(model.state_dict())
+            found.append("loaded")
+        except RuntimeError as error:
+            found.append(f"RuntimeError: {str(error).splitlines()[-1].strip()}")
+    return found, ["loaded", "loaded"]

@@ -1,0 +1,31 @@
+"""FSDP1 trains parameters that are frozen, where tensor parallelism has split them.
+
+To flatten a DTensor FSDP1 takes its local tensor, and lets it require gradients whether the parameter does or not. The
+flat parameter is made from that. So frozen parameters get gradients, and an optimizer changes them.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.tensor.parallel._data_parallel_utils._flatten_tensor",
+    broken=">=2.9",
+    world_size=4,
+    tests=("distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_keeps_frozen_parameters",),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(2, 4, device=device), nn.Linear(4, 1, device=device))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+    for param in model[0].parameters():
+        param.requires_grad_(False)
+    model[0] = FSDP(model[0], device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+    return [param.requires_grad for param in model[0].parameters()], [False, False]
