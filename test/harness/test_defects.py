@@ -90,7 +90,7 @@ class TestRegistry(TestCase):
                 self.assertGreater(len(entry.explanation), 80)
                 self.assertNotIn("\n", entry.defect.title)
                 self.assertIn("torch", entry.defect.where)
-                self.assertIn(entry.defect.world_size, range(1, 5))
+                self.assertIn(entry.defect.world_size, range(1, 9))
 
     def test_what_was_seen_is_what_is_expected(self):
         """The versions of each defect agree with what the command found on them."""
