@@ -55,8 +55,8 @@ def of(arguments: Sequence[str]) -> Suite:
     """The suite that these arguments of ``run_test.py`` select. Raises :class:`Refusal`, or leaves as it would."""
     own = list(arguments)[: list(arguments).index("--") if "--" in arguments else len(arguments)]
     parser = options.make_parser()
-    given = vars(parser.parse_args(own))
-    spelled = {action.dest: action.option_strings[0] for action in parser._actions}
+    given = {name: value for name, value in vars(parser.parse_intermixed_args(own)).items() if value != []}
+    spelled = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
     for name in _OURS & given.keys():
         raise Refusal(f"the option {spelled[name]} of run_test.py cannot be handed on")
     directory = given.get("test_directory", CHECKOUT / DEFAULT_DIRECTORY)

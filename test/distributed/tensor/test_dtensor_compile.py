@@ -83,7 +83,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
         self._check_losses(mesh, self._train(model, torch.compile(model, backend=counting), mesh))
         self.assertEqual(len(counting.graphs), 1)
         self.assertEqual(counting.count("tag_activation_checkpoint"), 2 if checkpoints else 0)
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -101,7 +101,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
     @subtests(reshard_after_forward=[True, False])
     def test_2d_fully_shard_of_compiled_blocks(self, reshard_after_forward):
         """Beyond upstream: FSDP2 around blocks that are compiled one by one, each once, also where they reshard."""
-        torch._dynamo.reset()
+        torch.compiler.reset()
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         model, counting = self._tensor_parallel(mesh["tp"]), CountingBackend()
         for mlp in model.children():
@@ -109,7 +109,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
         shard_each([*model.children(), model], mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
         self._check_losses(mesh, self._train(model, model, mesh))
         self.assertEqual(len(counting.graphs), 2)
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 if __name__ == "__main__":
