@@ -14,7 +14,7 @@ from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import get_timeout
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
-from torch_fsdp_tests.ranks import start_ranks
+from torch_fsdp_tests.ranks import in_rank, start_ranks
 from torch_fsdp_tests.ranks.outcome import RankReport
 
 __unittest = True
@@ -33,8 +33,8 @@ class LaunchesTestCase(DTensorTestBase):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of this launch. Unknown in the parent."""
-        return self._assignment.world_size
+        """The number of ranks of this launch; in the parent, of a launch that nobody gives a number."""
+        return self._assignment.world_size if in_rank() else accelerator.current().ranks
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
             self.complete(self._train, LAYOUTS[layout].size, **settings)
 
     @with_comms
-    def _train(self):
+    def _train(self) -> None:
         index, layout = self.settings["index"], self.settings["layout"]
         known = os.path.join(self.temp_dir, "known.pt")
         run = Run(LAYOUTS[layout], seed=min(index, 1))
