@@ -85,6 +85,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Words", "expected_failure", "expected failure"),
     ("Words", "unexpected_success", "unexpected success"),
     ("Meeting", "groups_end_together", "ok", only("PS", "")),
+    ("Meeting", "begins_with_all_connected", "ok", S("")),
     ("Flood", "flood", "ERROR", "bytes left out", "\\xff\\xfe"),
     ("Skips", "all", "skipped 'for a reason'"),
     ("Skips", "all_by_exit_code", "skipped 'CUDA is not available'"),

@@ -161,6 +161,7 @@ class MultiProcContinuousTest(RankTestCase):
                 nonlocal started
                 if not started:
                     cls._init_pg(rank, assignment.world_size, assignment.file_name)
+                    assignment.meet()  # a rank that fails at once would break the connections of a slower one
                     started = True
                 with named_leaks(assignment), _same_groups(assignment):
                     cls._run_test_given_id(test)

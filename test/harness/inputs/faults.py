@@ -723,7 +723,15 @@ class StayingWords(Words, Staying):
 
 
 class StayingMeeting(Meeting, Staying):
-    pass
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        super()._init_pg(rank, world_size, rdvz_file)
+        if rank == 1:
+            time.sleep(0.3)  # connects for longer than the other
+            dist.distributed_c10d._get_default_store().set("connected", "")
+
+    def test_begins_with_all_connected(self):
+        self.assertTrue(dist.distributed_c10d._get_default_store().check(["connected"]))
 
 
 class StayingFlood(Flood, Staying):
