@@ -99,7 +99,7 @@ class ReplicaMixin(_Base):
     def _check_identical(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         self.assertEqual(found, expected, rtol=0, atol=0)
 
-    def _train_and_compare(
+    def _check_training(
         self, replica: Replica, model: nn.Module, optim: torch.optim.Optimizer, inp_dtype: torch.dtype
     ) -> collectives.Calls:
         """Some steps with inputs of this rank's own. Returns the collectives that were called for the model."""
@@ -126,7 +126,7 @@ class ReplicaMixin(_Base):
 class CastsMixin(_Base):
     """For a test case of two ranks, be they threads or processes: what modules receive and return under a policy."""
 
-    def _test_float16_on_one_submodule(self, wrap: Wrap) -> None:
+    def _check_float16_on_one_submodule(self, wrap: Wrap) -> None:
         half, single = torch.float16, torch.float32
         to_half = MixedPrecisionPolicy(param_dtype=half)
         # Which child has a policy, the policy, whether the model casts by itself, and the inputs of model, c1 and c2.
@@ -147,7 +147,7 @@ class CastsMixin(_Base):
             output.sum().backward()
             self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
 
-    def _test_submodules_with_external_inputs(self, wrap: Wrap, enable_submodule_cast: bool) -> None:
+    def _check_submodules_with_external_inputs(self, wrap: Wrap, enable_submodule_cast: bool) -> None:
         """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
 
         class Adder(nn.Module):
@@ -176,7 +176,7 @@ class CastsMixin(_Base):
         self.assertEqual(model.input, half)
         self.assertEqual(model.l2.inputs, (half, half if enable_submodule_cast else torch.float32))
 
-    def _test_norm_modules(self, wrap: Wrap, policy: MixedPrecisionPolicy) -> None:
+    def _check_norm_modules(self, wrap: Wrap, policy: MixedPrecisionPolicy) -> None:
         """Norms work under the policy. Where running statistics in float32 beside weights in ``param_dtype`` are too
         much for this device, the error is the device's own; both remedies work on all."""
         linear, convolution = functools.partial(nn.Linear, 32, 32), functools.partial(nn.Conv2d, kernel_size=3)
@@ -231,7 +231,7 @@ class CastsMixin(_Base):
             self.assertEqual(param.grad.dtype, torch.float32, msg=name)
             self.assertTrue(param.grad.to_local().isfinite().all(), name)
 
-    def _test_dataclass_input(self, wrap: Wrap) -> None:
+    def _check_dataclass_input(self, wrap: Wrap) -> None:
         @dataclasses.dataclass
         class Input:
             x: torch.Tensor

@@ -196,7 +196,7 @@ class PipelineMixin(TrainingMixin):
         def step(each: nn.Module, batch: Batch) -> torch.Tensor:
             return pipeline.step(batch) if each is pipeline.modules else microbatched(each, batch)
 
-        self._train_and_compare(
+        self._check_training(
             plain,
             pipeline.modules,
             self._batch,

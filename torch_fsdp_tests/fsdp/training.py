@@ -223,7 +223,7 @@ class TrainingMixin(_Base):
         milliseconds = milliseconds if accelerator.current().has("streams") else 1
         device_sleep(kind, int(milliseconds * (1 + self.rank % 2) * get_cycles_per_ms(kind)))
 
-    def _train_and_compare(
+    def _check_training(
         self,
         ref_model: nn.Module,
         model: nn.Module,
@@ -259,7 +259,7 @@ class TrainingMixin(_Base):
         compare(self, ref_model, model)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
-    def _test_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
+    def _check_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
         """A registered method finds whole parameters, as ``forward`` does. Returns the model after a last forward."""
         manual_seed(42)
         model = FeaturesModel()
@@ -271,7 +271,7 @@ class TrainingMixin(_Base):
         register_fsdp_forward_method(ref_model.vit, "features")  # has no shards, so nothing is done
         seen: list[type] = []
         model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
-        self._train_and_compare(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
         self.assertEqual(seen, [nn.Parameter] * FEW)
         model(self._inputs(4, 3, 14, 14))
         return model
@@ -280,7 +280,7 @@ class TrainingMixin(_Base):
 class StacksMixin(TrainingMixin):
     """For a test case with ranks: MLPs that tensor parallelism has cut before FSDP2 does."""
 
-    def _test_stacks(
+    def _check_stacks(
         self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, flat_dp_mesh: DeviceMesh, iterations: int = FEW
     ) -> None:
         """Train in all ways to reshard and to checkpoint. ``flat_dp_mesh`` has ``dp_mesh`` in one dimension."""
@@ -292,9 +292,9 @@ class StacksMixin(TrainingMixin):
             "mlp_dim": dims if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else [16],
         }
         for case in one_by_one(pairwise(config)):
-            run_subtests(self, case, self._test_stack, tp_mesh, dp_mesh, flat_dp_mesh, iterations)
+            run_subtests(self, case, self._check_stack, tp_mesh, dp_mesh, flat_dp_mesh, iterations)
 
-    def _test_stack(
+    def _check_stack(
         self,
         tp_mesh: DeviceMesh,
         dp_mesh: DeviceMesh,
@@ -312,7 +312,7 @@ class StacksMixin(TrainingMixin):
         kwargs: dict[str, Any] = {}
         if mlp_dim == 16 and not use_activation_checkpointing:
             kwargs = {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # of the optimizers for DTensors the quickest
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._inputs(8, mlp_dim),

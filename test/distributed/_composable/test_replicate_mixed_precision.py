@@ -63,7 +63,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @subtests(param_dtype=[BF16, FP16])
     def test_compute_dtype(self, param_dtype):
         """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
-        calls = self._train_and_compare(*self._init(param_dtype, None), inp_dtype=param_dtype)
+        calls = self._check_training(*self._init(param_dtype, None), inp_dtype=param_dtype)
         reduced_in = FP32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self._check_reductions(calls, reduced_in, 3 * ITERATIONS)
 
@@ -71,7 +71,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @subtests(dtypes=[(BF16, FP32), (FP32, BF16)])
     def test_reduce_dtype(self, dtypes):
         param_dtype, reduce_dtype = dtypes
-        calls = self._train_and_compare(*self._init(param_dtype, reduce_dtype), inp_dtype=param_dtype)
+        calls = self._check_training(*self._init(param_dtype, reduce_dtype), inp_dtype=param_dtype)
         self._check_reductions(calls, reduce_dtype, 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
@@ -109,7 +109,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         self.assertEqual(mapped, torch.vmap(replica.computing)(batch.to(BF16)))
         both = torch.vmap(lambda inp: (model(inp), inp.sum()))(batch)
         self.assertEqual(both, (mapped, batch.sum((1, 2))))
-        self._train_and_compare(replica, model, optim, inp_dtype=BF16)
+        self._check_training(replica, model, optim, inp_dtype=BF16)
 
     @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(2)
@@ -166,21 +166,21 @@ class TestReplicateMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_float16_on_one_submodule(self):
-        self._test_float16_on_one_submodule(replicate)
+        self._check_float16_on_one_submodule(replicate)
 
     @skip_if_lt_x_gpu(1)
     @subtests(enable_submodule_cast=[False, True])
     def test_submodules_with_external_inputs(self, enable_submodule_cast):
         """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
-        self._test_submodules_with_external_inputs(replicate, enable_submodule_cast)
+        self._check_submodules_with_external_inputs(replicate, enable_submodule_cast)
 
     @skip_if_lt_x_gpu(1)
     def test_norm_modules_bf16(self):
-        self._test_norm_modules(replicate, MixedPrecisionPolicy(param_dtype=BF16))
+        self._check_norm_modules(replicate, MixedPrecisionPolicy(param_dtype=BF16))
 
     @skip_if_lt_x_gpu(1)
     def test_norm_modules_fp16(self):
-        self._test_norm_modules(replicate, MixedPrecisionPolicy(param_dtype=FP16))
+        self._check_norm_modules(replicate, MixedPrecisionPolicy(param_dtype=FP16))
 
     @skip_if_lt_x_gpu(1)
     def test_clamp_reduce_dtype(self):
@@ -199,7 +199,7 @@ class TestReplicateMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_dataclass_input(self):
-        self._test_dataclass_input(replicate)
+        self._check_dataclass_input(replicate)
 
 
 if __name__ == "__main__":

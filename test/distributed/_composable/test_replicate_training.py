@@ -146,7 +146,7 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
         compare(self, ref_model, model)
         generator = torch.Generator().manual_seed(42 + self.rank)
         draw = functools.partial(torch.randn, (2, 3), generator=generator, dtype=torch.float64)
-        self._train_and_compare(
+        self._check_training(
             ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True
         )
         dist.barrier()  # the mode is one for all ranks: none may leave it before the others have done
@@ -175,7 +175,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         replicate_each([model])
         next_batch = functools.partial(self._inputs, 4, lin_shapes[0][0])
         kwargs: dict[str, Any] = {"optim_cls": torch.optim.SGD, "momentum": 0.9} if lin_shapes[0][0] == 7 else {}
-        self._train_and_compare(ref_model, model, next_batch, compare=check_sharded_parity, iterations=10, **kwargs)
+        self._check_training(ref_model, model, next_batch, compare=check_sharded_parity, iterations=10, **kwargs)
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_multi_groups(self):
@@ -223,7 +223,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             pause("before optimizer")
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), step=step)
+        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), step=step)
 
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
@@ -236,7 +236,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         inp = self._inputs(2, 8)
         chosen = iter(("", "0", "0", ""))
         step = lambda each, name: train(each.get_submodule(name), inp)  # noqa: E731
-        self._train_and_compare(ref_model, model, lambda: next(chosen), step=step, iterations=4)
+        self._check_training(ref_model, model, lambda: next(chosen), step=step, iterations=4)
         self.assertEqual(model(inp).sum(), ref_model(inp).sum())
 
     @skip_if_lt_x_gpu(2)
@@ -255,7 +255,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         model = MultiForwardModule()
         ref_model = self._replica(model)
         replicate_each([model.inner, model])
-        self._train_and_compare(ref_model, model, lambda: self._inputs(8, 4), optim_cls=torch.optim.SGD)
+        self._check_training(ref_model, model, lambda: self._inputs(8, 4), optim_cls=torch.optim.SGD)
 
     @skip_if_lt_x_gpu(2)
     def test_explicit_prefetching(self):
@@ -275,7 +275,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             self.assertEqual(calls.counts(), Counter(all_reduce=9) if each is model else Counter())
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 8), step=step, optim_cls=ShardAdamW)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 8), step=step, optim_cls=ShardAdamW)
         self.assertEqual([internals.pending_gather(group) for group in internals.groups_of(model)], [None] * 9)
 
     @skip_if_lt_x_gpu(2)
@@ -314,7 +314,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         model = nn.Sequential(DoubleLinear(4, use_second_linear=False), nn.Linear(4, 4))
         ref_model = self._replica(model)
         replicate_each([model[0], model])
-        self._train_and_compare(ref_model, model, lambda: self._inputs(3, 4))
+        self._check_training(ref_model, model, lambda: self._inputs(3, 4))
         self.assertIsNone(model[0].lin2.weight.grad)
 
     @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
@@ -343,7 +343,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             average_gradients(ref_model)
 
         step = lambda each, inp: backward(loss_of(each(inp, self.rank % 2)))  # noqa: E731
-        self._train_and_compare(ref_model, model, lambda: self._inputs(3, 4), step=step, average=average)
+        self._check_training(ref_model, model, lambda: self._inputs(3, 4), step=step, average=average)
 
     @skip_if_lt_x_gpu(2)
     def test_values_that_change_between_steps(self):
@@ -368,7 +368,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             losses.append(train(each, inp))
             return torch.stack(losses)
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(3, 4), step=step, iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(3, 4), step=step, iterations=FEW)
 
     @needs(torch_facts.RESETS_ITERATION)
     @skip_if_lt_x_gpu(2)
@@ -388,7 +388,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         handle.remove()
         model.reset_iter_state()
         self.assertEqual({type(param) for param in model.parameters()}, {DTensor})
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4))
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4))
 
 
 @needs_replicate
@@ -427,7 +427,7 @@ class TestReplicateTrainingCompose(TrainingMixin, FSDPTest):
         recomputed: list[int] = []
         for block in blocks:
             block.attention.register_forward_pre_hook(lambda *_: recomputed.append(1))
-        self._train_and_compare(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), iterations=FEW)
         self.assertEqual(len(recomputed), FEW * 3 * 2)  # steps, layers, and each layer in forward and in backward
 
 
@@ -445,7 +445,7 @@ class TestReplicateSharedParams(TrainingMixin, FSDPTest):
             for layer in model.layers:
                 internals.composable.checkpoint(layer)
         replicate_each([*model.layers, model])
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), optim_cls=torch.optim.SGD)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16), optim_cls=torch.optim.SGD)
         self.assertIs(model.tok_embeddings.weight, model.output.weight)
 
 
@@ -491,7 +491,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
             return losses
 
         next_batch = lambda: self._inputs(num_microbatches, 2, dim).unbind()  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step, iterations=FEW)
+        self._check_training(ref_model, model, next_batch, step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
@@ -526,7 +526,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
             return torch.stack([losses[index].detach() for index in range(3)])
 
         next_batch = lambda: self._tokens(3, 2, 16).unbind()  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step, iterations=FEW, optim_cls=ShardAdamW)
+        self._check_training(ref_model, model, next_batch, step=step, iterations=FEW, optim_cls=ShardAdamW)
 
 
 @needs_replicate
@@ -536,7 +536,7 @@ class TestReplicateCustomForwardMethod(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_register_fsdp_forward_method(self):
         """A method that is registered runs with the module's parameters, as ``forward`` does."""
-        self._test_register_fsdp_forward_method(replicate_each)
+        self._check_register_fsdp_forward_method(replicate_each)
 
 
 @needs_replicate
@@ -564,7 +564,7 @@ class TestReplicateTPTraining(TrainingMixin, FSDPTest):
             api=internals.replicate_on_fsdp2.replicate,
         )
         check_full(self, ref_model, model)
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._inputs(8, mlp_dim),

@@ -241,7 +241,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             return loss
 
         kwargs: dict[str, Any] = {"momentum": 0.9} if optim_cls is torch.optim.SGD else {}
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._tokens(2, 8),
@@ -271,7 +271,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
                 internals.composable.checkpoint(mlp)
         replicate_each([*replicated, replicated], mesh=mesh["replicate"])
         for model in (replicated, two_d):
-            self._train_and_compare(
+            self._check_training(
                 self._replica(plain),
                 model,
                 lambda: self._inputs(8, mlp_dim),
@@ -309,7 +309,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             self.assertEqual(counts, expected if each is model else Counter())
             return losses
 
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._inputs(microbatches, 3, 4).unbind(),
@@ -337,7 +337,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             ref_model, model = self._net(), self._net()
             fully_shard([model[0], model[1]])
             ROOTS[root](model)
-            self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+            self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @subtests(root=list(ROOTS))
@@ -354,7 +354,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             self.assertEqual(len(calls), 1 + by_root if each is model else 0)
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
 
     @skip_if_lt_x_gpu(2)
     @subtests(tied=[False, True], frozen=[(), ("layers.0", "norm"), ("tok_embeddings", "pos_embeddings")])
@@ -366,7 +366,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             model.get_submodule(name).requires_grad_(False)
         ref_model = self._replica(model)
         replicate_each([*model.layers, model])
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 8), optim_cls=torch.optim.SGD, iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 8), optim_cls=torch.optim.SGD, iterations=FEW)
         self.assertEqual(model.tok_embeddings.weight is model.output.weight, tied)
 
     # What reaches the gradients.
@@ -399,7 +399,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         """Beyond upstream: without a factor a sum that is divided afterwards is the average."""
         ref_model, model = self._net(), replicate(self._net())
         model.set_force_sum_reduction_for_comms(True)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_hook(self):
@@ -488,7 +488,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         model.to_empty(device=self.device)
         for param, value in zip(model.parameters(), ref_model.parameters()):
             param.to_local().detach().copy_(value)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm(self):

@@ -418,7 +418,9 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         with self._tracker(model):
             train(model, inp)
         for _ in range(2):
+            model.zero_grad()
             train(model, inp)
+            self.assertTrue(all(param.grad is not None for param in model.parameters()))
 
     @torch_defect("fsdp2_memory_tracker_reorders_hooks")
     @skip_if_lt_x_gpu(2)
@@ -485,7 +487,7 @@ class TestTrackerInTraining(TrackerTest):
         turns = itertools.cycle([False, True])
         resize = torch.UntypedStorage.resize_
         methods = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
-        self._train_and_compare(
+        self._check_training(
             ref_model, model, functools.partial(self._inputs, BATCH, DIM), step=step, optim_cls=torch.optim.SGD
         )
         self.assertIs(torch.UntypedStorage.resize_, resize)

@@ -140,7 +140,7 @@ class TestFullyShardAutograd(FSDPTest):
     def _replica(self, model: nn.Module) -> nn.Module:
         return copy.deepcopy(model).to(self.device)
 
-    def _train_and_compare(self, ref_model: nn.Module, model: nn.Module) -> None:
+    def _check_training(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Ten steps on the sum of the output, with gradients compared before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model)
@@ -256,7 +256,7 @@ class TestFullyShardAutograd(FSDPTest):
         model = DoubleLinear(dim=DIM, use_second_linear=False)
         ref_model = self._replica(model)
         shard_each((model.lin1, model.lin2, model), reshard_after_forward=reshard_after_forward)
-        self._train_and_compare(ref_model, model)
+        self._check_training(ref_model, model)
 
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
@@ -293,7 +293,7 @@ class TestFullyShardAutograd(FSDPTest):
         ref_model = self._replica(model)
         for child in model:
             fully_shard(child)
-        self._train_and_compare(ref_model, fully_shard(model))
+        self._check_training(ref_model, fully_shard(model))
 
     @skip_if_lt_x_gpu(4)
     @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])

@@ -462,7 +462,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
                     param.grad.mul_(self.world_size / divide_factor)
 
         kwargs: dict[str, Any] = {"iterations": 6, "optim_cls": ShardAdamW}  # upstream's 10 for fewer cases
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), average=average, **kwargs)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16), average=average, **kwargs)
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
         """Compute in bfloat16, reduce in float32. The setter is called by its old name, which still works."""
@@ -780,7 +780,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
 
         if when == "at once":
             separate()
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 6), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 6), step=step)
         self.assertEqual(len(own), 1)
 
     @skip_if_lt_x_gpu(4)
@@ -807,7 +807,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
             self.assertEqual(calls.values("reduce_scatter", "group"), own[::-1] if module is model else [])
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
 
     @needs(torch_facts.HAS_DP_MESH_DIMS)
     @skip_if_lt_x_gpu(2)
@@ -1155,7 +1155,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
                 self.assertIsNone(internals.pending_gather(internals.group_of(module)))
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 16), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 16), step=step)
 
 
 class HalfUsed(nn.Module):
@@ -1419,7 +1419,7 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
             self.assertEqual(calls.values("all_reduce", "op"), ops if len(mesh_shape) > 1 else [])
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), step=step, iterations=4)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16), step=step, iterations=4)
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_force_sum_reduce_scatter(self):
@@ -1441,7 +1441,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
         manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
         model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(1), reshard_after_forward=False)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(17, 16))
+        self._check_training(ref_model, model, lambda: self._inputs(17, 16))
         group = internals.group_of(model).mesh_info.shard_process_group
         pairs = [(group, None), (group, group), (None, group)]
         for reduce_scatter_group, all_reduce_group in pairs[: 3 if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else 2]:

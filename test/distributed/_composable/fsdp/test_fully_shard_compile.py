@@ -288,12 +288,12 @@ class TestFullyShardCompile(CompileTest):
                 optim.zero_grad(set_to_none=True)
             return steps
 
-        def test_eager() -> list[Step]:
+        def run_eager() -> list[Step]:
             model = build()
             shard(model)
             return run_iters(model, model)
 
-        def test_compiled() -> list[Step]:
+        def run_compiled() -> list[Step]:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             model = build()
@@ -309,9 +309,9 @@ class TestFullyShardCompile(CompileTest):
             return steps
 
         counting = CountingBackend(backend)
-        plain_steps, eager_steps = run_plain(), test_eager()
+        plain_steps, eager_steps = run_plain(), run_eager()
         self._check_steps(eager_steps, plain_steps, "eager")
-        self._check_steps(test_compiled(), plain_steps, "compiled")
+        self._check_steps(run_compiled(), plain_steps, "compiled")
         self.assertEqual(len({step.loss.item() for step in plain_steps}), iterations)
         return counting
 

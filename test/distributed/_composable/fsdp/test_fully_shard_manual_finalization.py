@@ -161,7 +161,7 @@ class ManualTest(TrainingMixin, FSDPTest):
                 finalize(model)
             return losses
 
-        self._train_and_compare(plain, model, self._microbatches, step=step, iterations=FEW)
+        self._check_training(plain, model, self._microbatches, step=step, iterations=FEW)
 
 
 @needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
@@ -206,7 +206,7 @@ class TestFullyShardManualFinalization(ManualTest):
                 module.reshard()  # as one must before a step, where backward has not
             return losses
 
-        self._train_and_compare(plain, model, self._microbatches, step=step)
+        self._check_training(plain, model, self._microbatches, step=step)
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(input_requires_grad=[True, False], async_op=[True, False], last_only=[True, False])
@@ -237,7 +237,7 @@ class TestFullyShardManualFinalization(ManualTest):
             self.assertFalse(remembers_forwards(model))
             return torch.stack(losses)
 
-        self._train_and_compare(plain, model, self._microbatches, step=step)
+        self._check_training(plain, model, self._microbatches, step=step)
 
     @skip_if_lt_x_gpu(2)
     def test_handle(self):
@@ -667,7 +667,7 @@ class TestFullyShardManualFinalization(ManualTest):
             self.assertEqual(len(calls), 2 if each is model else 0)
             return losses
 
-        self._train_and_compare(plain, model, lambda: self._inputs(4, DIM), step=step)
+        self._check_training(plain, model, lambda: self._inputs(4, DIM), step=step)
 
 
 @needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
@@ -782,7 +782,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
                 self.assertEqual(calls.counts(), expected)
             return torch.stack(losses)
 
-        self._train_and_compare(plain, model, self._microbatches, step=step, iterations=FEW)
+        self._check_training(plain, model, self._microbatches, step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(which=["root", "mlp", "all"], async_op=[True, False])

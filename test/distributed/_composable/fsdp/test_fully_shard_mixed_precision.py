@@ -151,7 +151,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     def test_compute_dtype(self, param_dtype, reshard_after_forward, use_shard_placement_fn):
         """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
-        calls = self._train_and_compare(*made, inp_dtype=param_dtype)
+        calls = self._check_training(*made, inp_dtype=param_dtype)
         reduced_in = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self.assertEqual(calls.dtypes("reduce_scatter"), [reduced_in] * 3 * ITERATIONS)
 
@@ -165,14 +165,14 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         made = self._init_models_and_optims(
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn
         )
-        calls = self._train_and_compare(*made, inp_dtype=torch.bfloat16)
+        calls = self._check_training(*made, inp_dtype=torch.bfloat16)
         self.assertEqual(calls.dtypes("reduce_scatter"), [torch.float32] * 3 * ITERATIONS)
 
     def _test_reduce_dtype_bf16_reduce(self, reshard_after_forward: bool | int, use_shard_placement_fn: bool) -> None:
         made = self._init_models_and_optims(
             reshard_after_forward, torch.float32, torch.bfloat16, use_shard_placement_fn
         )
-        calls = self._train_and_compare(*made, inp_dtype=torch.float32)
+        calls = self._check_training(*made, inp_dtype=torch.float32)
         self.assertEqual(calls.dtypes("reduce_scatter"), [torch.bfloat16] * 3 * ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
@@ -229,7 +229,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
             shard_placement_fn=shard_largest_dim if use_shard_placement_fn else None,
         )
         optim = ShardAdam(model.parameters(), lr=1e-2)
-        calls = self._train_and_compare(replica, model, optim, inp_dtype=param_dtype)
+        calls = self._check_training(replica, model, optim, inp_dtype=param_dtype)
         self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype or torch.float32] * ITERATIONS)
         self.assertEqual(model[1].seen, (torch.float32, torch.float32, param_dtype))
 
@@ -353,13 +353,13 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_float16_on_one_submodule(self):
-        self._test_float16_on_one_submodule(fully_shard)
+        self._check_float16_on_one_submodule(fully_shard)
 
     @skip_if_lt_x_gpu(1)
     @subtests(enable_submodule_cast=[False, True])
     def test_submodules_with_external_inputs(self, enable_submodule_cast):
         """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
-        self._test_submodules_with_external_inputs(fully_shard, enable_submodule_cast)
+        self._check_submodules_with_external_inputs(fully_shard, enable_submodule_cast)
 
     def _test_checkpoint_recompute_casts(self, policy: MixedPrecisionPolicy, inp_dtype: torch.dtype) -> Any:
         """Run a wrapped layer under checkpoint to its end, forward and backward, and return inputs and outputs."""
@@ -407,11 +407,11 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_norm_modules_bf16(self):
-        self._test_norm_modules(fully_shard, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        self._check_norm_modules(fully_shard, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
     @skip_if_lt_x_gpu(1)
     def test_norm_modules_fp16(self):
-        self._test_norm_modules(fully_shard, MixedPrecisionPolicy(param_dtype=torch.float16))
+        self._check_norm_modules(fully_shard, MixedPrecisionPolicy(param_dtype=torch.float16))
 
     @skip_if_lt_x_gpu(1)
     def test_clamp_reduce_dtype(self):
@@ -430,7 +430,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_dataclass_input(self):
-        self._test_dataclass_input(fully_shard)
+        self._check_dataclass_input(fully_shard)
 
     def _nested(self) -> tuple[dict[str, Any], list[Any]]:
         """A container with all kinds of members, and its members in order."""

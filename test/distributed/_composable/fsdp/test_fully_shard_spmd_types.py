@@ -216,7 +216,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         def compare(test: Any, ref_layer: nn.Module, layer: nn.Module) -> None:
             self._compare(case, mesh, ref_layer, layer)
 
-        self._train_and_compare(
+        self._check_training(
             ref_layer,
             layer,
             lambda: self._inputs(2, 3),
@@ -413,9 +413,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
                     shard = chunk_of(whole.detach(), mesh.get_local_rank(0), mesh.size(0))
                     self.assertEqual(found.to_local().detach(), shard)
 
-        self._train_and_compare(
-            ref_model, model, lambda: self._inputs(2, 4), step=step, average=average, compare=compare
-        )
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, average=average, compare=compare)
 
     @skip_if_lt_x_gpu(4)
     def test_errors(self):

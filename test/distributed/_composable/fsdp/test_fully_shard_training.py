@@ -120,7 +120,7 @@ class TestFullyShardForwardInputs(TrainingMixin, FSDPTestMultiThread):
             self.assertEqual(output.shape, (4, 4))
             return backward((self.rank + 1) * loss_of(output))
 
-        self._train_and_compare(ref_model, model, lambda: None, step=step)
+        self._check_training(ref_model, model, lambda: None, step=step)
 
 
 class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
@@ -251,7 +251,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
 
         generator = torch.Generator().manual_seed(42 + self.rank)
         draw = functools.partial(torch.randn, (2, dim), generator=generator, dtype=torch.float64)
-        self._train_and_compare(
+        self._check_training(
             ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True
         )
         dist.barrier()  # the mode is one for all ranks: none may leave it before the others have done
@@ -288,9 +288,7 @@ class SingleGroupTest(TrainingMixin):
                 return train(each, inp)
 
         next_batch = functools.partial(self._inputs, 4, lin_shapes[0][0])
-        self._train_and_compare(
-            ref_model, model, next_batch, step=step, compare=check_sharded_parity, optim_cls=optim_cls
-        )
+        self._check_training(ref_model, model, next_batch, step=step, compare=check_sharded_parity, optim_cls=optim_cls)
 
 
 # Which calls come late. Without streams nothing of a rank overlaps, so all delays at once serve: the ranks then come
@@ -393,7 +391,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
             patch_reduce_scatter(pausing(internals.reduce_scatter(), "before reduce-scatter")),
         ):
             next_batch = functools.partial(self._tokens, 3, 16, vocab_size=16)
-            self._train_and_compare(ref_model, model, next_batch, step=step)
+            self._check_training(ref_model, model, next_batch, step=step)
 
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
@@ -412,7 +410,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
             self._sleep(100)
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: next(chosen), step=step)
+        self._check_training(ref_model, model, lambda: next(chosen), step=step)
         self.assertEqual(model(inp).sum(), ref_model(inp).sum())
 
     @skip_if_lt_x_gpu(2)
@@ -431,7 +429,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         model = MultiForwardModule()
         ref_model = self._replica(model)
         shard_each([model.inner, model], reshard_after_forward=reshard_after_forward)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(32, 4))
+        self._check_training(ref_model, model, lambda: self._inputs(32, 4))
 
     @skip_if_lt_x_gpu(2)
     def test_explicit_prefetching(self):
@@ -457,7 +455,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         for index, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 3])
             layer.set_modules_to_backward_prefetch(layers[max(index - 2, 0) : index][::-1])
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 8), optim_cls=ShardAdamW)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 8), optim_cls=ShardAdamW)
         after = [list(range(8))[index + 1 : index + 3] for index in range(8)]
         before = [list(range(8))[max(index - 2, 0) : index] for index in reversed(range(8))]
         self.assertEqual(under_way, {"forward": after * 3, "backward": before * 3})
@@ -622,7 +620,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             for block in model.modules():
                 if isinstance(block, TransformerBlock):
                     block.attention.register_forward_pre_hook(count)
-        self._train_and_compare(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), compare=compare)
+        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), compare=compare)
         if not compiled:
             self.assertEqual(recomputed, 3 * 3 * 2)  # steps, layers, and each layer in forward and in backward
 
@@ -748,7 +746,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertEqual((skipped.dtype, whole.dtype), (torch.bfloat16, torch.float32))
             return backward(loss_of(skipped) + loss_of(whole))
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 8), step=step, iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step, iterations=FEW)
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
@@ -771,7 +769,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             return torch.stack(losses)
 
         next_batch = lambda: [self._tokens(2, 16, vocab_size=128) for _ in range(3)]  # noqa: E731
-        self._train_and_compare(plain, model, next_batch, step=step)
+        self._check_training(plain, model, next_batch, step=step)
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
@@ -804,7 +802,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertFalse(any(param.grad is None for param in model.parameters()))
             return loss
 
-        self._train_and_compare(plain, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
+        self._check_training(plain, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
 
     @needs_reset
     @skip_if_lt_x_gpu(2)
@@ -825,7 +823,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                 model.body.raises = False
             return train(each, tokens)
 
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
         self.assertFalse(any(param.grad is None for param in model.parameters()))
 
     @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
@@ -872,7 +870,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             return loss
 
         next_batch = lambda: [self._tokens(2, 16, vocab_size=128) for _ in range(2)]  # noqa: E731
-        self._train_and_compare(plain, model, next_batch, step=step)
+        self._check_training(plain, model, next_batch, step=step)
         for param in (model.embed.weight, model.norm.weight):
             self.assertTrue(param.grad.to_local().isfinite().all())
 
@@ -1024,7 +1022,7 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         shard_each([*model.layers, model], shard_placement_fn=shard_largest_dim)
         self.assertEqual({param.placements[0].dim for param in model.parameters()}, {0, 1})
         check_full(self, ref_model, model)
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16), optim_cls=ShardAdamW)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16), optim_cls=ShardAdamW)
         check_full(self, ref_model, model)
 
     @torch_defect("fsdp2_inference_mode_with_columns_raises")
@@ -1106,7 +1104,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
                 internals.composable.checkpoint(layer)
         shard_each([*model.layers, model], reshard_after_forward=reshard_after_forward)
         self.assertIs(model.tok_embeddings.weight, model.output.weight)
-        self._train_and_compare(ref_model, model, lambda: self._tokens(2, 16))
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16))
         self.assertIs(model.tok_embeddings.weight, model.output.weight)
 
     @skip_if_lt_x_gpu(2)
@@ -1125,7 +1123,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
             return backward(F.cross_entropy(each(ids).flatten(0, 1), targets.flatten()))
 
         next_batch = lambda: self._tokens(2, 2, 8, vocab_size=vocab_size).unbind()  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step, iterations=10, optim_cls=torch.optim.AdamW)
+        self._check_training(ref_model, model, next_batch, step=step, iterations=10, optim_cls=torch.optim.AdamW)
         changed = (full(model.head.weight.detach()) - before).abs().amax(dim=1)
         self.assertGreater(changed.min().item(), 0.01)  # of which weight decay alone makes a hundredth
 
@@ -1148,7 +1146,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
             blocks.append(fully_shard(block))
             gc.collect()
         ref_model, model = nn.Sequential(*ref_blocks), fully_shard(nn.Sequential(*blocks))
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 16), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 16), iterations=FEW)
 
 
 def _is_accumulation(**case: Any) -> bool:
@@ -1231,7 +1229,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             return losses
 
         next_batch = lambda: self._inputs(num_microbatches, 2, dim).unbind()  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step, iterations=FEW)
+        self._check_training(ref_model, model, next_batch, step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
@@ -1326,7 +1324,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         model.reset_iter_state()
         self.assertEqual([group._partial_reduce_output for group in internals.groups_of(model)], [None] * 3)
         model.set_requires_all_reduce(True)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
 
     @torch_defect("fsdp2_partial_reduction_reaches_another_parameter")
     @skip_if_lt_x_gpu(4)
@@ -1365,7 +1363,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             return torch.stack(losses)
 
         next_batch = lambda: self._inputs(len(microbatches), 2, 8).unbind()  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step)
+        self._check_training(ref_model, model, next_batch, step=step)
 
     @torch_defect("fsdp2_accumulation_of_later_parameter_raises")
     @skip_if_lt_x_gpu(4)
@@ -1438,7 +1436,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             return loss
 
         next_batch = lambda: (self._inputs(2, 8), *next(plan))  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=step, optim_cls=torch.optim.Adam, iterations=FEW)
+        self._check_training(ref_model, model, next_batch, step=step, optim_cls=torch.optim.Adam, iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
@@ -1481,7 +1479,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 evaluate()
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 8), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step)
         self.assertEqual(counts, counts[:1] * 3)
 
     @torch_defect("fsdp2_inference_mode_breaks_training")
@@ -1501,7 +1499,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         ref_model, model = self._two_mlps(reshard_after_forward=True)
         with torch.inference_mode():
             self.assertEqual(model(inp := self._inputs(2, 8)), ref_model(inp))
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2, None])
@@ -1575,7 +1573,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
     def test_2d_mlp_with_nd_mesh(self):
         """FSDP around tensor parallelism, over two dimensions of a mesh that has a third."""
         mesh = self._mesh(2, 2, 2, names=("pp", "dp", "tp"))
-        self._test_stacks(mesh["tp"], mesh["dp"], mesh["dp"])
+        self._check_stacks(mesh["tp"], mesh["dp"], mesh["dp"])
 
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
@@ -1646,7 +1644,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
                 for param in layer.expert_layer.parameters():
                     param.grad.mul_(ep.size())  # expert parallelism adds up; only efsdp and replicas average
 
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._tokens(2, 8, vocab_size=32),
@@ -1664,7 +1662,7 @@ class TestFullyShardHSDP3DTraining(StacksMixin, FSDPTest):
         """Replicas of FSDP around tensor parallelism."""
         mesh = self._mesh(2, 2, 2, names=("dp_replicate", "dp_shard", "tp"))
         dp_mesh = mesh["dp_replicate", "dp_shard"]
-        self._test_stacks(mesh["tp"], dp_mesh, dp_mesh._flatten("dp"))
+        self._check_stacks(mesh["tp"], dp_mesh, dp_mesh._flatten("dp"))
 
 
 class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
@@ -1698,7 +1696,7 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
         check_sharded_parity(self, ref_model, model)
         mark = model.set_requires_gradient_sync if sync_gradients_at_last_batch else lambda is_last: None
         next_batch = lambda: self._inputs(3, 8, mlp_dim).unbind()  # noqa: E731
-        self._train_and_compare(ref_model, model, next_batch, step=accumulating(model, mark), iterations=FEW)
+        self._check_training(ref_model, model, next_batch, step=accumulating(model, mark), iterations=FEW)
 
 
 class TestFullyShardCustomForwardMethod(TrainingMixin, FSDPTest):
@@ -1707,7 +1705,7 @@ class TestFullyShardCustomForwardMethod(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_register_fsdp_forward_method(self):
         """A method that is registered gathers before and reshards after, as ``forward`` does."""
-        model = self._test_register_fsdp_forward_method(shard_each)
+        model = self._check_register_fsdp_forward_method(shard_each)
         self.assertIsInstance(model.vit.conv.weight, DTensor)
 
 
@@ -1744,7 +1742,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
             patch_foreach_all_gather(recording(internals.fsdp2_param_group.foreach_all_gather, "all_gather_stream")),
             patch_foreach_reduce(recording(internals.fsdp2_param_group.foreach_reduce, "reduce_scatter_stream")),
         ):
-            self._train_and_compare(ref_model, model, lambda: self._inputs(4, 3, 16), iterations=FEW)
+            self._check_training(ref_model, model, lambda: self._inputs(4, 3, 16), iterations=FEW)
         for name, streams in used.items():
             self.assertEqual(len(streams), 3 * FEW)
             self.assertEqual({id(stream) for stream in streams}, {id(getattr(contexts[0], name))})

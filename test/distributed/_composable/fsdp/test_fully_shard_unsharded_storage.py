@@ -148,7 +148,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             self._check_kept(params, expected)
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
         self.assertEqual({name: set(each) for name, each in seen.items()}, {n: {a} for n, a in expected.items()})
         self.assertEqual({len(each) for each in seen.values()}, {2 * 3})  # forward and backward of three iterations
 
@@ -204,7 +204,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             inp = self._inputs(2, 4)
             self.assertEqual(train(model, inp), train(ref_model, inp))
             self._check_kept(params, expected)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4))
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4))
         self._check_kept(params, expected)
 
     @skip_if_lt_x_gpu(4)
@@ -247,7 +247,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         }
 
         def train_on() -> dict[str, int]:
-            self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), iterations=1)
+            self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=1)
             return {name: room_in(param) for name, param in params.items()}
 
         for _ in range(2):
@@ -313,7 +313,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             model(self._inputs(2, 4))
         model.reset_iter_state()
         self._check_kept(params, expected)
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4))
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4))
         self._check_kept(params, expected)
 
     @skip_if_lt_x_gpu(2)
@@ -332,7 +332,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             seen.append([tensor.data_ptr() for tensor in extension.tensors])
             return loss
 
-        self._train_and_compare(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
         *_, before, after = seen
         self.assertEqual(before, after)
         self.assertEqual([address != 0 for address in after], [keep, keep])

@@ -112,7 +112,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
     def test_train_parity_2d_mlp(self):
         """With even, uneven and empty shards, and with checkpointed activations."""
         dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
-        self._test_stacks(tp_mesh, dp_mesh, dp_mesh, iterations=ITERATIONS)
+        self._check_stacks(tp_mesh, dp_mesh, dp_mesh, iterations=ITERATIONS)
 
     @skip_if_lt_x_gpu(4)
     @subtests(other_dim=[False, True])
@@ -129,7 +129,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         Transformer.parallelize(model.to(self.device), tp_mesh, use_seq_parallel=True)
         shard_each([*model.layers, model], mesh=dp_mesh, shard_placement_fn=_other_dim if other_dim else None)
         check_full(self, ref_model, model)
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._tokens(2, 4, 16).unbind(),
@@ -171,7 +171,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
                 self.assertEqual([param.to_local().device, param.grad.to_local().device], [HOST, HOST])
             return loss
 
-        self._train_and_compare(
+        self._check_training(
             ref_model,
             model,
             lambda: self._inputs(8, 16),
