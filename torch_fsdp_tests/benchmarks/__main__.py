@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.benchmarks {dispatch,harness} [ARGUMENTS]``."""
+"""``python -m torch_fsdp_tests.benchmarks {dispatch,harness,reaching} [ARGUMENTS]``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 BENCHMARKS = {
     "dispatch": "how close the plan of run_test.py comes to the shortest possible one",
     "harness": "seconds of a test with ranks, side by side with torch.testing._internal",
+    "reaching": "ten changes to torch's FSDP, and how soon --reaching finds each",
 }
 
 
