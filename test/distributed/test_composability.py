@@ -32,6 +32,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
     DIM,
     LOOPED,
     MICROBATCHES,
+    SCHEDULES,
     SINGLE,
     V_SHAPED,
     Batch,
@@ -41,7 +42,6 @@ from torch_fsdp_tests.fsdp.pipelines import (
     loss_fn,
     microbatched,
     microbatched_in_bfloat16,
-    schedules,
     shard_stage,
 )
 from torch_fsdp_tests.fsdp.references import average_gradients
@@ -103,7 +103,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @pairwise_subtests(
         valid=lambda dp_type, schedule: (dp_type, schedule) != ("FSDP_MP", "ScheduleDualPipeV"),
         dp_type=["FSDP", "FSDP_MP"],
-        schedule=schedules,
+        schedule=SCHEDULES,
     )
     def test_pp_fsdp(self, dp_type, schedule):
         """The gradients are there, and may be changed, as soon as a step returns."""
@@ -133,7 +133,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
 
     @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
     @skip_if_lt_x_gpu(4)
-    @subtests(schedule=schedules)
+    @subtests(schedule=SCHEDULES)
     def test_collectives(self, schedule):
         """Beyond upstream: each group is gathered and reduced once a step, however many microbatches there are.
 
@@ -243,7 +243,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         return schedule.step(batch[0], target=batch[1])
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=schedules, which=["unused", "layer", "stage"])
+    @pairwise_subtests(schedule=SCHEDULES, which=["unused", "layer", "stage"])
     def test_unused_or_frozen(self, schedule, which):
         """Beyond upstream: a parameter that no forward uses, a frozen layer, or a frozen stage, has no gradient."""
         torch.manual_seed(42)
@@ -257,7 +257,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         self.assertEqual(sum(param.grad is None for param in plain.parameters()), NO_GRADIENT[which])
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=schedules, scale_grads=[False, True])
+    @pairwise_subtests(schedule=SCHEDULES, scale_grads=[False, True])
     def test_scale_grads(self, schedule, scale_grads):
         """Beyond upstream: gradients are divided by the number of microbatches once, beside the number of ranks."""
         mesh, plain = self._pipelines_and_data(), self._plain()
@@ -271,7 +271,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         pipeline.check(self, check_gradients)
 
     @skip_if_lt_x_gpu(4)
-    @subtests(schedule=schedules)
+    @subtests(schedule=SCHEDULES)
     def test_accumulation(self, schedule):
         """Beyond upstream: the gradients of two steps add up."""
         self._check_two_steps(schedule, lambda pipeline, batch: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_ea
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage a rank, the others two
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+SCHEDULES = [*SINGLE, *LOOPED, *V_SHAPED]
 # These compute the gradients of inputs and those of parameters apart.
 SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 
@@ -89,11 +91,6 @@ def shard_stage(stage: Any, **kwargs: Any) -> Any:
     return shard_each(units_of(stage), **{"reshard_after_forward": False, **kwargs})
 
 
-def schedules() -> list[str]:
-    """The schedules that the installed torch can start over any backend."""
-    return [*SINGLE, *LOOPED, *(V_SHAPED if torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES else [])]
-
-
 def indices_of(schedule: str, rank: int, size: int) -> list[int]:
     """The stages of a rank, in the order of the pipeline."""
     if schedule in SINGLE:
@@ -102,10 +99,11 @@ def indices_of(schedule: str, rank: int, size: int) -> list[int]:
 
 
 class Pipeline:
-    """Parts of a plain model as stages on the ranks of a group, under one of the :func:`schedules`.
+    """Parts of a plain model as stages on the ranks of a group, under one of the ``SCHEDULES``.
 
     ``wrap`` parallelizes a copy of each part and returns it. The stages ask each other for the shapes of activations,
     or are told them, with the dtype of all but the pipeline's input as ``told``. Other arguments are the schedule's.
+    Raises ``unittest.SkipTest`` where the installed torch cannot start the schedule over any backend.
     """
 
     def __init__(
@@ -117,6 +115,8 @@ class Pipeline:
         told: torch.dtype | None = torch.float32,
         **kwargs: Any,
     ) -> None:
+        if schedule in V_SHAPED and (lacking := torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES.lacks()):
+            raise unittest.SkipTest(lacking)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.group = group
         self.indices = indices_of(schedule, rank, size)

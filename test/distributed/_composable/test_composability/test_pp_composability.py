@@ -32,13 +32,13 @@ from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.pipelines import (
+    SCHEDULES,
     SPLIT_BACKWARD,
     Batch,
     Pipeline,
     PipelineMixin,
     microbatched,
     microbatched_in_bfloat16,
-    schedules,
     shard_stage,
     units_of,
 )
@@ -122,7 +122,7 @@ class ComposabilityTest(PipelineTest):
             dp_type in ("FSDP", "replicate") or (schedule not in SPLIT_BACKWARD and (dp_type, told) != ("DDP", None))
         ),
         dp_type=["FSDP", "FSDP resharding", "replicate", "DDP"],
-        schedule=schedules,
+        schedule=SCHEDULES,
         told=[torch.float32, None],
     )
     def test_manual_with_data_parallel(self, dp_type, schedule, told):
@@ -140,7 +140,7 @@ class ComposabilityTest(PipelineTest):
         self._check_trains(plain, pipeline, mesh.get_group("data"), compare)
 
     @skip_if_lt_x_gpu(4)
-    @pairwise_subtests(schedule=schedules, param_dtype=[torch.bfloat16, torch.float32])
+    @pairwise_subtests(schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
         """FSDP2 has one rank; the class below has two."""
         self._test_3d(1, schedule, param_dtype)
@@ -159,7 +159,7 @@ class ComposabilityTest(PipelineTest):
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
-    @subtests(loaded_by=lambda: ["FSDP2", "ScheduleInterleaved1F1B", *schedules()[-1:], "Schedule1F1B"])
+    @subtests(loaded_by=["FSDP2", "ScheduleInterleaved1F1B", SCHEDULES[-1], "Schedule1F1B"])
     def test_pp_and_dcp(self, loaded_by):
         """Stages save their blocks, with the states of an optimizer, under the names of the whole model.
 
@@ -220,7 +220,7 @@ class ThreeDimensionsTest(PipelineTest):
 
     @slowTest
     @skip_if_lt_x_gpu(8)
-    @pairwise_subtests(schedule=schedules, param_dtype=[torch.bfloat16, torch.float32])
+    @pairwise_subtests(schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
         """Two ranks along each dimension."""
         self._test_3d(2, schedule, param_dtype)

@@ -1,0 +1,144 @@
+# Owner(s): ["oncall: distributed"]
+"""Beyond upstream: FSDP2's streams wait for each other wherever they share memory, shown without an accelerator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp import ordering
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
+
+DIM = 8
+STEPS = 3  # memory that one step frees belongs to the next
+
+
+class StreamOrderTest(TrainingMixin, FSDPTest):
+    def _model(self) -> nn.Sequential:
+        manual_seed(42)
+        return nn.Sequential(*(MLP(DIM) for _ in range(3)))
+
+    def _check_order(self, model: Any, step: Callable[[Any, torch.Tensor], object] = train) -> None:
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        with ordering.recorded() as recording:
+            for _ in range(STEPS):
+                step(model, self._inputs(4, DIM))
+                optim.step()
+                optim.zero_grad()
+        self.assertEqual([str(race) for race in recording.races], [])
+        self.assertGreater(recording.waits, 0)
+
+
+class TestFullyShardStreamOrder(StreamOrderTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        reshard_after_forward=[True, False],
+        param_dtype=[None, torch.bfloat16],
+        prefetch=["implicit", "explicit", "unshard"],
+        max_input_buffers=[1, 2],
+    )
+    def test_training(self, reshard_after_forward, param_dtype, prefetch, max_input_buffers):
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        model = self._model()
+        shard_each([*model, model], reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        if max_input_buffers > 1 and hasattr(model, "set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(max_input_buffers)
+        if prefetch == "explicit":
+            model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+            model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+
+        def step(model, inp):
+            handles = [layer.unshard(async_op=True) for layer in model] if prefetch == "unshard" else []
+            del handles
+            train(model, inp)
+
+        self._check_order(model, step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_backward=[True, False])
+    def test_microbatches(self, reshard_after_backward):
+        """With reductions put off, the last of several backwards reduces what all have accumulated."""
+        model = self._model()
+        shard_each([*model, model])
+
+        def step(model, inp):
+            for is_last in (False, False, True):
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last or reshard_after_backward)
+                train(model, inp)
+
+        self._check_order(model, step)
+
+    @skip_if_lt_x_gpu(2)
+    def test_evaluation_between_steps(self):
+        model = self._model()
+        shard_each([*model, model])
+
+        def step(model, inp):
+            with torch.no_grad():
+                model(inp)
+            train(model, inp)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+        self._check_order(model, step)
+
+    @skip_if_lt_x_gpu(2)
+    def test_one_layer_several_times(self):
+        model = self._model()
+        shard_each([*model, model])
+
+        def step(model, inp):
+            train(lambda x: model(model[0](model(x))), inp)
+
+        self._check_order(model, step)
+
+    @skip_if_lt_x_gpu(2)
+    def test_all_reduce_hook(self):
+        model = self._model()
+        shard_each([*model, model])
+        streams = torch.get_device_module(self.device.type)
+        for each in (*model, model):
+            each.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=streams.Stream())
+        self._check_order(model)
+
+
+class TestFullyShardStreamOrderHSDP(StreamOrderTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(
+        reshard_after_forward=[True, False],
+        param_dtype=[None, torch.bfloat16],
+        microbatches=["one", "unreduced", "reduced in part"],
+    )
+    def test_training(self, reshard_after_forward, param_dtype, microbatches):
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        model = self._model()
+        shard_each([*model, model], mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+
+        def step(model, inp):
+            if microbatches == "unreduced":
+                model.set_requires_gradient_sync(False)
+                train(model, inp)
+                model.set_requires_gradient_sync(True)
+            if microbatches == "reduced in part":
+                model.set_requires_all_reduce(False)
+                train(model, inp)
+                model.set_requires_all_reduce(True)
+            train(model, inp)
+
+        self._check_order(model, step)
+
+
+if __name__ == "__main__":
+    run_tests()

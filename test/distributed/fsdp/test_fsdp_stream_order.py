@@ -1,0 +1,111 @@
+# Owner(s): ["oncall: distributed"]
+"""Beyond upstream: FSDP1's streams wait for each other wherever they share memory, shown without an accelerator."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
+from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.fsdp import ordering
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+
+DIM = 8
+STEPS = 3  # memory that one step frees belongs to the next
+
+
+class StreamOrderTest(FSDPTest):
+    def _wrap(self, **kwargs: Any) -> FSDP:
+        manual_seed(42)
+        layers = nn.Sequential(*(FSDP(MLP(DIM), **kwargs) for _ in range(3)), nn.Linear(DIM, DIM))
+        return FSDP(layers, **kwargs)
+
+    def _train(self, model: nn.Module) -> None:
+        model(torch.randn(4, DIM, device=self.device)).sum().backward()
+
+    def _check_order(self, model: FSDP, step: Callable[[FSDP], object]) -> None:
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        with ordering.recorded() as recording:
+            for _ in range(STEPS):
+                step(model)
+                optim.step()
+                optim.zero_grad()
+        self.assertEqual([str(race) for race in recording.races], [])
+        self.assertGreater(recording.waits, 0)
+
+
+class TestStreamOrder(StreamOrderTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        mixed_precision=[None, MixedPrecision(param_dtype=torch.bfloat16)],
+        use_orig_params=[False, True],
+        limit_all_gathers=[False, True],
+        forward_prefetch=[False, True],
+        backward_prefetch=[None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
+    )
+    def test_training(self, **config):
+        self._check_order(self._wrap(**config), self._train)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True])
+    def test_microbatches(self, use_orig_params):
+        """With reductions put off, the last of several backwards reduces what all have accumulated."""
+
+        def step(model):
+            for context in (model.no_sync, model.no_sync, contextlib.nullcontext):
+                with context():
+                    self._train(model)
+            model.clip_grad_norm_(0.5)
+
+        self._check_order(self._wrap(use_orig_params=use_orig_params), step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True])
+    def test_whole_parameters_between_steps(self, use_orig_params):
+        def step(model):
+            self._train(model)
+            with FSDP.summon_full_params(model):
+                for param in model.parameters():
+                    param.detach().mul_(0.5)
+            model.state_dict()
+            with torch.no_grad():
+                model(torch.randn(4, DIM, device=self.device))
+
+        self._check_order(self._wrap(use_orig_params=use_orig_params), step)
+
+
+class TestStreamOrderHybrid(StreamOrderTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(
+        sharding_strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
+        use_orig_params=[False, True],
+        accumulate=[False, True],
+    )
+    def test_training(self, sharding_strategy, use_orig_params, accumulate):
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+        def step(model):
+            if accumulate:
+                with model.no_sync():
+                    self._train(model)
+            self._train(model)
+
+        self._check_order(
+            self._wrap(device_mesh=mesh, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params), step
+        )
+
+
+if __name__ == "__main__":
+    run_tests()

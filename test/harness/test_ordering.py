@@ -1,0 +1,127 @@
+"""The race detector of ``torch_fsdp_tests.fsdp.ordering``: what it takes for a race, and what for an order."""
+
+import contextlib
+
+import torch
+
+from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.fsdp import ordering
+
+
+class TestOrdering(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.device = accelerator.current().device()
+        self.module = torch.get_device_module(self.device.type)
+        self.here, self.side = self.module.current_stream(), self.module.Stream()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.recording = stack.enter_context(ordering.recorded())
+        self.x = torch.zeros(8, device=self.device)
+
+    def _races(self):
+        return [(race.earlier, race.later) for race in self.recording.races]
+
+    def test_write_and_read(self):
+        with self.module.stream(self.side):
+            self.x + 1
+        self.assertEqual(self._races(), [("aten::zeros on stream 0", "aten::add.Tensor on stream 1")])
+
+    def test_read_and_write(self):
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x + 1
+        self.x.add_(1)
+        self.assertEqual(self._races(), [("aten::add.Tensor on stream 1", "aten::add_.Tensor on stream 0")])
+
+    def test_two_reads_are_no_race(self):
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x + 1
+        self.x + 1
+        self.assertEqual(self._races(), [])
+
+    def test_waiting_for_a_stream(self):
+        """What the other stream is given afterwards is not waited for."""
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x.add_(1)
+        self.here.wait_stream(self.side)
+        self.x.add_(1)
+        self.assertEqual(self._races(), [])
+        with self.module.stream(self.side):
+            self.x.add_(1)
+        self.assertEqual(len(self._races()), 1)
+
+    def test_waiting_for_an_event(self):
+        """An event stands for what came before it was recorded."""
+        event = self.here.record_event()
+        self.side.wait_event(event)
+        with self.module.stream(self.side):
+            self.x.add_(1)
+        self.assertEqual(self._races(), [])
+        self.x.mul_(2)
+        self.here.wait_event(event)
+        self.assertEqual(len(self._races()), 1)
+
+    def test_order_by_way_of_a_third_stream(self):
+        third = self.module.Stream()
+        third.wait_stream(self.here)
+        event = self.module.Event()
+        event.record(third)
+        event.wait(self.side)
+        with self.module.stream(self.side):
+            self.x.add_(1)
+        self.assertEqual(self._races(), [])
+
+    def test_host_that_synchronizes(self):
+        self.here.synchronize()
+        with self.module.stream(self.side):
+            self.x.add_(1)
+        self.assertEqual(self._races(), [])
+        self.side.record_event().synchronize()
+        self.x.add_(1)
+        self.assertEqual(self._races(), [])
+
+    def test_other_bytes_are_no_race(self):
+        first, second = self.x.chunk(2)
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            first.add_(1)
+        second.add_(1)
+        self.assertEqual(self._races(), [])
+        self.x[3:5].add_(1)
+        self.assertEqual(len(self._races()), 1)
+
+    def test_memory_that_is_freed(self):
+        """Who allocates next on its stream must come after who read it on another."""
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x + 1
+        del self.x
+        torch.ones(1, device=self.device) + 1  # the memory is gone when an operator is next called
+        self.x = torch.ones(8, device=self.device)
+        self.assertEqual(self._races()[0][0], "aten::add.Tensor on stream 1")
+        self.assertIn("memory's next owner", self._races()[0][1])
+
+    def test_memory_that_is_kept_for_a_stream(self):
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x + 1
+        self.recording.keep_for(self.x, self.side)
+        self.x.untyped_storage().resize_(0)
+        torch.ones(8, device=self.device)
+        self.assertEqual(self._races(), [])
+
+    def test_resized_memory(self):
+        self.side.wait_stream(self.here)
+        with self.module.stream(self.side):
+            self.x + 1
+        self.x.untyped_storage().resize_(0)
+        self.x.untyped_storage().resize_(32)
+        self.assertEqual(len(self._races()), 1)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,290 @@
+"""Whether work on different streams is ordered wherever it shares memory: a race detector that needs no accelerator.
+
+Streams of the CPU do nothing. A wait that FSDP leaves out goes unnoticed there, and on an accelerator it shows once in
+a while. :func:`recorded` gives clocks to streams and events. An operator reads and writes memory on the stream that is
+current when it is called. A wait orders what follows on a stream after what the other stream, or the event, has seen.
+Two accesses to the same bytes race if one of them writes and neither is ordered after the other.
+
+Memory that is freed goes to the next allocation on the stream where it was allocated, as in a caching allocator. That
+allocation has to come after all accesses, except on streams that ``record_stream`` has told the allocator of.
+Accelerators' own sanitizers, such as ``torch.cuda._sanitizer``, have these rules but for the one about freed memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_fsdp_tests import accelerator, torch_names
+from torch_fsdp_tests.fsdp import internals
+
+Clock = dict[int, int]  # of each stream, how many of its operators are known to be done
+
+_NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stream", "sym_", "storage_offset", "_has_")
+# Arguments that are written, where the schema does not say so: collectives fill their first.
+_WRITES = {"fsdp::all_gather_copy_in": ("all_gather_output",)}
+_WRITES_FIRST = "c10d::"
+
+
+class Access(NamedTuple):
+    """One operator's access to bytes of a storage."""
+
+    stream: int
+    number: int  # of the operator, on its stream
+    operator: str
+    start: int
+    end: int
+    writes: bool
+
+
+class Race(NamedTuple):
+    """Two accesses that nothing orders, and where FSDP, or whoever it was, made the later one."""
+
+    earlier: str
+    later: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.earlier} and {self.later} ({self.where}) are not ordered"
+
+
+@dataclass
+class _Memory:
+    """What was done with a storage. ``users`` are streams that the allocator was told of."""
+
+    storage: StorageWeakRef
+    stream: int
+    accesses: list[Access] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)
+
+
+class Recording(TorchDispatchMode):
+    """The races that were found; ``waits`` counts how often one stream waited for another."""
+
+    def __init__(self, device_module: Any) -> None:
+        super().__init__()
+        self.races: list[Race] = []
+        self.waits = 0
+        self._module = device_module
+        self._names: dict[int, str] = {}
+        self._streams: dict[int, Any] = {}  # so that no other gets the id of one that is gone
+        self._clocks: dict[int, Clock] = {}
+        self._host: Clock = {}
+        self._events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
+        self._memory: dict[int, _Memory] = {}
+        self._freed: dict[int, list[Access]] = {}  # of each stream, what was done with memory that is free again
+
+    # Streams and events
+
+    def stream(self, stream: Any = None) -> int:
+        """The number of a stream, of the current one by default."""
+        stream = self._module.current_stream() if stream is None else stream
+        key = getattr(stream, "stream_id", id(stream))
+        if key not in self._streams:
+            self._streams[key], self._clocks[key] = stream, {key: 0}
+            self._names[key] = f"stream {len(self._names)}"
+        return key
+
+    def record(self, event: Any, stream: Any = None) -> None:
+        """An event stands for all that its stream has been given so far."""
+        self._events[event] = dict(self._clocks[self.stream(stream)])
+
+    def wait(self, stream: Any, seen: Mapping[int, int] | None) -> None:
+        """What follows on a stream comes after what was seen."""
+        self.waits += 1
+        _merge(self._clocks[self.stream(stream)], seen or {})
+
+    def wait_stream(self, stream: Any, other: Any) -> None:
+        """What follows on a stream comes after what another has been given so far."""
+        self.wait(stream, self._clocks[self.stream(other)])
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """What follows on a stream, the current one by default, comes after what an event stands for."""
+        self.wait(stream, self._events.get(event))
+
+    def synchronize_stream(self, stream: Any) -> None:
+        """The host goes on when a stream is done."""
+        _merge(self._host, self._clocks[self.stream(stream)])
+
+    def synchronize_event(self, event: Any) -> None:
+        """The host goes on when what an event stands for is done."""
+        _merge(self._host, self._events.get(event, {}))
+
+    def synchronize(self) -> None:
+        """The host goes on when everything is done."""
+        for clock in self._clocks.values():
+            _merge(self._host, clock)
+
+    # Memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operators, on local tensors, come here in turn
+        kwargs = kwargs or {}
+        self._free()
+        read, written = _operands(func, args, kwargs)
+        given = {_key(tensor) for tensor in (*read, *written)}
+        result = func(*args, **kwargs)
+        name = str(func.name() if hasattr(func, "name") else func)
+        stream = self.stream()
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _key(each) not in given]
+        for tensor in made:
+            self.allocate(tensor.untyped_storage(), name)
+        short = name.partition("::")[2]
+        if not func.is_view and not short.startswith(_NO_ACCESS):
+            clock = self._clocks[stream]
+            _merge(clock, self._host)
+            clock[stream] += 1
+            for tensors, writes in ((read, False), (written, True), (made, True)):
+                for tensor in tensors:
+                    self._access(tensor, stream, name, writes)
+        return result
+
+    def _of(self, storage: torch.UntypedStorage) -> _Memory:
+        key = storage._cdata
+        if key not in self._memory:
+            self._memory[key] = _Memory(StorageWeakRef(storage), self.stream())
+        return self._memory[key]
+
+    def _access(self, tensor: torch.Tensor, stream: int, operator: str, writes: bool) -> None:
+        if not tensor.numel() or tensor.untyped_storage().size() == 0:
+            return
+        memory = self._of(tensor.untyped_storage())
+        start = tensor.storage_offset() * tensor.itemsize
+        strides = zip(tensor.size(), tensor.stride(), strict=True)
+        end = start + (1 + sum((size - 1) * stride for size, stride in strides)) * tensor.itemsize
+        access = Access(stream, self._clocks[stream][stream], operator, start, end, writes)
+        for other in memory.accesses:
+            if (writes or other.writes) and other.start < end and start < other.end:
+                self._compare(other, stream, operator)
+        covered = [
+            other for other in memory.accesses if not (_is_within(other, access) and (writes or not other.writes))
+        ]
+        memory.accesses = [*covered, access]
+
+    def _compare(self, earlier: Access, stream: int, operator: str) -> None:
+        if earlier.stream != stream and self._clocks[stream].get(earlier.stream, 0) < earlier.number:
+            names = self._names
+            where = next((_place(frame) for frame in reversed(traceback.extract_stack()) if _is_of_fsdp(frame)), "?")
+            race = Race(f"{earlier.operator} on {names[earlier.stream]}", f"{operator} on {names[stream]}", where)
+            if race not in self.races:
+                self.races.append(race)
+
+    def free(self, key: int) -> None:
+        """The allocator may hand the memory of a storage to the next allocation on its stream."""
+        memory = self._memory.pop(key, None)
+        if memory is not None:
+            left = (access for access in memory.accesses if access.stream not in memory.users)
+            self._freed.setdefault(memory.stream, []).extend(left)
+
+    def allocate(self, storage: torch.UntypedStorage, operator: str) -> None:
+        """Memory is handed out, on the current stream: perhaps what was freed there since the last time."""
+        self._of(storage)
+        stream = self.stream()
+        _merge(self._clocks[stream], self._host)
+        for access in self._freed.pop(stream, []):
+            self._compare(access, stream, f"the memory's next owner, {operator},")
+
+    def _free(self) -> None:
+        for key in [key for key, memory in self._memory.items() if memory.storage.expired()]:
+            self.free(key)
+
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """``record_stream``: the memory, once freed, waits for what this stream was given until then."""
+        self._of(tensor.untyped_storage()).users.add(self.stream(stream))
+
+
+def _merge(clock: Clock, seen: Mapping[int, int]) -> None:
+    for stream, number in list(seen.items()):
+        clock[stream] = max(clock.get(stream, 0), number)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_within(inner: Access, outer: Access) -> bool:
+    """Whether what is ordered after ``outer`` is ordered after ``inner`` too, and it has no bytes of its own."""
+    return inner.stream == outer.stream and outer.start <= inner.start and inner.end <= outer.end
+
+
+def _is_of_fsdp(frame: traceback.FrameSummary) -> bool:
+    return "distributed/fsdp/" in frame.filename.replace("\\", "/")
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.lineno}, {frame.name}"
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The tensors that an operator reads, and those of its arguments that it writes."""
+    schema = func._schema
+    by_name = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    marked = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
+    marked |= set(_WRITES.get(schema.name, ()))
+    if schema.name.startswith(_WRITES_FIRST):
+        marked.add(schema.arguments[0].name)
+    only_written = {"out", *_WRITES.get(schema.name, ())}
+    read = _tensors(value for name, value in by_name.items() if name not in only_written)
+    return read, _tensors(value for name, value in by_name.items() if name in marked)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Record what this rank does within the context. For ranks that are processes: threads share the patches."""
+    module = torch.get_device_module(accelerator.current().type)
+    recording = Recording(module)
+    with contextlib.ExitStack() as patches:
+
+        def patch(owner: Any, name: str, note: Callable[..., Any]) -> None:
+            """Call ``note`` with what the original returned, and with its arguments, once it has been called."""
+            original = getattr(owner, name, lambda *args, **kwargs: None)
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                return note(original(*args, **kwargs), *args, **kwargs)
+
+            patches.enter_context(mock.patch.object(owner, name, noted, create=True))
+
+        def record_event(event: Any, stream: Any, *args: Any) -> Any:
+            event = module.Event() if event is None else event  # a stream of the CPU makes none
+            recording.record(event, stream)
+            return event
+
+        def resize(storage: torch.UntypedStorage, owner: torch.UntypedStorage, size: int) -> Any:
+            recording.free(owner._cdata)
+            if size:
+                recording.allocate(owner, "resize_")
+            return storage
+
+        patch(module.Stream, "wait_stream", lambda _, stream, other: recording.wait_stream(stream, other))
+        patch(module.Stream, "wait_event", lambda _, stream, event: recording.wait_event(stream, event))
+        patch(module.Stream, "record_event", record_event)
+        patch(module.Stream, "synchronize", lambda _, stream: recording.synchronize_stream(stream))
+        patch(module.Event, "record", lambda _, event, stream=None: recording.record(event, stream))
+        patch(module.Event, "wait", lambda _, event, stream=None: recording.wait_event(stream, event))
+        patch(module.Event, "synchronize", lambda _, event: recording.synchronize_event(event))
+        patch(module, "synchronize", lambda *_: recording.synchronize())
+        patch(torch.UntypedStorage, "resize_", resize)
+        # FSDP2 asks this for the stream of the device under test, which need not be what torch calls an accelerator.
+        current = mock.patch.object(torch.accelerator, "current_stream", lambda *_: module.current_stream())
+        patches.enter_context(current)
+        for owner in (internals.flat_param, internals.fsdp1_runtime):  # does nothing on the CPU
+            patches.enter_context(torch_names.patched(owner, "_no_dispatch_record_stream", recording.keep_for))
+        patches.enter_context(recording)
+        recording.stream()
+        yield recording
