@@ -21,7 +21,7 @@ from torch_fsdp_tests.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.mutants.mutant import Tests
 from torch_fsdp_tests.mutants.operators import OPERATORS
 from torch_fsdp_tests.mutants.sites import Site, Source
-from torch_fsdp_tests.mutants.trials import batches
+from torch_fsdp_tests.mutants.trials import batches, within
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
 
 # For each operator: code, and what may stand in place of the last changed line.
@@ -283,6 +283,11 @@ class TestTests(unittest.TestCase):
         names = [[f"{test.file}.{test.test[2:]}" for test in batch] for batch in batches(tests)]
         self.assertEqual(names, [["a.t0", "a.t1"], ["b.x"], [f"a.t{n}" for n in range(2, 9)]])
 
+    def test_the_first_that_fit_and_at_least_one(self):
+        tests = [Reached("a", f"T.t{n}", 2.0, n) for n in range(4)]
+        self.assertEqual([len(within(budget, tests)) for budget in (1, 2, 5, 6, 100)], [1, 1, 2, 3, 4])
+        self.assertEqual(within(1, []), [])
+
     def test_a_class_without_functions_has_the_tests_that_name_it(self):
         known = make_map({"a::T.t": ["m.f"], "b::T.t": ["m.f"]})
         tests = Tests(known, {"a": "from m import Options", "b": "NoOptions"})
@@ -489,6 +494,17 @@ class TestCommand(CommandCase):
         builder.build("any").save(self.map)
         found = self.check_outcomes({"shard:first:arithmetic:1": Outcome.NOTICED})
         self.assertEqual(found["shard:first:arithmetic:1"].executed, 1)
+
+    def test_a_budget(self):
+        """The most specific test says nothing about the change, and there is no time for the other."""
+        builder = MapBuilder()
+        builder.add("test_shard", "TestShard.test_drain", {"vendor_fsdp.shard.first"}, 1.0)
+        builder.add("test_shard", "TestShard.test_first", {"vendor_fsdp.shard.first", "other"}, 1.0)
+        builder.build("any").save(self.map)
+        id = "shard:first:arithmetic:1"
+        self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 2)[id].executed, 2)
+        found = self.check_outcomes({id: Outcome.NOT_REACHED}, "--budget", 1)
+        self.assertEqual(found[id].why, "no test runs the statement, of the first 1 of 2")
 
     def test_the_list_of_mutants(self):
         out = self.run_command("--list", "--module", "sizes")

@@ -122,6 +122,7 @@ def _setting(asked: Options, device: str) -> Setting:
         may_fork=device == devices.HOST and host.can_fork(),
         at_a_time=asked.jobs,
         patience=asked.patience,
+        budget=asked.budget,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ class Options:
     resume: bool
     jobs: int
     patience: float
+    budget: float
     map: Path
     equivalent: Path
     test_directory: Path
@@ -83,6 +85,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("-j", "--jobs", type=_positive, metavar="N", help="mutants at a time (default: one for each core)")
     words = "multiply all time limits: on a busy machine more than 1 (default: 1)"
     add("--patience", type=float, default=1.0, metavar="FACTOR", help=words)
+    words = "seconds of tests, by the map, that a mutant is given; the most specific tests come first (default: no end)"
+    add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep what is known already, and try the rest")
     words = f"where results go (default: {REPORTS}/mutants of the checkout)"
     add("--output", type=Path, default=CHECKOUT / REPORTS / "mutants", metavar="DIR", help=words)
@@ -95,6 +99,8 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--mutant and --sample exclude each other")
     if given.patience <= 0:
         parser.error("--patience has to be more than 0")
+    if not given.budget > 0:
+        parser.error("--budget has to be more than 0")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
     try:
@@ -115,6 +121,7 @@ def parse(argv: Sequence[str]) -> Options:
         resume=given.resume,
         jobs=given.jobs or (devices.cores() if on_host else 1),
         patience=given.patience,
+        budget=given.budget,
         map=map,
         equivalent=given.equivalent,
         test_directory=given.test_directory.resolve(),

@@ -49,6 +49,7 @@ class Setting:
     may_fork: bool
     at_a_time: int
     patience: float = 1.0
+    budget: float = math.inf  # known seconds of tests that a mutant is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,17 @@ def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
         taken = set(batch)
         left = [test for test in left if test not in taken]
         size *= 2
+
+
+def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
+    """The first tests that fit into so many known seconds together, and at least one."""
+    chosen: list[Reached] = []
+    for test in tests:
+        budget -= test.seconds
+        if chosen and budget < 0:
+            break
+        chosen.append(test)
+    return chosen
 
 
 Story = Generator[Work, Attempt, Finding]
@@ -135,7 +147,9 @@ class Trials:
             return dataclasses.replace(told, outcome=Outcome.EQUIVALENT, why=argued["why"])
         executed: list[str] = []
         seconds = 0.0
-        for batch in batches(self._tests.of(mutant.function)):
+        reaching = self._tests.of(mutant.function)
+        chosen = within(self._setting.budget, reaching)
+        for batch in batches(chosen):
             while batch:
                 attempt = yield Work(mutant.id, batch)
                 seconds += attempt.seconds
@@ -152,13 +166,15 @@ class Trials:
                     return dataclasses.replace(told, outcome=Outcome.NOTICED, by=by, how=how, why=why)
                 # The test says nothing about the change; those that it came before are still to be heard.
                 batch = _after(batch, bad, attempt)
+        left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
-            why = "no test enters it" if not self._tests.of(mutant.function) else "the tests that enter it skip here"
+            why = "no test enters it" if not reaching else "the tests that enter it skip here"
             return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why)
         if not self._reached(mutant.id).exists():
-            why = "no test runs the statement"
+            why = f"no test runs the statement{left_out}"
             return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
-        return dataclasses.replace(told, outcome=Outcome.MISSED, tests=tuple(executed))
+        why = f"of {len(reaching)} tests the first {len(chosen)} ran" if left_out else ""
+        return dataclasses.replace(told, outcome=Outcome.MISSED, why=why, tests=tuple(executed))
 
     def _problem(self, mutant: Mutant, attempt: Attempt) -> str | None:
         """Why an attempt says nothing about the mutant, in words."""
