@@ -19,7 +19,7 @@ BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of state
 
 _ASSERTING = re.compile(r"(^|\.)_?(p_)?assert\w*$")
 _LOGGING = re.compile(
-    r"^(logg(er|ing)|log|warnings|print|\w*_logger)(\.|$)|record_function|profil|_log_api_usage|_log_"
+    r"^(logg(er|ing)|log|warnings|print|traceback|\w*_logger)(\.|$)|record_function|profil|_log_api_usage|_log_"
 )
 _TYPING = re.compile(r"(^|\.)(cast|TypeVar|NewType|ParamSpec|overload|no_type_check|TYPE_CHECKING)$")
 _EXCEPTION = re.compile(r"(Error|Exception|Warning)$")

@@ -34,7 +34,9 @@ FILE_LIMIT = 60.0  # seconds of a process, beside what its tests are known to ta
 FACTOR = 10.0  # of the known seconds: a machine under load is slower than the one that recorded them
 WORTH_A_SERVER = 3  # mutants one after the other: for fewer, interpreters of their own are there sooner
 TICK = 0.1  # seconds between two looks at whether the server is ready
-FEW = 2  # tests in a mutant's first process; each further one has twice as many
+FEW = 2  # tests in a mutant's first process; each further one has up to twice as many, but no more than MANY
+MANY = 8
+SOON = 4  # how far ahead a process takes tests of its file, in numbers of tests that it may have
 assert TEST_LIMIT < FILE_LIMIT
 
 
@@ -65,14 +67,14 @@ class Work:
 
 
 def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
-    """Tests by process: the most specific first, a file at a time, few at first and then more and more."""
+    """Tests by process: in their order, but those of a file that come soon together; few at first, then more."""
     left, size = list(tests), FEW
     while left:
-        batch = [test for test in left if test.file == left[0].file][:size]
+        batch = [test for test in left[: SOON * size] if test.file == left[0].file][:size]
         yield tuple(batch)
         taken = set(batch)
         left = [test for test in left if test not in taken]
-        size *= 2
+        size = min(2 * size, MANY)
 
 
 def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:

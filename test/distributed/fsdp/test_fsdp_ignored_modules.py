@@ -359,6 +359,14 @@ class TestFSDPIgnoredModules(FSDPTest):
         return {internals.clean_name(name): buffer.dtype for name, buffer in model.named_buffers()}
 
     @skip_if_lt_x_gpu(2)
+    def test_ignored_meta_module_is_not_materialized(self):
+        """Beyond upstream: a model has nothing to materialize where only what it ignores is on the meta device."""
+        model = ModelWithIgnoredModules(1)
+        ignored = model.layer1[2].to("meta")
+        FSDP(model, ignored_modules=[ignored], param_init_fn=lambda module: self.fail(f"{module} is materialized"))
+        self.assertEqual([name for name, param in model.named_parameters() if param.is_meta], ["layer1.2.weight"])
+
+    @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_keep_their_dtype(self):
         """Beyond upstream: mixed precision for buffers does not touch those of ignored modules."""
         self.run_subtests({"nested": [False, True]}, self._test_ignored_buffers_keep_their_dtype)
