@@ -82,8 +82,12 @@ EXCLUDED = [
     ("stream.wait_event(a)", exclusions.DEVICE),
     ("x = f(a, non_blocking=True)", exclusions.DEVICE),
     ("if a.pinned and b: pass", exclusions.DEVICE),
+    ("if a == b: warnings.warn('x')", exclusions.LOGGING),
+    ("if a == b: stream.wait_event(c)", exclusions.DEVICE),
+    ("def _warn_once(a):\n return f(a, 1)", exclusions.LOGGING),
+    ("x = f(stacklevel=1 + 2)", exclusions.MESSAGES),
 ]
-TRIED = ["if not torch.compiler.is_compiling(): f(a)", "with record_function('x'): f(a)", "prevent(a)"]
+TRIED = ["if not torch.compiler.is_compiling(): f(a)", "with record_function('x'): f(a)", "prevent(a)", "if a: f(a)"]
 
 PACKAGE = {
     "__init__": "",

@@ -19,7 +19,7 @@ BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of state
 
 _ASSERTING = re.compile(r"(^|\.)_?(p_)?assert\w*$")
 _LOGGING = re.compile(
-    r"^(logg(er|ing)|log|warnings|print|traceback|\w*_logger)(\.|$)|record_function|profil|_log_api_usage|_log_"
+    r"^(logg(er|ing)|log|warnings|print|traceback|\w*_logger)(\.|$)|(^|\.)_?warn|record_function|profil|_log_api_usage|_log_"
 )
 _TYPING = re.compile(r"(^|\.)(cast|TypeVar|NewType|ParamSpec|overload|no_type_check|TYPE_CHECKING)$")
 _EXCEPTION = re.compile(r"(Error|Exception|Warning)$")
@@ -64,8 +64,12 @@ class Exclusions:
             case ast.FunctionDef(name=name):
                 if _COMPILER.search(name):
                     return COMPILER
+                if name.startswith("_warn"):
+                    return LOGGING
                 return DEVICE if self._on_host and _DEVICE.search(name) else None
             case ast.keyword(arg=str(name)):
+                if name.endswith("stacklevel"):
+                    return MESSAGES
                 return DEVICE if self._on_host and _DEVICE.search(name) else None
             case ast.Assign(targets=targets):
                 is_device = all(_DEVICE.search(dotted(target).rpartition(".")[2]) for target in targets)
@@ -95,7 +99,9 @@ class Exclusions:
             case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
                 if _mentions(test, _COMPILER):
                     return COMPILER
-                return TYPES if _mentions(test, _TYPING) else self._of_device(test)
+                if _mentions(test, _TYPING):
+                    return TYPES
+                return self._of_device(test) or self._of_branches(node)
             case ast.With(items=items):
                 contexts = [item.context_expr for item in items]
                 if all(_LOGGING.search(dotted(context)) for context in contexts):
@@ -104,6 +110,13 @@ class Exclusions:
                     return COMPILER
                 return next(filter(None, map(self._of_device, contexts)), None)
         return None
+
+    def _of_branches(self, node: ast.AST) -> str | None:
+        """Why the condition of an ``if`` is excluded, since all that depends on it is."""
+        if not isinstance(node, ast.If):
+            return None
+        reasons = {self.of(statement) for statement in (*node.body, *node.orelse)}
+        return min(filter(None, reasons)) if reasons <= {LOGGING, DEVICE} else None
 
     def of_field(self, node: ast.AST, field: str) -> str | None:
         """Why one part of a node is excluded."""
