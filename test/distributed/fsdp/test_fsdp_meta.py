@@ -315,6 +315,25 @@ class TestFSDPWithMetaDevice(FSDPTest):
         self.assertEqual(times_by_name(model), dict.fromkeys(leaves, 1))
 
     @skip_if_lt_x_gpu(2)
+    def test_nested_fsdp_keeps_its_values(self):
+        """Beyond upstream: what is initialized around an instance of FSDP leaves that one's parameters alone."""
+
+        class Around(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner, self.weight = inner, nn.Parameter(torch.empty(3, device=META))
+
+            def reset_parameters(self) -> None:
+                nn.init.ones_(self.weight)
+
+        inner = FSDP(nn.Linear(5, 5).to(self.device))
+        before = internals.flat_param_of(inner).detach().clone()
+        model = FSDP(Around(inner))
+        self.assertEqual(internals.flat_param_of(inner).detach(), before, rtol=0, atol=0)
+        with FSDP.summon_full_params(model, recurse=False):
+            self.assertEqual(model.module.weight.detach(), torch.ones(3, device=self.device))
+
+    @skip_if_lt_x_gpu(2)
     def test_module_without_reset_parameters(self):
         """Beyond upstream: what has parameters and cannot initialize them is refused, and a warning names it."""
         with META:

@@ -1047,6 +1047,9 @@ class TestFSDPOptimState(FSDPTest):
         def kind(state: dict[str, Any]) -> None:
             state["block1.weight"]["exp_avg"] = 1.0
 
+        def dimension(state: dict[str, Any]) -> None:
+            state["block1.weight"]["exp_avg"] = torch.tensor(1.0)
+
         def steps(state: dict[str, Any]) -> None:
             state["block1.weight"]["step"] = torch.tensor(7.0)
 
@@ -1058,6 +1061,7 @@ class TestFSDPOptimState(FSDPTest):
             dtype: "must have positive-dimension tensor state with the same dtype",
             names: "Differing optimizer state names for the unflattened parameters",
             kind: "Differing optimizer state types for state exp_avg",
+            dimension: "Differing optimizer state types for state exp_avg",
             steps: "must have scalar state with the same value and dtype",
             parameter: "must have scalar state with the same value and dtype",
         }.items():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
@@ -689,6 +690,17 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.assertGreater(len(FSDP.fsdp_modules(model)), 2)
         for each in FSDP.fsdp_modules(model):
             self.assertIs(each._state_dict_type, StateDictType.FULL_STATE_DICT)
+
+    @skip_if_lt_x_gpu(2)
+    def test_configs_of_an_outer_context_come_back(self):
+        """Beyond upstream: the inner of two contexts leaves the outer one's configurations as they were."""
+        model = self._skipping(double_nest=True)
+        configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                pass
+            for each in FSDP.fsdp_modules(model):
+                self.assertEqual((each._state_dict_config, each._optim_state_dict_config), configs)
 
     @torch_defect("fsdp1_state_dict_type_stays_after_an_exception")
     @skip_if_lt_x_gpu(2)

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from torch_fsdp_tests import torch_facts
@@ -97,6 +105,13 @@ class TestFullyShardState(FSDPTestMultiThread):
     def _two_wrapped_in_one(self) -> nn.Sequential:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         return shard_each((*model, model))
+
+    def test_public_names_say_where_they_come_from(self):
+        """Beyond upstream: pickles and documentation name the public package, not the file."""
+        for public in (fully_shard, register_fsdp_forward_method, FSDPModule, UnshardHandle):
+            self.assertEqual(public.__module__, "torch.distributed.fsdp")
+        for policy in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy):
+            self.assertEqual(policy.__module__, "torch.distributed.fsdp")
 
     @skip_if_lt_x_gpu(1)
     def test_fully_shard_state(self):
