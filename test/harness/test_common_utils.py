@@ -400,23 +400,29 @@ class RunTestsTest(TestCase):
                 self.assertEqual(status, wanted, text)
                 self.assertRegex(text, pattern)
 
-    def test_a_harness_that_is_not_the_checkouts(self):
-        """A file of a checkout takes the harness that is installed; where the two differ, it says so."""
+    def test_a_file_that_is_run_by_its_path_takes_the_harness_of_its_checkout(self):
+        """Wherever it is run from, whether a harness is installed or not, and whichever that is."""
         with tempfile.TemporaryDirectory() as name:
             checkout = Path(name).resolve()
-            file, harness = checkout / "test" / "test_x.py", checkout / "torch_fsdp_tests"
-            file.parent.mkdir()
-            file.write_text(self.ours.read_text())
-            (checkout / "run_test.py").touch()
-            shutil.copytree(ROOT / harness.name, harness, ignore=shutil.ignore_patterns("__pycache__"))
-            self.assertNotIn("note:", self.call(file, "Beta")[1])
-            (harness / "host.py").write_text("")
-            (harness / "more.py").touch()
-            status, text = self.call(file, "Beta")
-            self.assertEqual(status, 0)
-            ours = ROOT / harness.name
-            words = f"belongs to the checkout {checkout}, and the harness is another one, in {ours}, where"
-            self.assertIn(f"{words} 2 files differ, host.py the first: PYTHONPATH={checkout} takes", text)
+            harness, tests = checkout / "torch_fsdp_tests", checkout / "test" / "a"
+            for folder in (harness, tests):
+                folder.mkdir(parents=True)
+            shutil.copy(ROOT / "torch_fsdp_tests" / "__init__.py", harness)
+            (harness / "host.py").touch()
+            (tests / "torch_fsdp_tests.py").symlink_to("../../torch_fsdp_tests/__init__.py")
+            (tests / "test_x.py").write_text("from torch_fsdp_tests import host\nprint(host.__file__)\n")
+            for installed in (None, str(ROOT)):
+                environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+                environment |= {"PYTHONPATH": installed} if installed else {}
+                command = [sys.executable, str(tests / "test_x.py")]
+                done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=60)
+                self.assertEqual(done.stdout.strip(), str(harness / "host.py"), done.stderr)
+
+    def test_every_folder_of_tests_has_a_link_to_the_harness(self):
+        folders = {path.parent for path in (ROOT / "test").rglob("test_*.py")}
+        links = {folder / "torch_fsdp_tests.py" for folder in folders}
+        self.assertGreater(len(links), 10)
+        self.assertEqual({link.resolve() for link in links}, {ROOT / "torch_fsdp_tests" / "__init__.py"})
 
     def test_variables_that_make_no_sense(self):
         for variable, value in (("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc"), ("TORCH_FSDP_TESTS_START", "nope")):

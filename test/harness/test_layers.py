@@ -7,7 +7,7 @@ from pathlib import Path
 import torch_fsdp_tests
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-PACKAGE = Path(torch_fsdp_tests.__file__).parent
+PACKAGE = Path(torch_fsdp_tests.__path__[0])
 
 # The lowest first. Names of one line may import each other. What is not listed stands above all. The longest name that
 # fits a module counts.

@@ -7,7 +7,6 @@ import os
 import sys
 import unittest
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import expecttest
@@ -104,30 +103,6 @@ class _Program(unittest.TestProgram):
         sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
 
 
-def _differing_harness(file: Path) -> str | None:
-    """A remark where a test file lies in a checkout, and the harness that it has imported is another one."""
-    ours = Path(settings.__file__).parent
-    for folder in file.resolve().parents:
-        theirs = folder / ours.name
-        if not (folder / "run_test.py").is_file() or not theirs.is_dir():
-            continue
-        if theirs.samefile(ours):
-            return None
-        names = {str(path.relative_to(root)) for root in (ours, theirs) for path in root.rglob("*.py")}
-        differing = [name for name in sorted(names) if _bytes(ours / name) != _bytes(theirs / name)]
-        if not differing:
-            return None
-        return (
-            f"note: the test file belongs to the checkout {folder}, and the harness is another one, in {ours}, where "
-            f"{len(differing)} files differ, {differing[0]} the first: PYTHONPATH={folder} takes the checkout's"
-        )
-    return None
-
-
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
 def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.TestCase]:
     if isinstance(suite, unittest.TestCase):
         yield suite
@@ -174,7 +149,4 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     if options.showlocals:
         rest.insert(0, "--locals")
     set_rng_seed()
-    remark = None if events.attached() else _differing_harness(Path(program))
-    if remark is not None:
-        print(remark, file=sys.stderr)
     _Program([program, *rest], options.repeat, options.discover_tests)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import torch_fsdp_tests
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.atomic import try_folder
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS
@@ -19,7 +18,7 @@ from torch_fsdp_tests.mutants.mutant import EQUIVALENT
 from torch_fsdp_tests.reach.changes import UnknownChange
 
 PACKAGE = "torch.distributed.fsdp"
-CHECKOUT = Path(torch_fsdp_tests.__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 EPILOG = """\
 A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
 torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard:negate:1.

@@ -1,0 +1,1 @@
+../../../torch_fsdp_tests/__init__.py
