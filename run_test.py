@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
+# PYTHON_ARGCOMPLETE_OK
 """Runs test files, each in a process of its own. ``python run_test.py --help`` says how."""
 
 import os
 import sys
-
-CHECKOUT = os.path.dirname(os.path.realpath(__file__))
 
 if __name__ == "__main__":
     if sys.version_info < (3, 10):  # noqa: UP036 - so this file is written for any Python
@@ -13,12 +12,7 @@ if __name__ == "__main__":
         sys.stderr.write(": start it with a later one, as in python3.11 run_test.py\n")
         sys.exit(2)
     # Before an installed copy: the checkout's tests belong to the checkout's package.
-    sys.path.insert(0, CHECKOUT)
-    from pathlib import Path
+    sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+    from torch_fsdp_tests.__main__ import main
 
-    from torch_fsdp_tests import host
-
-    host.refuse_unsupported()
-    from torch_fsdp_tests.dispatch.main import main
-
-    sys.exit(main(sys.argv[1:], Path(CHECKOUT)))
+    sys.exit(main())

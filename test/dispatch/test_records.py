@@ -406,7 +406,8 @@ class TestReports(TreeCase):
         self.assertEqual(paths, ["a.test_x/TEST-a.test_x.TestP.xml", "a.test_x/TEST-a.test_x.TestX.xml"])
         suite = ET.parse(self.root / "xml" / paths[0]).getroot()
         self.assertEqual([suite.get(name) for name in ("tests", "failures", "errors", "skipped")], ["1", "0", "0", "0"])
-        (case,) = suite
+        self.assertEqual(suite[0].tag, "properties")
+        (case,) = suite[1:]
         self.assertEqual([case.get(name) for name in ("name", "classname", "file")], ["test_p", "TestP", "a/test_x.py"])
         self.assertGreater(float(case.attrib["time"]), 0)
         self.assertEqual(len(case), 0)

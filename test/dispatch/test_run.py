@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, body, fits, schema
 
+from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.devices import torch_is_built_for, torch_version
 
 
@@ -124,7 +126,7 @@ class TestVerdicts(TreeCase):
         says = ["2 tests not reached", "2  class needs more", "tests not reached: TestBad.test_1, TestBad.test_2"]
         self.check({"test_x": text}, ["--save-xml", self.root / "xml"], failed=1, skipped=2, says=says)
         suite = ET.parse(self.root / "xml/test_x/TEST-test_x.TestBad.xml").getroot()
-        cases = [(c.get("classname"), c.get("name"), [child.tag for child in c]) for c in suite]
+        cases = [(c.get("classname"), c.get("name"), [child.tag for child in c]) for c in suite.iter("testcase")]
         not_run = [("TestBad", f"test_{number}", ["skipped"]) for number in (1, 2)]
         self.assertEqual(cases, [("TestBad", "setUpClass", ["error"]), *not_run])
 
@@ -385,9 +387,9 @@ class TestSelecting(TreeCase):
 class TestSurroundings(unittest.TestCase):
     """What run_test.py needs before it can say anything else."""
 
-    def run_python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_python(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=LIMIT
+            [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT | variables, timeout=LIMIT
         )
 
     def test_python_that_is_too_old(self):
@@ -410,6 +412,23 @@ class TestSurroundings(unittest.TestCase):
         self.assertEqual(done.stderr.count("\n"), 1)
         for what in ("--list", "--dry-run"):
             self.assertEqual(self.run_python("-S", script, "-i", "harness/test_names", what).returncode, 0)
+
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_a_torch_that_is_too_old(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for path, text in (("__init__.py", ""), ("version.py", "__version__ = '2.8.1+x'\n")):
+                Path(folder, "torch").mkdir(exist_ok=True)
+                Path(folder, "torch", path).write_text(text)
+            done = self.run_python(str(CHECKOUT / "run_test.py"), "-i", "harness/test_names", PYTHONPATH=folder)
+        words = "torch 2.8.1+x is installed, and the tests need torch >=2.9; nothing was run"
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (2, "", f"run_test.py: {words}\n"))
+
+    def test_versions(self):
+        done = self.run_python(str(CHECKOUT / "run_test.py"), "--version")
+        torch = f"torch {torch_version()}" if torch_version() else "torch is not installed"
+        suite = rf"torch_fsdp_tests {re.escape(__version__)}( \([0-9a-f]+(-dirty)?\))?"
+        self.assertRegex(done.stdout, rf"^{suite}, {re.escape(torch)}, Python {platform.python_version()}\n$")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
 
 
 class TestDevices(TreeCase):

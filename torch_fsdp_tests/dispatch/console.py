@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
@@ -28,8 +29,7 @@ QUIET = 30.0  # seconds after which a log is told that the run goes on
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
     """The command that runs one test, one class or one file, as it ran here; ``facts`` are what it was tested on."""
-    words = ["python" if shutil.which("python") == sys.executable else sys.executable]
-    words += [os.path.relpath(sys.argv[0]) if os.path.exists(sys.argv[0]) else "run_test.py"]
+    words = installation.program_words()
     if run.test_directory != run.default_directory:
         words += ["--test-directory", os.path.relpath(run.test_directory)]
     inside = f"::{test.replace('.', '::')}" if test else ""

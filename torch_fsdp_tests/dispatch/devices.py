@@ -13,8 +13,10 @@ from pathlib import Path
 
 from torch_fsdp_tests import vendors
 from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError, Vendor
+from torch_fsdp_tests.version_ranges import version_fits
 
 HOST = "cpu"
+LEAST_TORCH = ">=2.9"
 _TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
 _CANNOT_BE_HAD = 42  # exit status of a process that was asked for a device
 
@@ -225,12 +227,15 @@ def torch_version() -> str | None:
 
 
 def lacking_packages() -> str | None:
-    """Which packages the suite's tests lack, and the command that installs them, in a sentence; None for none."""
+    """What the suite's tests lack: packages, and the command that installs them, or a newer torch; None for nothing."""
     import importlib.util
 
     lacking = [name for name in ("torch", "numpy", "expecttest") if importlib.util.find_spec(name) is None]
     if not lacking:
-        return None
+        version = torch_version() or ""
+        if not version[:1].isdigit() or version_fits(version, LEAST_TORCH):  # a vendor may count otherwise
+            return None
+        return f"torch {version} is installed, and the tests need torch {LEAST_TORCH}; nothing was run"
     *others, last = lacking
     named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     which = "; https://pytorch.org/get-started says which build of torch fits a GPU" if "torch" in lacking else ""

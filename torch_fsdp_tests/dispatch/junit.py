@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
@@ -25,6 +26,8 @@ def clean(text: str) -> str:
 
 def write(folder: Path, results: Results) -> None:
     """One file for each test class of each job. Raises ``OSError``."""
+    facts = {name: value for name, value in results.facts().items() if name in ("torch", "device", "backend")}
+    about = {"torch_fsdp_tests": installation.version(), **facts}
     for file in results.files:
         dotted = file.job.part.name.replace("/", ".")
         by_class: dict[str, list[list[TestResult]]] = {}
@@ -32,6 +35,10 @@ def write(folder: Path, results: Results) -> None:
             by_class.setdefault(attempts[-1].class_name or OF_FILE, []).append(attempts)
         for cls, tests in by_class.items():
             suite = _suite(file, f"{dotted}.{cls}", cls, tests)
+            properties = ET.Element("properties")
+            for key, value in about.items():
+                ET.SubElement(properties, "property", {"name": key, "value": clean(str(value))})
+            suite.insert(0, properties)
             part = f"-{file.job.part.shard}" if file.job.part.num_shards > 1 else ""
             text = ET.tostring(suite, encoding="unicode", xml_declaration=False)
             name = re.sub(r"[^\w.-]", "_", f"TEST-{dotted}.{cls}{part}.xml")

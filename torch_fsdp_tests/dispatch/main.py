@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
@@ -30,11 +31,11 @@ FEW_RANKS = 2  # of a test that asks for a few, on the CPU; as the harness has i
 NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
-def main(argv: Sequence[str], checkout: Path) -> ExitStatus:
-    """Run the dispatcher and return its exit status. ``checkout`` is put first on the children's path."""
+def main(argv: Sequence[str], root: Path) -> ExitStatus:
+    """Run the dispatcher and return its exit status. ``root`` is the folder that holds the tests' own."""
     try:
         _replace_closed_streams()
-        return _main(options.parse(argv, os.environ, checkout))
+        return _main(options.parse(argv, os.environ, root))
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
@@ -252,4 +253,4 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
 
 
 def _remark(words: str) -> None:
-    print(f"run_test.py: {words}", file=sys.stderr, flush=True)
+    print(f"{installation.program_name()}: {words}", file=sys.stderr, flush=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import launcher, settings
+from torch_fsdp_tests import installation, launcher, settings
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
@@ -82,17 +83,29 @@ def _seed(text: str) -> int:
     return _whole(0, 2**64 - 1)(text)
 
 
+class _Version(argparse.Action):
+    """Print the versions, which take a moment to find out, and leave."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        torch = devices.torch_version()
+        parts = [f"torch_fsdp_tests {installation.version()}", f"torch {torch}" if torch else "torch is not installed"]
+        print(*parts, f"Python {platform.python_version()}", sep=", ")
+        parser.exit(ExitStatus.OK)
+
+
 def _path(text: str) -> Path:
     return Path(text).absolute()
 
 
 def make_parser() -> _Parser:
     parser = _Parser(
-        prog="run_test.py",
+        prog=installation.program_name(),
         description="Run the FSDP tests below a folder against the installed torch, each file in a process of its own.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
+    words = "print the versions of the suite, of torch and of Python, and leave"
+    parser.add_argument("--version", action=_Version, nargs=0, help=words)
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "TEST"}
     flag: dict[str, Any] = {"action": "store_true"}
 
@@ -200,7 +213,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> RunTests:
     """The run that the arguments and upstream's environment variables describe.
 
-    Leaves with :attr:`ExitStatus.REFUSED` and one sentence when they make no sense. ``root`` is the checkout, whose
+    Leaves with :attr:`ExitStatus.REFUSED` and one sentence when they make no sense. ``root`` is the folder whose
     ``test`` is the default test directory. What follows the first ``--`` is for the test files.
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)

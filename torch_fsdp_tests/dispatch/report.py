@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests import __version__, installation
 from torch_fsdp_tests.dispatch import devices, html_report
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult, TestResult
@@ -25,6 +26,7 @@ def as_json(results: Results) -> dict[str, Any]:
     facts, run = results.facts(), results.run
     return {
         "version": VERSION,
+        "suite": {"version": __version__, "commit": installation.commit()},
         "torch": facts.get("torch"),
         "python": platform.python_version(),
         "device": facts.get("device"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch_fsdp_tests import events, host
+from torch_fsdp_tests import events, host, installation
 from torch_fsdp_tests.dispatch import coverage, plan, process
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
@@ -92,10 +92,10 @@ class Runner:
         self._drawn = 0.0
 
     def _make_environment(self) -> dict[str, str]:
-        checkout = str(self._run.default_directory.parent)
-        path = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
+        checkout = installation.CHECKOUT  # an installed package is found anyway
+        path = os.pathsep.join(filter(None, (str(checkout or ""), os.environ.get("PYTHONPATH"))))
         wishes = {
-            "PYTHONPATH": path,
+            "PYTHONPATH": path or None,
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
             "TORCH_FSDP_TESTS_BACKEND": self._run.backend,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch.plan import SPLIT_THRESHOLD
 
-DEFAULT_DIRECTORY = "test"  # below the checkout
+DEFAULT_DIRECTORY = "test"  # in the checkout, or in the installed package
 REPORTS = "test-reports"
 
 
@@ -16,7 +17,7 @@ class RunTests:
     """One run of the dispatcher. Times are in seconds; paths are absolute."""
 
     test_directory: Path
-    default_directory: Path  # the checkout's own, which needs not be named
+    default_directory: Path  # the suite's own, which needs not be named
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
@@ -73,7 +74,12 @@ class RunTests:
 
     @property
     def reports(self) -> Path:
-        """Where what a run leaves unasked goes: beside a folder called ``test``, as in a checkout, else inside."""
+        """Where what a run leaves unasked goes: beside a folder called ``test``, as in a checkout, else inside.
+
+        For the tests of an installed package it goes to the current folder.
+        """
+        if self.test_directory.is_relative_to(installation.PACKAGE):
+            return Path.cwd() / REPORTS
         inside = self.test_directory.name != DEFAULT_DIRECTORY
         return (self.test_directory if inside else self.test_directory.parent) / REPORTS
 

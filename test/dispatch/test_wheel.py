@@ -1,0 +1,184 @@
+"""A wheel of the suite: built of a copy of the checkout, installed into a fresh environment, and run from elsewhere."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import unittest
+import venv
+import zipfile
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, TreeCase
+
+from torch_fsdp_tests import __version__
+from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.version_ranges import version_fits
+
+LIMIT = 300  # seconds for one step
+NEEDED = {"pip": ">=22.3", "setuptools": ">=70.1"}  # pip for --python, setuptools to build wheels by itself
+USED = ("torch", "numpy", "expecttest")  # by the tests, and so taken from the environment of this test
+FILE = "distributed/fsdp/test_fsdp_uneven"
+
+
+def lacking() -> str | None:
+    """What a wheel cannot be built or installed without; None for nothing."""
+    for name, versions in NEEDED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "0"
+        if not version_fits(found, versions):
+            return f"{name} {versions}"
+    absent = [name for name in USED if importlib.util.find_spec(name) is None]
+    return ", ".join(absent) or ("git" if shutil.which("git") is None else None)
+
+
+def run(*command: object, **options: object) -> str:
+    """What a command prints. Raises where it fails."""
+    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LIMIT, **options)  # type: ignore[call-overload]
+    if found.returncode:
+        raise RuntimeError(f"{command} left with {found.returncode}:\n{found.stdout}{found.stderr}")
+    return found.stdout
+
+
+@unittest.skipIf(lacking() is not None, f"needs {lacking()}")
+class TestWheel(TreeCase):
+    work: ClassVar[Path]
+    wheel: ClassVar[Path]
+    commit: ClassVar[str]
+    scripts: ClassVar[Path]
+    site: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.work = Path(folder.name)
+        source = cls.work / "source"
+        source.mkdir()
+        for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "run_test.py"):
+            shutil.copy(CHECKOUT / name, source)
+        for name in (".ci", "torch_fsdp_tests", "test"):
+            shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        identity = ["-c", "user.name=x", "-c", "user.email=x@x.org", "-c", "commit.gpgsign=false"]
+        for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "x"]):
+            run("git", *words, cwd=source)
+        cls.commit = run("git", "rev-parse", "--short", "HEAD", cwd=source).strip()
+        cls.wheel = cls.build(source, cls.work / "wheels")
+        environment = cls.work / "environment"
+        venv.create(environment, with_pip=False)
+        cls.scripts = environment / "bin"
+        (cls.site,) = environment.glob("lib/python*/site-packages")
+        pip = [sys.executable, "-m", "pip", "--python", cls.scripts / "python", "install", "-q"]
+        run(*pip, "--no-index", "--no-deps", cls.wheel, env=ENVIRONMENT)
+        # Not installed again, but taken from where this test finds them.
+        places = {Path(importlib.util.find_spec(name).origin or "").parents[1] for name in USED}  # type: ignore[union-attr]
+        (cls.site / "used.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+
+    @staticmethod
+    def build(source: Path, folder: Path) -> Path:
+        options = ["--no-build-isolation", "--no-deps", "--no-index"]
+        run(sys.executable, "-m", "pip", "wheel", "-q", *options, "-w", folder, source, env=ENVIRONMENT)
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
+    def installed(self, *command: object, **more: object) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment in a folder that has nothing to do with it."""
+        name, *arguments = map(str, command)
+        path = f"{self.scripts}{os.pathsep}{ENVIRONMENT['PATH']}"
+        options = {"env": ENVIRONMENT | {"PATH": path}, "cwd": self.root, "timeout": LIMIT, **more}
+        program = str(self.scripts / name)
+        return subprocess.run([program, *arguments], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+
+    def files(self) -> set[Path]:
+        return {path for path in self.site.rglob("*") if "__pycache__" not in path.parts}
+
+    def test_a_file_runs_from_a_foreign_folder(self):
+        before = self.files()
+        done = self.installed("torch-fsdp-tests", "-i", FILE, "--report", "r", "--save-xml", "xml", "--pipe-logs")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        ((passed, failed, _),) = CLOSING.findall(done.stdout)
+        self.assertGreater(int(passed), 0)
+        self.assertEqual(failed, "0")
+        report = json.loads((self.root / "r" / "report.json").read_text())
+        self.assertEqual(report["suite"], {"version": __version__, "commit": self.commit})
+        junit = next((self.root / "xml").glob("*/*.xml")).read_text()
+        self.assertIn(f'name="torch_fsdp_tests" value="{__version__} ({self.commit})"', junit)
+        self.assertEqual({path.name for path in self.root.iterdir()}, {"r", "xml", "test", "test-reports"})
+        self.assertEqual(self.files(), before)
+
+    def test_a_file_runs_by_its_path(self):
+        file = self.site / "torch_fsdp_tests" / "test" / f"{FILE}.py"
+        done = self.installed("python", file, "-k", "empty_shard")
+        self.assertRegex(done.stderr, r"Ran 1 test in .*\n\nOK\n$")
+
+    def test_the_tests_of_fsdp_are_in_it(self):
+        done = self.installed("python", "-m", "torch_fsdp_tests", "--dry-run", "--json")
+        found = {job["file"] for job in json.loads(done.stdout)["jobs"]}
+        names = {file.name for file in discover(CHECKOUT / "test")}
+        self.assertEqual(found, {name for name in names if name.startswith("distributed/")})
+        estimates = {job["file"]: job["estimate"] for job in json.loads(done.stdout)["jobs"]}
+        self.assertIsNotNone(estimates[FILE])
+        self.assertNotIn("torch_fsdp_tests.py", {Path(name).name for name in zipfile.ZipFile(self.wheel).namelist()})
+
+    def test_versions(self):
+        for command in (["torch-fsdp-tests"], ["python", "-m", "torch_fsdp_tests"]):
+            done = self.installed(*command, "--version")
+            self.assertRegex(
+                done.stdout, rf"^torch_fsdp_tests {__version__} \({self.commit}\), torch \d.*, Python 3.*\n$"
+            )
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_messages_name_the_program_that_was_called(self):
+        self.write({"test_f": FAIL})
+        for words in (["torch-fsdp-tests"], ["python", "-m", "torch_fsdp_tests"]):
+            shown = re.escape(" ".join(words))
+            done = self.installed(*words, "--test-directory", "test")
+            self.assertRegex(done.stdout, rf"(?m)^to repeat: (\S*/)?{shown} --test-directory test -i test_f")
+            done = self.installed(*words, "-i", "nowhere")
+            self.assertRegex(done.stderr, rf"^{shown}: unknown test 'nowhere'")
+
+    def test_torch_is_left_alone_and_missed(self):
+        requirements = importlib.metadata.PathDistribution(
+            next(self.site.glob("torch_fsdp_tests-*.dist-info"))
+        ).requires
+        self.assertEqual({each for each in requirements or () if "extra ==" not in each}, {"expecttest", "numpy"})
+        hidden = self.site / "used.pth"
+        hidden.rename(self.work / "used.pth")
+        self.addCleanup((self.work / "used.pth").rename, hidden)
+        done = self.installed("torch-fsdp-tests", "-i", FILE)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        words = (
+            r"torch-fsdp-tests: torch, numpy and expecttest are not installed for this Python: \S+ -m pip install torch"
+        )
+        self.assertRegex(done.stderr, f"^{words}")
+
+    def test_a_wheel_of_the_source_distribution_is_the_same(self):
+        source, unpacked = self.work / "source", self.work / "unpacked"
+        code = f"from setuptools.build_meta import build_sdist; build_sdist({str(self.work)!r})"
+        run(sys.executable, "-c", code, cwd=source, env=ENVIRONMENT)
+        (archive,) = self.work.glob("*.tar.gz")
+        with tarfile.open(archive) as opened:
+            opened.extractall(unpacked)
+        (folder,) = unpacked.iterdir()
+        self.assertTrue((folder / "test" / "harness" / "test_names.py").is_file())
+        ours, theirs = (zipfile.ZipFile(wheel) for wheel in (self.wheel, self.build(folder, self.work / "again")))
+        self.assertEqual(sorted(theirs.namelist()), sorted(ours.namelist()))
+        name = "torch_fsdp_tests/commit.txt"
+        self.assertEqual((theirs.read(name), ours.read(name)), (f"{self.commit}\n".encode(),) * 2)
+        # Where it is unpacked it is like a checkout.
+        self.assertIn(self.commit, run(sys.executable, folder / "run_test.py", "--version"))
+        self.assertTrue((folder / "test" / "distributed" / "fsdp" / "torch_fsdp_tests.py").is_symlink())
+
+
+if __name__ == "__main__":
+    unittest.main()

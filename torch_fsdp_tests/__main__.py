@@ -1,0 +1,17 @@
+"""``python -m torch_fsdp_tests`` and ``torch-fsdp-tests``: what ``run_test.py`` is in a checkout."""
+
+import sys
+
+from torch_fsdp_tests import host, installation
+
+
+def main() -> int:
+    """Run the dispatcher with the arguments of this process, and return its exit status."""
+    host.refuse_unsupported()
+    from torch_fsdp_tests.dispatch.main import main as dispatch
+
+    return dispatch(sys.argv[1:], installation.ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Which copy of the suite this is: a checkout or an installed package, which version, and of which commit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from torch_fsdp_tests import __version__
+
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "run_test.py").is_file() else None
+ROOT = CHECKOUT or PACKAGE  # the folder that holds the tests: an installed package has them inside
+COMMAND = "torch-fsdp-tests"
+COMMIT = "commit.txt"  # in the package where there is no repository: what :func:`commit` said where it was built
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the tests and the harness, with ``-dirty`` where files differ from it; None where nobody knows."""
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a folder without one may lie in another repository
+        path = PACKAGE / COMMIT
+        return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None if said.returncode == 0 else None
+
+
+def version() -> str:
+    """``0.1.0``, or ``0.1.0 (6ed3527-dirty)`` where the commit is known."""
+    known = commit()
+    return f"{__version__} ({known})" if known else __version__
+
+
+def is_module(program: str) -> bool:
+    """Whether a program, by its path, is what ``python -m torch_fsdp_tests`` runs."""
+    return Path(os.path.abspath(program)) == PACKAGE / "__main__.py"
+
+
+def program_name() -> str:
+    """What a message of the dispatcher begins with: the name by which it was called."""
+    if is_module(sys.argv[0]):
+        return f"python -m {PACKAGE.name}"
+    return COMMAND if os.path.basename(sys.argv[0]) == COMMAND else "run_test.py"
+
+
+def program_words() -> list[str]:
+    """The first words of a command line that calls the dispatcher as it was called now."""
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    program = sys.argv[0]
+    if is_module(program):
+        return [python, "-m", PACKAGE.name]
+    if os.path.basename(program) == COMMAND:
+        return [COMMAND if shutil.which(COMMAND) == os.path.abspath(program) else program]
+    return [python, os.path.relpath(program) if os.path.exists(program) else "run_test.py"]
