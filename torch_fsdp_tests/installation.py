@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +22,8 @@ def commit() -> str | None:
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a folder without one may lie in another repository
         path = PACKAGE / COMMIT
         return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+    import subprocess  # not at import: a plan starts no program
+
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -52,6 +52,8 @@ def program_name() -> str:
 
 def program_words() -> list[str]:
     """The first words of a command line that calls the dispatcher as it was called now."""
+    import shutil
+
     python = "python" if shutil.which("python") == sys.executable else sys.executable
     program = sys.argv[0]
     if is_module(program):

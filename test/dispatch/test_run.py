@@ -280,6 +280,19 @@ class TestSelecting(TreeCase):
         self.assertEqual(self.run_command("b", "--dry-run", cwd=self.tree), "")
         self.assertEqual(self.code, 2)
 
+    def test_a_list_of_names(self):
+        self.write({"a/test_x": body("pass", "pass"), "a/test_y": PASS, "test_p": PASS})
+        (self.tree / "quick.txt").write_text("# some\n\na/test_x::TestX::test_1  # the first\ntest_p\n")
+        (self.tree / "a.txt").write_text("test_p\n")
+        (self.tree / "wrong.txt").write_text("test_p\nnowhere\n")
+        self.check({}, ["-i", "quick"], passed=2, says=["a/test_x  1 test ", "test_p  1 test "])
+        self.check({}, ["-x", "quick"], passed=2, says=["a/test_x  1 test ", "a/test_y  1 test "])
+        self.check({}, ["-i", "a"], passed=3)  # a folder of tests has that name
+        for word, words in (("wrong", "unknown test 'nowhere'"), ("quik", "unknown test 'quik'; nearest: quick")):
+            self.run_command("-i", word)
+            self.assertEqual((self.code, self.out), (2, ""))
+            self.assertEqual(self.err, f"run_test.py: {words}\n")
+
     def test_unknown_names(self):
         self.write({"a/test_x": body("pass")})
         for word, near in (("a/test_y", "a/test_x"), ("a/test_x::TestZ", "TestX"), ("a/test_x::TestX::test_1_no", "")):

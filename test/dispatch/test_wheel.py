@@ -128,7 +128,9 @@ class TestWheel(TreeCase):
         self.assertEqual(found, {name for name in names if name.startswith("distributed/")})
         estimates = {job["file"]: job["estimate"] for job in json.loads(done.stdout)["jobs"]}
         self.assertIsNotNone(estimates[FILE])
-        self.assertNotIn("torch_fsdp_tests.py", {Path(name).name for name in zipfile.ZipFile(self.wheel).namelist()})
+        links = [name for name in zipfile.ZipFile(self.wheel).namelist() if name.endswith("/torch_fsdp_tests.py")]
+        self.assertEqual(links, [])
+        self.assertEqual(self.installed("torch-fsdp-tests", "-i", "smoke", "--list").returncode, 0)
 
     def test_versions(self):
         for command in (["torch-fsdp-tests"], ["python", "-m", "torch_fsdp_tests"]):

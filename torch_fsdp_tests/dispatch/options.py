@@ -110,7 +110,8 @@ def make_parser() -> _Parser:
     flag: dict[str, Any] = {"action": "store_true"}
 
     add = parser.add_argument_group("which tests").add_argument
-    words = "files, folders, globs, file::Class or file::Class::test; below test/ or from here, with or without .py"
+    words = "files, folders, globs, file::Class or file::Class::test; below test/ or from here, with or without .py; "
+    words += "smoke: every feature once, in about a minute (a list in test/smoke.txt)"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
     words = "the same"
     add("-i", "--include", **several, help=words)

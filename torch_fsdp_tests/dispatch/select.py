@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.needs import names_in
 from torch_fsdp_tests.dispatch.plan import TestRun
 
+LIST = ".txt"  # ending of a file in the test directory that holds names of tests
 Source = Callable[[str], str]  # the text of a file by its name
 
 
@@ -27,16 +28,32 @@ def select(
     """
     names = [file.name for file in files]
     chosen: dict[str, TestRun] = {} if include else {name: TestRun(name) for name in names}
-    for text in include:
+    for text in _with_lists(include, names, directory):
         for test in find(text, names, directory, source):
             chosen[test.file] = chosen[test.file] | test if test.file in chosen else test
-    for text in exclude:
+    for text in _with_lists(exclude, names, directory):
         for test in find(text, names, directory, source):
             if test.file in chosen:
                 left = chosen.pop(test.file) - test
                 if left is not None:
                     chosen[test.file] = left
     return [chosen[name] for name in sorted(chosen)]
+
+
+def _with_lists(words: Iterable[str], names: Sequence[str], directory: Path) -> Iterator[str]:
+    """The words, and in place of a list's name the names that it holds: one a line, and remarks behind a ``#``.
+
+    A list is a file ``NAME.txt`` in the test directory, unless a folder or a file of tests has that name.
+    """
+    for word in words:
+        path = directory / f"{word}{LIST}"
+        if "::" in word or not path.is_file() or matching(normalise(word, directory), names):
+            yield word
+            continue
+        lines = (
+            line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        )
+        yield from filter(None, lines)
 
 
 def find(text: str, names: Sequence[str], directory: Path, source: Source) -> list[TestRun]:
@@ -47,7 +64,8 @@ def find(text: str, names: Sequence[str], directory: Path, source: Source) -> li
     matches = [] if here is None or not _is_there(pattern) else matching(here, names)
     matches = matches or matching(wanted, names) or ([] if here is None else matching(here, names))
     if not matches:
-        raise UnknownTest(f"unknown test {text!r}{_nearest(wanted, [*names, *_folders(names)])}")
+        known = [*names, *_folders(names), *(path.stem for path in directory.glob(f"*{LIST}"))]
+        raise UnknownTest(f"unknown test {text!r}{_nearest(wanted, known)}")
     if not inside:
         return [TestRun(name) for name in matches]
     if len(inside) > 2 or not all(inside):

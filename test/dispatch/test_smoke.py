@@ -1,0 +1,97 @@
+"""``-i smoke``: the list names what is there, touches every feature by the recorded map, and stays short."""
+
+import collections
+import unittest
+from pathlib import Path
+
+from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.plan import named
+from torch_fsdp_tests.dispatch.reaching import SHIPPED
+from torch_fsdp_tests.dispatch.select import select
+from torch_fsdp_tests.reach import ReachMap
+
+TESTS = Path(__file__).resolve().parents[1]
+FSDP1, FSDP2 = "torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard."
+CHECKPOINT = "torch.distributed.checkpoint."
+LONGEST = 90  # seconds of all tests by the map, one after the other, while they are measured
+
+# By heading of the list: functions that its tests enter. The map knows nothing of compiled code.
+ENTERED = {
+    "FSDP1 and its sharding strategies": (
+        f"{FSDP1}_runtime_utils._reduce_grad",
+        f"{FSDP1}_runtime_utils._reduce_grad_no_shard",
+    ),
+    "FSDP2": (f"{FSDP2}_fsdp_collectives.foreach_all_gather", f"{FSDP2}_fsdp_collectives.foreach_reduce"),
+    "Gradient accumulation": (f"{FSDP2}_fully_shard.FSDPModule.set_requires_gradient_sync",),
+    "Mixed precision": (
+        f"{FSDP1}_flat_param.FlatParamHandle._use_low_precision_shard",
+        f"{FSDP2}_fsdp_state.FSDPState._cast_output_dtype",
+    ),
+    "CPU offload": (
+        f"{FSDP1}_runtime_utils._offload_grad",
+        f"{FSDP2}_fsdp_param_group.FSDPParamGroup._validate_cpu_offload_params",
+    ),
+    "State dicts": (
+        f"{FSDP1}_state_dict_utils._local_pre_load_state_dict_hook",
+        f"{FSDP1}_state_dict_utils._sharded_post_state_dict_hook",
+        f"{FSDP2}_fsdp_param_group.FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+    ),
+    "Optimizer states": (f"{FSDP1}_optim_utils._optim_state_dict",),
+    "Checkpoints": (f"{CHECKPOINT}state_dict_saver.save", f"{CHECKPOINT}state_dict_loader.load"),
+    "HSDP": (
+        f"{FSDP1}_init_utils._init_intra_and_inter_node_groups",
+        f"{FSDP2}_fsdp_common.HSDPMeshInfo.__post_init__",
+    ),
+    "Tensor parallelism": ("torch.distributed.tensor.parallel.fsdp.DTensorExtensions.pre_flatten_transform",),
+    "Clipping of gradients": ("torch.distributed.tensor._ops._math_ops.foreach_norm_strategy",),
+    "torch.compile": (),
+}
+
+
+def sections() -> dict[str, list[str]]:
+    """The names of the list, by the heading above them."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    heading = ""
+    for line in (TESTS / "smoke.txt").read_text(encoding="utf-8").partition("\n\n")[2].splitlines():
+        if line.startswith("#"):
+            heading = line.removeprefix("#").strip()
+        else:
+            found[heading].append(line)
+    return found
+
+
+class TestSmoke(unittest.TestCase):
+    def reached(self, words: list[str], known: ReachMap) -> set[int]:
+        """The numbers, in a map, of the tests that these words stand for."""
+        files = {file.name: file for file in discover(TESTS)}
+        found = set()
+        for run in select(list(files.values()), words, (), TESTS, lambda name: files[name].source()):
+            own = {number: test.test for number, test in enumerate(known.tests) if test.file == run.file}
+            for wanted in run.included:
+                here = named(wanted, list(own.values()))
+                self.assertTrue(here, f"{run.file}::{wanted} is no test that the map knows")
+                found |= {list(own)[place] for place in here}
+        return found
+
+    def test_its_names_are_there_and_reach_every_feature(self):
+        maps = sorted(SHIPPED.glob("map-*.json"))
+        if not maps:
+            self.skipTest("needs a recorded map of what tests reach")
+        known = ReachMap.load(maps[-1])
+        self.assertEqual(list(sections()), list(ENTERED))
+        for heading, words in sections().items():
+            tests = self.reached(words, known)
+            for function in ENTERED[heading]:
+                entering = {number for number in tests if known.reached[function] >> number & 1}
+                self.assertTrue(entering, f"{heading}: no test enters {function}")
+        seconds = sum(known.tests[number].seconds for number in self.reached(["smoke"], known))
+        self.assertLess(seconds, LONGEST)
+
+    def test_it_names_no_type_of_device(self):
+        """A class that is made for each type of device is called otherwise on another one."""
+        names = [name for words in sections().values() for name in words]
+        self.assertEqual([name for name in names if "CPU" in name], [])
+
+
+if __name__ == "__main__":
+    unittest.main()
