@@ -51,7 +51,7 @@ def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
             continue
         for name in names:
             first, *rest = name.split(".")
-            if first == PACKAGE.name and rest:
+            if first == PACKAGE.name and rest and rest != ["__version__"]:
                 yield ".".join(rest)
 
 
