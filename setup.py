@@ -15,6 +15,7 @@ from torch_fsdp_tests import __version__, installation  # noqa: E402
 
 LINTERS = (HERE / ".ci" / "lint.txt").read_text(encoding="utf-8").split()  # also installed alone, without torch
 TESTS = (HERE / ".ci" / "test.txt").read_text(encoding="utf-8").splitlines()  # also installed beside any torch
+COMPLETION = ["argcomplete"]
 TRAVELLING = ("test/*.*", "test/distributed/**/*.*")  # the tests of the suite itself stay in the checkout
 
 
@@ -71,9 +72,9 @@ setup(
     # Not torch: which one is tested is up to the user, and no installation of the suite may replace it.
     install_requires=["expecttest", "numpy"],
     extras_require={
-        "dev": [*LINTERS, *TESTS],
+        "dev": [*LINTERS, *TESTS, *COMPLETION],
         "ci": TESTS,
-        "completion": ["argcomplete"],
+        "completion": COMPLETION,
         "spmd": ["spmd-types"],
     },
     classifiers=[

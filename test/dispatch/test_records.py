@@ -11,6 +11,7 @@ import sys
 import unittest
 import unittest.mock
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -498,19 +499,41 @@ class TestConsole(TreeCase):
         out, _ = process.communicate()
         self.assertEqual(CLOSING.findall(out), [("2", "0", "0")])
 
-    def test_line_that_updates_on_a_terminal(self):
-        times = self.write_json("times.json", {"default": {"default": {"test_a": 50, "test_b": 50}}})
-        self.write({"test_a": FAIL, "test_b": body("time.sleep(1.5)")})
+    def on_a_terminal(self, *arguments: object, env: Mapping[str, str]) -> str:
+        """What a run writes to a terminal."""
         ours, theirs = pty.openpty()
-        process = self.start("-j1", "--keep-going", "--test-times", times, stdout=theirs, stderr=theirs)
+        process = self.start(*arguments, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         seen = b""
         with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
             while data := os.read(ours, 1 << 16):
                 seen += data
         os.close(ours)
-        self.assertEqual(process.wait(), 1)
-        text = seen.decode()
+        self.code = process.wait()
+        return seen.decode()
+
+    def test_colours(self):
+        """On a terminal, unless a variable says no, and elsewhere if one says yes."""
+        self.write({"test_f": FAIL, "test_p": PASS})
+        red, green = (f"\x1b[{colour}m{{}}\x1b[0m" for colour in (31, 32))
+        painted = [red.format("FAILED "), green.format("ok     "), red.format("1 passed, 1 failed, 0 skipped")]
+        for env, terminal, other in (
+            ({"TERM": "xterm"}, True, False),
+            ({"TERM": "dumb"}, False, False),
+            ({"TERM": "xterm", "NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+            ({"TERM": "xterm", "FORCE_COLOR": "1"}, True, True),
+        ):
+            with self.subTest(env):
+                text = self.on_a_terminal("--keep-going", env=env)
+                self.assertEqual([words in text for words in painted], [terminal] * 3, text)
+                text = self.run_command("--keep-going", env=env)
+                self.assertEqual([words in text for words in painted], [other] * 3, text)
+
+    def test_line_that_updates_on_a_terminal(self):
+        times = self.write_json("times.json", {"default": {"default": {"test_a": 50, "test_b": 50}}})
+        self.write({"test_a": FAIL, "test_b": body("time.sleep(1.5)")})
+        text = self.on_a_terminal("-j1", "--keep-going", "--test-times", times, env={"NO_COLOR": "1"})
+        self.assertEqual(self.code, 1)
         status = r"\[1/2\] 1 test done, 1 failed, about \d+\.\ds left: test_b \d\.\ds"
         self.assertRegex(text, rf"{status}\r\x1b\[2K\[2/2\] ok")
         self.assertNotRegex(text, r"(?s)\[2/2\] ok.*test_b \d\.\ds\r\x1b")

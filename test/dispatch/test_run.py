@@ -1,6 +1,8 @@
 """The real command over tiny trees of plain unittest files: verdicts, bad ends, selecting, lending, stopping."""
 
 import ast
+import importlib
+import importlib.util
 import io
 import json
 import os
@@ -395,6 +397,39 @@ class TestSelecting(TreeCase):
         self.assertEqual(
             order("--seed", 5, "-x", "test_x::TestX::test_4"), [name for name in first if name != "test_4"]
         )
+
+
+@unittest.skipIf(importlib.util.find_spec("argcomplete") is None, "needs argcomplete")
+class TestCompletion(TreeCase):
+    def completed(self, words: str) -> list[str]:
+        """What the shell is told when the tabulator is pressed behind these words."""
+        told = self.root / "told"
+        told.unlink(missing_ok=True)
+        line = f"run_test.py --test-directory {self.tree} {words}"
+        place = Path(importlib.import_module("argcomplete").__file__ or "").parents[1]
+        asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_STDOUT_FILENAME": str(told)}
+        asked |= {
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "_ARGCOMPLETE_COMP_WORDBREAKS": " ",
+            "COMP_TYPE": "9",
+        }
+        self.run_command(env={**asked, "_ARGCOMPLETE_IFS": "\n", "PYTHONPATH": str(place)})
+        self.assertEqual((self.out, self.code), ("", 0), self.err)
+        return [word.strip() for word in told.read_text().splitlines()]
+
+    def test_options_and_tests(self):
+        self.write({"a/test_x": PASS, "a/b/test_y": PASS + FAIL, "test_p": PASS})
+        (self.tree / "quick.txt").touch()
+        for words, wanted in (
+            ("--fail-f", ["--fail-fast"]),
+            ("-i ", ["a/", "quick", "test_p"]),
+            ("-i a/", ["a/b/", "a/test_x"]),
+            ("-x a/b/", ["a/b/test_y"]),
+            ("-i a/b/test_y::", ["a/b/test_y::TestF", "a/b/test_y::TestP"]),
+        ):
+            with self.subTest(words=words):
+                self.assertEqual(sorted(self.completed(words)), wanted)
 
 
 class TestSurroundings(unittest.TestCase):

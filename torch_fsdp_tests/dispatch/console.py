@@ -21,6 +21,8 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
 
+GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # as terminals count colours
+_COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky": YELLOW, "skipped": BLUE}
 RULE = "=" * 78
 THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
@@ -56,6 +58,13 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     return shlex.join(words)
 
 
+def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether a terminal shows colours, unless one of the usual variables says otherwise."""
+    if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
+        return not environment.get("NO_COLOR")
+    return stream.isatty() and environment.get("TERM") != "dumb"
+
+
 class Console:
     """Prints to one stream, flushed at once. On a terminal the last line is a status, rewritten in place."""
 
@@ -64,6 +73,7 @@ class Console:
         self.under_test = dict(under_test)  # expected at first; the first file with ranks knows
         self._done = self._failures = self._tests = 0
         self.is_terminal = stream.isatty()
+        self._coloured = wants_colours(stream, os.environ)
         # Seconds between two words on how far the run has come: rewritten on a terminal, lines of a log elsewhere.
         self.refresh = REFRESH if self.is_terminal else min(QUIET, run.slow_after / 2)
         self._said_at = time.monotonic()
@@ -79,6 +89,9 @@ class Console:
             self._clear()
             print(text, file=self._stream, flush=True)
             self._draw()
+
+    def _paint(self, text: str, colour: int | None) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured and colour else text
 
     def begin(self) -> None:
         """Print the first line at once where it is known; a vendor's device may have to be asked for its backend."""
@@ -135,7 +148,8 @@ class Console:
         about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
         about += [plural(len(file.attempts), "attempt")] * (len(file.attempts) > 1)
         place = f"[{self._done:{self._width}d}/{self._total}]"
-        self.say(f"{place} {word:7s} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
+        shown = self._paint(f"{word:7s}", _COLOURS.get(word))
+        self.say(f"{place} {shown} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
         if self._run.verbose:
             for test in tests:
                 reason = f": {clean(test.reason)}" if test.reason else ""
@@ -224,7 +238,8 @@ class Console:
         bad = [(file, test) for file, test in results.tests() if test.outcome.is_bad]
         if bad:
             ways = ", ".join(f"{state.value}: {count}" for state, count in results.failures().items())
-            self.say(f"failed ({ways}):" if {*results.failures()} - {State.FAILED} else "failed:")
+            headline = f"failed ({ways}):" if {*results.failures()} - {State.FAILED} else "failed:"
+            self.say(self._paint(headline, RED))
             for file, test in bad:
                 self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
                 self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
@@ -252,4 +267,5 @@ class Console:
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
         if known := results.known_defects():
             self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
-        self.say(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped")
+        colour = RED if results.failed else GREEN if results.passed else BLUE
+        self.say(self._paint(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped", colour))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch_fsdp_tests import installation, launcher, settings
-from torch_fsdp_tests.dispatch import devices
+from torch_fsdp_tests.dispatch import completion, devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
@@ -219,6 +219,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     parser = make_parser()
+    default_directory = (root / DEFAULT_DIRECTORY).absolute()
+    completion.complete(parser, default_directory, environment)
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(parser.parse_intermixed_args(argv[:dashes])).items()
@@ -226,7 +228,6 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
     _refuse_launches(parser, environment)
-    default_directory = (root / DEFAULT_DIRECTORY).absolute()
     fields = {
         "test_directory": default_directory,
         **_from_environment(environment),

@@ -1,0 +1,47 @@
+"""Completion of the command line in a shell, which asks for it by a variable where argcomplete is set up."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch.discover import discover
+from torch_fsdp_tests.dispatch.needs import names_in
+from torch_fsdp_tests.dispatch.select import LIST
+
+VARIABLE = "_ARGCOMPLETE"
+
+
+def complete(parser: argparse.ArgumentParser, directory: Path, environment: Mapping[str, str]) -> None:
+    """Answer the shell and leave, if it asks. ``directory`` is where the tests are unless the command line says."""
+    if VARIABLE not in environment:
+        return
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        for action in parser._actions:
+            if action.dest in ("include", "exclude"):
+                setattr(action, "completer", functools.partial(_tests, directory))  # noqa: B010 - argcomplete's way
+        argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def _tests(directory: Path, prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """What can follow: a folder, a file or a list of tests, and the classes of a file behind ``::``."""
+    directory = getattr(parsed_args, "test_directory", directory)
+    files = {file.name: file for file in discover(directory)}
+    name, colons, _inside = prefix.partition("::")
+    if colons and name in files:
+        classes, _tests = names_in(files[name].source()) or ([], [])
+        return [f"{name}::{each}" for each in classes]
+    names = {_next_step(name, prefix) for name in files if name.startswith(prefix)}
+    return sorted(names | {path.stem for path in directory.glob(f"*{LIST}")})
+
+
+def _next_step(name: str, prefix: str) -> str:
+    """A name as far as the next folder: nobody wants to be shown a hundred files at once."""
+    end = name.find("/", len(prefix))
+    return name if end < 0 else name[: end + 1]
