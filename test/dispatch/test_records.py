@@ -520,7 +520,7 @@ class TestConsole(TreeCase):
         for env, terminal, other in (
             ({"TERM": "xterm"}, True, False),
             ({"TERM": "dumb"}, False, False),
-            ({"TERM": "xterm", "NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+            ({"TERM": "xterm", "NO_COLOR": "1"}, False, False),
             ({"TERM": "xterm", "FORCE_COLOR": "1"}, True, True),
         ):
             with self.subTest(env):
