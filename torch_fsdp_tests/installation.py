@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch_fsdp_tests import __version__
@@ -36,6 +37,13 @@ def version() -> str:
     """``0.1.0``, or ``0.1.0 (6ed3527-dirty)`` where the commit is known."""
     known = commit()
     return f"{__version__} ({known})" if known else __version__
+
+
+def on_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which a program in another folder finds this checkout; an installed package is found anyway."""
+    if CHECKOUT is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), environment.get("PYTHONPATH"))))}
 
 
 def is_module(program: str) -> bool:

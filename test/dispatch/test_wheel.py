@@ -140,6 +140,13 @@ class TestWheel(TreeCase):
             )
             self.assertEqual((done.returncode, done.stderr), (0, ""))
 
+    def test_other_commands(self):
+        done = self.installed("python", "-m", "torch_fsdp_tests.defects", "--list")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        done = self.installed("python", "-m", "torch_fsdp_tests.versions", "2.13.0")
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertIn("only a checkout has the tests", done.stderr)
+
     def test_messages_name_the_program_that_was_called(self):
         self.write({"test_f": FAIL})
         for words in (["torch-fsdp-tests"], ["python", "-m", "torch_fsdp_tests"]):

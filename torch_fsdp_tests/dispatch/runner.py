@@ -92,17 +92,18 @@ class Runner:
         self._drawn = 0.0
 
     def _make_environment(self) -> dict[str, str]:
-        checkout = installation.CHECKOUT  # an installed package is found anyway
-        path = os.pathsep.join(filter(None, (str(checkout or ""), os.environ.get("PYTHONPATH"))))
         wishes = {
-            "PYTHONPATH": path or None,
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
             "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
             "TORCH_FSDP_TESTS_STRICT_DEFECTS": "1" if self._run.strict_defects else None,
             "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
         }
-        return {**os.environ, **{name: value for name, value in wishes.items() if value is not None}}
+        return {
+            **os.environ,
+            **installation.on_path(os.environ),
+            **{name: value for name, value in wishes.items() if value is not None},
+        }
 
     def run(self) -> Results:
         """Everything, from the first process to the last. What finished is in the results however it ended.

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.atomic import try_folder
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
 from torch_fsdp_tests.mutants.mutant import EQUIVALENT
 from torch_fsdp_tests.reach.changes import UnknownChange
 
 PACKAGE = "torch.distributed.fsdp"
-CHECKOUT = Path(__file__).resolve().parents[2]
+TESTS = installation.ROOT / DEFAULT_DIRECTORY
 EPILOG = """\
 A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
 torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard:negate:1.
@@ -76,8 +77,8 @@ def parse(argv: Sequence[str]) -> Options:
     add = parser.add_argument_group("which tests").add_argument
     add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="only tests of these files")
     add("--map", type=Path, metavar="FILE", help="what tests reach (default: the one that ships for this torch)")
-    words = f"the tests (default: {DEFAULT_DIRECTORY} of the checkout)"
-    add("--test-directory", type=Path, default=CHECKOUT / DEFAULT_DIRECTORY, metavar="DIR", help=words)
+    words = "the tests (default: those of the suite)"
+    add("--test-directory", type=Path, default=TESTS, metavar="DIR", help=words)
     words = "mutants of which no test can tell that anything has changed (default: the project's list)"
     add("--equivalent", type=Path, default=EQUIVALENT, metavar="FILE", help=words)
     add = parser.add_argument_group("how").add_argument
@@ -87,8 +88,8 @@ def parse(argv: Sequence[str]) -> Options:
     words = "seconds of tests, by the map, that a mutant is given; the most specific tests come first (default: no end)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep what is known already, and try the rest")
-    words = f"where results go (default: {REPORTS}/mutants of the checkout)"
-    add("--output", type=Path, default=CHECKOUT / REPORTS / "mutants", metavar="DIR", help=words)
+    words = f"where results go (default: {REPORTS}/mutants)"
+    add("--output", type=Path, default=RunTests(TESTS, TESTS).reports / "mutants", metavar="DIR", help=words)
     given = parser.parse_args(argv)
     try:
         map = given.map or reaching.shipped(devices.torch_version() or "", reaching.SHIPPED)
