@@ -317,8 +317,9 @@ class TestReports(TreeCase):
         )
         fits(self, json.loads((second / "report.json").read_text()), schema("report"))
         page = (second / "report.html").read_text()
-        self.assertNotRegex(page, r"<script|<link|src=|@import|url\(")
-        for words in ("AssertionError: None", "lately", "<svg", "Slowest tests"):
+        self.assertNotRegex(page, r"<link|src=|@import|url\(")
+        self.assertEqual(page.count("<script"), 1)
+        for words in ("AssertionError: None", "lately", "<svg", "Slowest tests", "To repeat:"):
             self.assertIn(words, page)
         Balanced(self).feed(page)
 
@@ -396,10 +397,12 @@ class TestReports(TreeCase):
         arguments = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         folder = re.escape(str(self.root / "r"))
         says = [rf"(?m)^--report cannot be written: \[Errno 27\] File too large: '{folder}/report.\w+'$"]
-        self.check({"test_p": PASS}, arguments, passed=1, code=3, says=says, preexec_fn=small_files)
+        # Python 3.11 would leave the front part of a module's bytecode, and fail to read it ever after.
+        limited: dict[str, Any] = {"preexec_fn": small_files, "env": {"PYTHONDONTWRITEBYTECODE": "1"}}
+        self.check({"test_p": PASS}, arguments, passed=1, code=3, says=says, **limited)
         self.assertEqual(os.listdir(self.root / "xml"), ["test_p"])
         self.assertTrue((self.root / "test-reports/failed.json").exists())
-        self.check({"test_f": FAIL}, [*arguments, "--keep-going"], passed=1, failed=1, code=1, preexec_fn=small_files)
+        self.check({"test_f": FAIL}, [*arguments, "--keep-going"], passed=1, failed=1, code=1, **limited)
 
     def test_upstreams_layout(self):
         self.check({"a/test_x": PASS + body("pass")}, ["--save-xml", self.root / "xml"], passed=2)

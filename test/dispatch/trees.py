@@ -164,7 +164,7 @@ class Balanced(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("meta", "br", "!doctype"):
+        if tag not in ("meta", "br", "input", "!doctype"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

@@ -1,36 +1,349 @@
-"""``report.html``: one file without external resources, and without scripts."""
+"""``report.html``: what a run showed, for somebody who was not there."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.features import FEATURES, PASSED, features_of
 from torch_fsdp_tests.dispatch.junit import clean
+from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
+_REASONS = 1  # that a feature shows in the open
 
-_BAD = {state.value for state in State if state.is_bad}
-_KINDS = {"ok": "passed", "bad": "failed", "flaky": "flaky", "skip": "nothing executed"}
+# What is told apart on the page: the class and the mark of each.
+STATES = {
+    "passed": ("ok", "✓"),
+    "failed": ("bad", "✗"),
+    "flaky": ("warn", "↻"),
+    "known defect": ("warn", "!"),
+    "skipped": ("skip", "-"),
+    "not run": ("skip", "·"),
+}
+_KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky", "skipped": "nothing executed"}  # of the timeline
+_TOTALS = {"known defect": "show known defects", "flaky": "passed when run again"}
+VERDICTS = {
+    ExitStatus.OK: "passed",
+    ExitStatus.FAILED: "failed",
+    ExitStatus.NOTHING_RAN: "nothing ran",
+    ExitStatus.INTERRUPTED: "interrupted",
+}
 
 
-def _kind(file: Mapping[str, Any]) -> str:
+def state_of(test: Mapping[str, Any]) -> str:
+    """One of ``STATES``."""
+    outcome = State(test["outcome"])
+    if outcome.is_bad:
+        return "failed"
+    if test.get("flaky"):
+        return "flaky"
+    return "passed" if outcome in PASSED else outcome.value
+
+
+def mark(state: str) -> str:
+    """A character for a state, in its colour."""
+    kind, character = STATES[state]
+    return f'<span class="mark {kind}" title="{state}">{character}</span>'
+
+
+def _state_of_file(file: Mapping[str, Any]) -> str:
     if file["failed"]:
-        return "bad"
+        return "failed"
     if len(file["attempts"]) > 1:
         return "flaky"
-    return "ok" if any(State(test["outcome"]).is_executed for test in file["tests"]) else "skip"
+    return "passed" if any(State(test["outcome"]).is_executed for test in file["tests"]) else "skipped"
 
 
 def _name(file: Mapping[str, Any]) -> str:
     of = f" ({file['shard_id']} of {file['num_shards']})" if file["num_shards"] > 1 else ""
     return f"{file['file']}{of}"
+
+
+@functools.cache
+def _names_of_features(file: str, test: str) -> tuple[str, ...]:
+    return tuple(feature.name for feature in features_of(file, test))
+
+
+def _item(file: Mapping[str, Any], test: Mapping[str, Any], is_test: bool = False) -> str:
+    return page.item(state_of(test), _names_of_features(file["file"], test["test"]), is_test)
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def verdict(data: Mapping[str, Any]) -> tuple[str, str]:
+    """The verdict on a run in a word or two, and its class."""
+    words = VERDICTS.get(data["exit_code"], f"exit status {data['exit_code']}")
+    return words, "ok" if data["exit_code"] == ExitStatus.OK else "bad"
+
+
+def counts(data: Mapping[str, Any]) -> collections.Counter[str]:
+    """How many tests came out in which of ``STATES``."""
+    return collections.Counter(state_of(test) for file in data["files"] for test in file["tests"])
+
+
+def _lead(data: Mapping[str, Any]) -> str:
+    """The verdict in sentences."""
+    count = counts(data)
+    failed, ran = count["failed"], sum(count.values()) - count["skipped"] - count["not run"]
+    if failed:
+        files = sum(file["failed"] for file in data["files"])
+        told = [f"{failed:,} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
+    elif ran:
+        held = ran - count["known defect"]
+        told = [
+            f"All {plural(held, 'test')} that had to pass passed." if held > 1 else "The test that had to pass passed."
+        ]
+        told *= bool(held)
+    else:
+        told = ["No test was executed, so this run proves nothing."]
+    if count["known defect"]:
+        tests, defects = plural(count["known defect"], "test"), plural(len(data["known_defects"]), "known defect")
+        told.append(f"{tests} showed {defects} of this torch, as expected.")
+    if count["flaky"]:
+        told.append(f"{plural(count['flaky'], 'test')} passed only when run again.")
+    if count["skipped"]:
+        were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
+        told.append(f"{plural(count['skipped'], 'test')} {were} skipped; {their} given below.")
+    if count["not run"]:
+        told.append(f"{plural(count['not run'], 'test')} did not run, because something else ended first.")
+    return f"<p class=lead>{' '.join(told)}</p>"
+
+
+def hosts(data: Mapping[str, Any]) -> str:
+    """The machines, each with its ranks where a launcher spread them."""
+    told = [f"{name} ({ranks})" for name, ranks in (data.get("hosts") or {}).items()]
+    return ", ".join(told) or data.get("host") or ""
+
+
+def facts(data: Mapping[str, Any]) -> dict[str, str]:
+    """What was tested, where and when: titles and texts. What is not known is left out."""
+    suite, device = data.get("suite") or {}, data["device"]
+    if data.get("device_count"):
+        device = plural(data["device_count"], f"{device} device")
+        device += ", shared by several ranks" * bool(data["shared"])
+    sizes = sorted({test["world_size"] for file in data["files"] for test in file["tests"]} - {None})
+    ranks = " to ".join(map(str, dict.fromkeys([*sizes[:1], *sizes[-1:]])))
+    if data["ranks"] and sizes != [data["ranks"]]:
+        ranks = f"{ranks}{', ' * bool(ranks)}{data['ranks']} by default"
+    told = {
+        "torch": data["torch"],
+        "device": device,
+        "backend": data["backend"],
+        "ranks": ranks,
+        "hosts": hosts(data),
+        "lost": data.get("lost"),
+        "suite": " ".join(filter(None, [suite.get("version"), f"({suite['commit']})" if suite.get("commit") else ""])),
+        "Python": data["python"],
+        "system": data.get("system"),
+        "cores": str(data["cores"]),
+        "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
+        "tests selected": data.get("selection", "") or ("all" if "selection" in data else ""),
+        "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
+        "seed": str(data["seed"]),
+    }
+    return {title: str(value) for title, value in told.items() if value}
+
+
+def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The large numbers of a run."""
+    count = counts(data)
+    shown = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
+    boxes = [
+        (f"{count[state]:,}", _TOTALS.get(state, state), STATES[state][0] if count[state] else "none")
+        for state in shown
+    ]
+    return [*boxes, (page.seconds(data["seconds"]), "wall time", ""), (str(len(data["files"])), "files", "")]
+
+
+def title(data: Mapping[str, Any]) -> str:
+    return f"FSDP of torch {data['torch']} on {data['device']}"
+
+
+def _head(data: Mapping[str, Any]) -> str:
+    words, kind = verdict(data)
+    ways = collections.Counter(t["outcome"] for f in data["files"] for t in f["tests"] if State(t["outcome"]).is_bad)
+    told = ", ".join(f"{escape(way)}: {count}" for way, count in ways.most_common())
+    return (
+        f"<div class=kind>FSDP test report</div><h1>{page.text(title(data))}: <span class={kind}>{words}</span></h1>"
+        f"{_lead(data)}{page.sums(totals(data))}"
+        + (f"<p class=dim>{told}</p>" if ways.keys() - {State.FAILED.value} else "")
+        + (page.names("Files not started", data["not_started"]) if data["not_started"] else "")
+        + page.facts((title, page.text(value)) for title, value in facts(data).items())
+    )
+
+
+# --- what was tested --------------------------------------------------------------------------------------------------
+
+
+def state_of_feature(row: Mapping[str, Any]) -> str:
+    if row["failed"]:
+        return "failed"
+    if row["passed"] or row["known_defects"]:
+        return "passed" if row["passed"] else "known defect"
+    return "skipped" if row["skipped"] else "not run"
+
+
+def number(count: int, kind: str = "") -> str:
+    """A number of a table; nothing in place of 0."""
+    return f'<span class="{kind}">{count:,}</span>' if count else ""
+
+
+def _missing(reasons: Sequence[Mapping[str, Any]]) -> str:
+    told = []
+    for item in reasons:
+        amounts = [plural(item[what], what[:-1]) for what in ("tests", "subtests") if item[what]]
+        told.append(f"<li>{page.text(item['reason'])} <span class=dim>({', '.join(amounts)})</span></li>")
+    rest = told[_REASONS:]
+    more = page.folded(f"{plural(len(rest), 'more reason')}", f"<ul>{''.join(rest)}</ul>") if rest else ""
+    return f"<ul class=small>{''.join(told[:_REASONS])}</ul>{more}" if told else ""
+
+
+def grouped(rows: Iterable[Mapping[str, Any]], cells: Any) -> list[Row]:
+    """Rows of a table of features, each group of them below its name."""
+    told = []
+    for group, its in itertools.groupby(rows, key=lambda row: row["group"]):
+        told.append(Row([escape(group)]))
+        told += [Row(cells(row)) for row in its]
+    return told
+
+
+def feature_name(row: Mapping[str, Any]) -> str:
+    name = page.sought(f"<b>{escape(row['name'])}</b>", feature=row["name"])
+    return f"{name}<div class='dim small'>{escape(row['about'])}</div>"
+
+
+def _features(data: Mapping[str, Any]) -> str:
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        kinds = {"ok": row["passed"], "bad": row["failed"], "warn": row["known_defects"]}
+        return [
+            f"{mark(state_of_feature(row))}<div class=what>{feature_name(row)}</div>",
+            page.parts(kinds | {"skip": row["skipped"] + row["not_run"]}),
+            number(row["passed"]),
+            page.sought(number(row["failed"], "bad"), feature=row["name"], state="failed") if row["failed"] else "",
+            number(row["known_defects"], "warn"),
+            number(row["skipped"]),
+            _missing(row["missing"]),
+        ]
+
+    columns = [("feature", "f"), ("", "b"), ("passed", "n"), ("failed", "n"), ("known defects", "n"), ("skipped", "n")]
+    table = page.table([*columns, ("what was missing", "m")], grouped(data["features"], cells), stack=True)
+    words = (
+        "✓ every test came out as it should; ✗ a test failed; - nothing was executed. Tests that show a known defect "
+        "of torch fail as expected and are counted apart. A test may count for several features."
+    )
+    return f"<p class=dim>{words}</p>{table}" if table else ""
+
+
+def _capabilities(data: Mapping[str, Any]) -> str:
+    found = data.get("capabilities")
+    if found is None:
+        return ""
+    lines = [
+        f"<li>{mark('passed' if name in found else 'skipped')}<code>{escape(name)}</code>"
+        f"<span class=dim>{escape(CAPABILITIES.get(name, ''))}</span></li>"
+        for name in dict.fromkeys([*sorted(CAPABILITIES, key=lambda name: name not in found), *found])
+    ]
+    device = page.text(" with ".join(filter(None, [data["device"], data["backend"]])))
+    words = f"What {device} was found to be capable of (✓) and what not (-). Tests that need more are skipped."
+    return f"<p class=dim>{words}</p><ul class=has>{''.join(lines)}</ul>"
+
+
+def defects_table(defects: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for defect in defects:
+        links = " ".join(
+            f'<a href="{escape(link)}">#{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]
+        )
+        tests = [name.partition("::")[::2] for name in defect["tests"]]
+        about = dict.fromkeys(name for test in tests for name in _names_of_features(*test))
+        shown = page.folded(plural(len(tests), "test"), "<br>".join(map(page.code, defect["tests"])))
+        cells = [
+            f"{escape(defect['title'])}<br>{page.code(defect['id'])} {links}",
+            escape(defect["consequence"]),
+            shown,
+        ]
+        rows.append(Row(cells, page.item("known defect", about)))
+    return page.table([("defect", ""), ("consequence", "c"), ("shown by", "c")], rows, stack=True)
+
+
+# --- what went wrong --------------------------------------------------------------------------------------------------
+
+
+def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
+    """One test: its state and why, a row for each of its ranks, and everything that was raised."""
+    phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
+    head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {page.code(test["test"])}'
+    ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
+    titles, *rows = rank_rows(ranks) or [()]
+    columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
+    table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
+    table = f"<div class=scroll tabindex=0>{table}</div>" if table else ""
+    told = clean(tell(ranks, test["text"]))
+    repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
+    inside = f"<p>{page.text(test['reason'])}</p>{table}{page.pre(told) if told else ''}{repeat}"
+    return page.folded(head, inside, is_open=True, attributes=_item(file, test))
+
+
+def _failures(data: Mapping[str, Any]) -> str:
+    parts = []
+    for file in data["files"]:
+        bad = [test for test in file["tests"] if State(test["outcome"]).is_bad]
+        if not bad:
+            continue
+        last = file["attempts"][-1]
+        attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
+        parts.append(f"<div {page.HOLDER}>")
+        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
+        parts += [_failure(file, test) for test in bad]
+        left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
+        if left:
+            parts.append(page.names("Not reached", left))
+        parts.append(page.folded("whole output of the file", page.pre(last["output"])))
+        parts.append("</div>")
+    return "".join(parts)
+
+
+def _flaky(data: Mapping[str, Any]) -> str:
+    parts = []
+    for file in data["files"]:
+        names = [test["test"] for test in file["tests"] if test["flaky"]]
+        if not names and (file["failed"] or len(file["attempts"]) == 1):
+            continue
+        first = file["attempts"][0]
+        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{len(file['attempts'])} attempts</span></h3>")
+        parts += [page.names("Passed only when run again", names)] * bool(names)
+        parts.append(page.folded(f"output of the first attempt ({escape(first['ending'])})", page.pre(first["output"])))
+    return "".join(parts)
+
+
+def _skips(data: Mapping[str, Any]) -> str:
+    rows = [[number(item["tests"]), number(item["subtests"]), page.text(item["reason"])] for item in data["skips"]]
+    return page.table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows)
+
+
+def _notes(data: Mapping[str, Any]) -> str:
+    """What is no verdict: leaks, stale entries of lists."""
+    notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
+    notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
+    notes += [("lists", remark) for remark in data["list_remarks"]]
+    rows = [[page.code(about), page.text(note)] for about, note in dict.fromkeys(notes)]
+    return page.table([("about", ""), ("note", "")], rows, stack=True)
+
+
+# --- where the time went, and every test ------------------------------------------------------------------------------
 
 
 def _timeline(data: Mapping[str, Any]) -> str:
@@ -52,7 +365,7 @@ def _timeline(data: Mapping[str, Any]) -> str:
     for file in data["files"]:
         for attempt in file["attempts"]:
             x, width = _LEFT + attempt["began"] * scale, max(2.0, (attempt["ended"] - attempt["began"]) * scale - 1)
-            kind = "bad" if attempt["failed"] else _kind(file)
+            kind = STATES["failed" if attempt["failed"] else _state_of_file(file)][0]
             name = _name(file).rpartition("/")[2].removeprefix("test_")
             title = escape(f"{_name(file)}: {page.seconds(attempt['ended'] - attempt['began'])}, {attempt['ending']}")
             for slot in attempt["slots"]:
@@ -68,54 +381,11 @@ def _timeline(data: Mapping[str, Any]) -> str:
                 parts.append("</g>")
     label = "Timeline of slots and the files on them"
     key = "".join(
-        f'<span><span class="{kind}" aria-hidden=true>■</span> {words}</span>' for kind, words in _KINDS.items()
+        f'<span><span class="{STATES[state][0]}" aria-hidden=true>■</span> {words}</span>'
+        for state, words in _KEY.items()
     )
     svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f"<div class=scroll tabindex=0>{svg}</div><div class='dim key'>{key}</div>"
-
-
-def _failure(test: Mapping[str, Any]) -> str:
-    """One test: its state and why, a row for each of its ranks, and everything that was raised."""
-    phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
-    head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {page.code(test["test"])}'
-    ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
-    titles, *rows = rank_rows(ranks) or [()]
-    columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
-    table = page.table(columns, [[escape(clean(cell)) for cell in row] for row in rows])
-    text = clean(tell(ranks, test["text"]))
-    text = f"<pre tabindex=0>{escape(text)}</pre>" if text else ""
-    return page.folded(head, f"<p>{escape(clean(test['reason']))}</p>{table}{text}", is_open=True)
-
-
-def _failures(data: Mapping[str, Any]) -> str:
-    parts = []
-    for file in data["files"]:
-        bad = [test for test in file["tests"] if test["outcome"] in _BAD]
-        if not bad:
-            continue
-        last = file["attempts"][-1]
-        attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
-        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
-        parts += [_failure(test) for test in bad]
-        left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
-        if left:
-            parts.append(page.names("Not reached", left))
-        parts.append(page.folded("whole output of the file", f"<pre tabindex=0>{escape(clean(last['output']))}</pre>"))
-    return "".join(parts)
-
-
-def _flaky(data: Mapping[str, Any]) -> str:
-    parts = []
-    for file in data["files"]:
-        names = [test["test"] for test in file["tests"] if test["flaky"]]
-        if not names and (file["failed"] or len(file["attempts"]) == 1):
-            continue
-        first = file["attempts"][0]
-        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{len(file['attempts'])} attempts</span></h3>")
-        parts += [page.names("Passed only when run again", names)] * bool(names)
-        words = f"output of the first attempt ({escape(first['ending'])})"
-        parts.append(page.folded(words, f"<pre tabindex=0>{escape(clean(first['output']))}</pre>"))
-    return "".join(parts)
 
 
 def _slowest(data: Mapping[str, Any]) -> str:
@@ -123,113 +393,73 @@ def _slowest(data: Mapping[str, Any]) -> str:
     slowest = sorted(tests, key=lambda item: -item[1]["seconds"])[:_SLOWEST]
     longest = max((test["seconds"] for _, test in slowest), default=0.0)
     rows = [
-        [
-            f"{page.code(test['test'])}<br><span class=dim>{escape(_name(file))}</span>",
-            str(test["subtests"] or ""),
-            page.seconds(test["seconds"]),
-            page.bar(test["seconds"], longest),
-        ]
+        Row(
+            [
+                f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>",
+                number(test["subtests"]),
+                number(test["world_size"] or 0),
+                page.seconds(test["seconds"]),
+                page.bar(test["seconds"], longest),
+            ],
+            _item(file, test),
+        )
         for file, test in slowest
     ]
-    return page.table([("test", ""), ("subtests", "n wide"), ("time", "n"), ("", "b")], rows)
+    return page.table([("test", ""), ("subtests", "n wide"), ("ranks", "n wide"), ("time", "n"), ("", "b")], rows)
 
 
-def _skips(data: Mapping[str, Any]) -> str:
-    rows = [
-        [str(item["tests"] or ""), str(item["subtests"] or ""), escape(clean(item["reason"]))] for item in data["skips"]
-    ]
-    return page.table([("tests", "n"), ("subtests", "n"), ("reason", "")], rows)
+def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
+    """A line of the list of all tests."""
+    details = [plural(test["subtests"], "subtest")] * bool(test["subtests"])
+    details += [plural(test["world_size"], "rank")] * bool(test["world_size"])
+    why = f"<span class=why>{page.text(test['reason'])}</span>" if test["reason"] else ""
+    told = f"<span class='dim small'>{', '.join(details)}</span>" if details else ""
+    return (
+        f"<li {_item(file, test, is_test=True)}>{mark(state_of(test))}<span class=what>{page.code(test['test'])} "
+        f"{told}{why}</span><span class=time>{page.seconds(test['seconds'])}</span></li>"
+    )
 
 
-def _defects(defects: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [
-            page.code(defect["id"]),
-            escape(defect["title"]),
-            escape(defect["consequence"]),
-            " ".join(f'<a href="{escape(link)}">{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]),
-            "<br>".join(map(page.code, defect["tests"])),
-        ]
-        for defect in defects
-    ]
-    return page.table([("id", ""), ("title", ""), ("consequence", ""), ("upstream", ""), ("tests", "")], rows)
-
-
-def _notes(data: Mapping[str, Any]) -> str:
-    """What is no verdict: leaks, stale entries of lists."""
-    notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
-    notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
-    notes += [("lists", remark) for remark in data["list_remarks"]]
-    rows = [[page.code(about), escape(clean(note))] for about, note in dict.fromkeys(notes)]
-    return page.table([("about", ""), ("note", "")], rows)
-
-
-def _files(data: Mapping[str, Any]) -> str:
-    def took(file: Mapping[str, Any]) -> float:
-        return sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])
-
-    longest = max(map(took, data["files"]), default=0.0)
-    rows = []
+def _tests(data: Mapping[str, Any]) -> str:
+    """Every test, file by file. The name of the file is part of each line for the filter, but is not shown again."""
+    parts = []
     for file in data["files"]:
-        outcomes = [test["outcome"] for test in file["tests"]]
-        kind = _kind(file)
-        left_out = sum(not State(outcome).is_executed for outcome in outcomes)
-        rows.append(
-            [
-                f'<span class="{kind}" title="{_KINDS[kind]}">●</span>&nbsp;{page.code(_name(file))}',
-                str(len(outcomes)),
-                f"<span class=bad>{count}</span>" if (count := sum(o in _BAD for o in outcomes)) else "",
-                str(left_out or ""),
-                page.seconds(took(file)),
-                page.seconds(file["estimate"]) if file["estimate"] is not None else "unknown",
-                page.bar(took(file), longest),
-            ]
+        count = collections.Counter(map(state_of, file["tests"]))
+        took = sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])
+        expected = f' title="{page.seconds(file["estimate"])} expected"' if file["estimate"] is not None else ""
+        amounts = [
+            (number(count["failed"], "bad"), "failed"),
+            (number(count["known defect"], "warn"), "known defect"),
+            (number(count["skipped"] + count["not run"]), "skipped"),
+        ]
+        told = "".join(f'<span class="n wide small">{amount} {what}</span>' for amount, what in amounts if amount)
+        head = (
+            f"{mark(_state_of_file(file))}<span class=what>{page.code(_name(file))}</span>{told}"
+            f'<span class="n small">{plural(len(file["tests"]), "test")}</span>'
+            f'<span class="n dim small"{expected}>{page.seconds(took)}</span>'
         )
-    columns = [("file", ""), ("tests", "n"), ("failed", "n"), ("not executed", "n wide"), ("time", "n")]
-    return page.table([*columns, ("estimate", "n wide"), ("", "b")], rows)
-
-
-def _sums(data: Mapping[str, Any]) -> str:
-    tests = [test for file in data["files"] for test in file["tests"]]
-    flaky = sum(test["flaky"] for test in tests)
-    not_run = sum(test["outcome"] == State.NOT_RUN for test in tests)
-    sums = [(data["passed"], "passed", "ok"), (data["failed"], "failed", "bad"), (data["skipped"], "skipped", "skip")]
-    sums += [(flaky, "flaky", "flaky")] * bool(flaky) + [(not_run, "not reached", "bad")] * bool(not_run)
-    boxes = "".join(f'<div><b class="{kind if count else "dim"}">{count}</b>{word}</div>' for count, word, kind in sums)
-    ways = collections.Counter(test["outcome"] for test in tests if test["outcome"] in _BAD)
-    if ways.keys() - {State.FAILED.value}:
-        boxes += f"<div class=dim>{'<br>'.join(f'{escape(way)}: {count}' for way, count in ways.most_common())}</div>"
-    plural = "file" if len(data["files"]) == 1 else "files"
-    files = f"<div><b>{len(data['files'])}</b>{plural}</div>"
-    return f"{boxes}<div><b>{page.seconds(data['seconds'])}</b>wall time</div>{files}"
+        lines = "".join(_test(file, test) for test in file["tests"])
+        about = f'class=file {page.HOLDER}="{escape(file["file"])}"'
+        parts.append(page.folded(head, f"<ul class=tests>{lines}</ul>", attributes=about))
+    return "".join(parts)
 
 
 def render(data: Mapping[str, Any]) -> str:
-    about = [f"torch {data['torch']}", f"Python {data['python']}", f"device {data['device']}"]
-    about += [f"{name} {data[name]}" for name in ("backend", "ranks") if data[name]]
-    about += ["devices shared" if data["shared"] else "devices not shared", f"{data['cores']} cores"]
-    about += [f"seed {data['seed']}", f"shard {data['shard']} of {data['num_shards']}"]
-    verdict = {
-        ExitStatus.OK: ("passed", "ok"),
-        ExitStatus.FAILED: ("failed", "bad"),
-        ExitStatus.NOTHING_RAN: ("nothing ran", "bad"),
-        ExitStatus.INTERRUPTED: ("interrupted", "bad"),
-    }
-    words, kind = verdict.get(data["exit_code"], (f"exit status {data['exit_code']}", "bad"))
-    body = [f"<h1>FSDP test run: <span class={kind}>{words}</span></h1>"]
-    body += [f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{_sums(data)}</div>"]
-    if data["not_started"]:
-        body.append(page.names("Files not started", data["not_started"]))
-    sections = {
-        "Timeline": _timeline(data),
-        "Failures": _failures(data),
-        "Flaky: failed, then passed in a new process": _flaky(data),
-        "Known defects of this torch": _defects(data["known_defects"]),
-        "Repaired in this torch": _defects(data["repaired_defects"]),
-        "Slowest tests": _slowest(data),
-        "Skipped, by reason": _skips(data),
-        "Notes": _notes(data),
-        "Files": _files(data),
-    }
-    body += [f"<h2>{title}</h2>{section}" for title, section in sections.items() if section]
-    return page.document("FSDP test run", body)
+    """The page of a run, from its ``report.json``."""
+    present = counts(data)
+    names = {row["name"] for row in data["features"]}
+    filters = page.filters([state for state in STATES if present[state]], [f.name for f in FEATURES if f.name in names])
+    parts = [
+        Section("Features", _features(data)),
+        Section("Capabilities", _capabilities(data)),
+        Section("Repaired in this torch", defects_table(data["repaired_defects"]), holds_items=True),
+        Section("Failures", _failures(data), present["failed"], holds_items=True),
+        Section("Flaky", _flaky(data)),
+        Section("Known defects of this torch", defects_table(data["known_defects"]), len(data["known_defects"]), True),
+        Section("Skipped, by reason", _skips(data)),
+        Section("Notes", _notes(data)),
+        Section("Timeline", _timeline(data)),
+        Section("Slowest tests", _slowest(data), holds_items=True),
+        Section("Tests", _tests(data), sum(present.values()), holds_items=True),
+    ]
+    return page.document(f"{title(data)}: {verdict(data)[0]}", [_head(data), page.sections(parts, filters)])

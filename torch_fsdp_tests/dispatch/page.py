@@ -1,79 +1,196 @@
-"""What all pages of results have in common: each is one file without external resources, and without scripts."""
+"""What all pages of results have in common.
+
+Each page is one file without external resources. Scripts only filter: without them everything is there to read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+from urllib.parse import urlencode
 
 from torch_fsdp_tests.dispatch.junit import clean
 
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1c2330;--dim:#5d6778;--line:#d9dee7;--paper:#fff;--panel:#f5f7fa;--ok:#23774a;
---bad:#b92b36;--skip:#6b7687;--flaky:#9a6200;--on:#fff}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--dim:#a3adbd;--line:#343c4a;--paper:#14181f;--panel:#1c222c;
---ok:#5cc48c;--bad:#ff7b84;--skip:#98a2b3;--flaky:#e5ad4d;--on:#10141a}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:1180px;padding:28px 24px 60px;background:var(--paper);
-color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:36px 0 10px}h3{font-size:15px;margin:20px 0 8px}
-p{margin:8px 0}.dim{color:var(--dim)}.ok{color:var(--ok)}.bad{color:var(--bad)}.skip{color:var(--skip)}
-.flaky{color:var(--flaky)}code,h3{overflow-wrap:anywhere}
-.sums{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}
-.sums div{background:var(--panel);border-radius:8px;padding:10px 18px;min-width:110px}
-.sums b{display:block;font-size:24px;line-height:1.2}
-table{border-collapse:collapse;width:100%}
-td,th{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
-td:last-child,th:last-child{padding-right:0}th{color:var(--dim);font-weight:500}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;width:1%}
-td.b{width:180px}.bar{background:var(--dim);height:9px;border-radius:3px;display:block;margin-top:7px;opacity:.6}
-code,pre{font:13px/1.45 ui-monospace,monospace}
-pre{background:var(--panel);border-radius:8px;padding:12px;margin:8px 0 0;overflow:auto;max-height:420px;
-white-space:pre-wrap;overflow-wrap:anywhere}
-details{margin:6px 0;border:1px solid var(--line);border-radius:8px;padding:8px 12px}summary{cursor:pointer}
-.scroll{overflow-x:auto}svg{width:100%;min-width:720px;height:auto;display:block}
-svg text{font:11px system-ui,sans-serif;fill:var(--dim)}svg .name{fill:var(--on)}svg .grid{stroke:var(--line)}
-.key>span{margin-right:16px;white-space:nowrap}
-@media(max-width:640px){body{padding:18px 14px 40px}.b,.wide{display:none}.sums{gap:8px}
-.sums div{padding:8px 12px;min-width:88px}.sums b{font-size:20px}td,th{padding-right:10px}}
-"""
+_DATA = Path(__file__).parent / "data"
 _FEW = 30  # names that are listed in the open; more are folded away
+_MOST = 20_000  # characters of one text that a page shows
 
 
 def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
-def code(text: str) -> str:
-    return f"<code>{escape(clean(text))}</code>"
+def text(value: object) -> str:
+    """Any value as text of HTML."""
+    return escape(clean(str(value)))
 
 
-def folded(summary: str, inside: str, is_open: bool = False) -> str:
-    return f"<details{' open' * is_open}><summary>{summary}</summary>{inside}</details>"
+def code(value: str) -> str:
+    return f"<code>{text(value)}</code>"
+
+
+def pre(value: str) -> str:
+    """A text of several lines. Of a long one the end is shown, which is where the cause mostly stands."""
+    value = clean(value)
+    note = ""
+    if len(value) > _MOST:
+        note = f"<p class='dim small'>The last {_MOST:,} of {len(value):,} characters; the JSON file has all.</p>"
+    return f"{note}<pre tabindex=0>{escape(value[-_MOST:])}</pre>"
+
+
+def command(value: str) -> str:
+    """A command in one line."""
+    return f"<pre class=command tabindex=0>{text(value)}</pre>"
+
+
+def folded(summary: str, inside: str, is_open: bool = False, attributes: str = "") -> str:
+    return f"<details{' open' * is_open} {attributes}><summary>{summary}</summary>{inside}</details>"
 
 
 def names(what: str, names: Sequence[str]) -> str:
     """A list of names in one paragraph, folded away when it is long."""
-    text = code(", ".join(names))
-    return f"<p>{what}: {text}</p>" if len(names) <= _FEW else folded(f"{what}: {len(names)}", text)
+    listed = code(", ".join(names))
+    return f"<p>{what}: {listed}</p>" if len(names) <= _FEW else folded(f"{what}: {len(names)}", listed)
 
 
-def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> str:
-    """Columns are given by title and class; cells are HTML. Nothing where there are no rows."""
-    kinds = [kind for _, kind in columns]
+def item(state: str = "", features: Iterable[str] = (), is_test: bool = False) -> str:
+    """The attributes of an element that the filter may hide. Only tests are counted, each of them once on a page."""
+    told = {"item": "test" if is_test else "more", "state": state, "features": "|".join(features)}
+    return " ".join(f'data-{name}="{escape(value)}"' for name, value in told.items() if value)
+
+
+HOLDER = "data-holder"  # the attribute of an element that is hidden with the last item in it
+
+
+def sought(words: str, **wanted: str) -> str:
+    """Words that become a link to what the filter finds, where scripts run."""
+    return f'<span data-sought="{escape(urlencode(wanted))}">{words}</span>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a table, with attributes. A single cell is the heading of the rows below it."""
+
+    cells: Sequence[str]
+    attributes: str = ""
+
+
+def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str] | Row], stack: bool = False) -> str:
+    """Columns are given by title and class; cells are HTML. Nothing where there are no rows.
+
+    On a phone the cells of a ``stack`` stand below each other, numbers with the titles of their columns.
+    """
     head = "".join(f'<th class="{kind}">{escape(title)}</th>' for title, kind in columns)
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>" if body else ""
+    body = "".join(_row(columns, row if isinstance(row, Row) else Row(row), stack) for row in rows)
+    kind = " class=stack" * stack
+    return f"<table{kind}><tbody><tr class=head>{head}</tr>{body}</tbody></table>" if body else ""
+
+
+def _row(columns: Sequence[tuple[str, str]], row: Row, stack: bool) -> str:
+    if len(row.cells) == 1:
+        return f'<tr class="group" {row.attributes}><th colspan={len(columns)}>{row.cells[0]}</th></tr>'
+    cells = [
+        f'<td class="{kind}"{_title(title, cell) if stack and kind.startswith("n") else ""}>{cell}</td>'
+        for (title, kind), cell in zip(columns, row.cells, strict=True)
+    ]
+    return f"<tr{f' {row.attributes}' if row.attributes else ''}>{''.join(cells)}</tr>"
+
+
+def _title(title: str, cell: str) -> str:
+    return f' data-title="{escape(title)}"' if cell else ""
 
 
 def bar(value: float, longest: float) -> str:
-    return f'<span class=bar style="width:{max(1, 180 * value / (longest or 1)):.0f}px"></span>'
+    return f'<span class=bar style="width:{max(1.0, 100 * value / (longest or 1)):.0f}%"></span>'
+
+
+def parts(counts: Mapping[str, int]) -> str:
+    """A bar of the parts of a whole, each given by its class."""
+    return (
+        "<span class=parts aria-hidden=true>"
+        + "".join(f'<i class={kind} style="flex-grow:{count}"></i>' for kind, count in counts.items() if count)
+        + "</span>"
+    )
+
+
+def sums(boxes: Iterable[tuple[str, str, str]]) -> str:
+    """The large numbers of a head: the number, what it counts, and its class."""
+    told = "".join(f"<div><b{f' class={kind}' * bool(kind)}>{number}</b>{words}</div>" for number, words, kind in boxes)
+    return f"<div class=sums>{told}</div>"
+
+
+def facts(told: Iterable[tuple[str, str]]) -> str:
+    """What is known of a run: titles, and values in HTML. A long value has a line of its own."""
+    return (
+        "<dl class=facts>"
+        + "".join(
+            f"<div{' class=long' * (len(value) > 90)}><dt>{escape(title)}</dt><dd>{value}</dd></div>"
+            for title, value in told
+        )
+        + "</dl>"
+    )
+
+
+def filters(states: Iterable[str], features: Iterable[str] = (), things: str = "tests") -> str:
+    """The fields of the filter. It is hidden where scripts do not run."""
+    selects = [_select("state", "all states", states), _select("feature", "all features", features)]
+    return (
+        f"<div class=filter role=search data-things={things} hidden><input name=find type=search autocomplete=off "
+        f'aria-label="Find {things}" placeholder="Find {things}: words of names, files, reasons">{"".join(selects)}'
+        "<button type=button hidden>Show all</button><output></output></div>"
+    )
+
+
+def _select(name: str, everything: str, values: Iterable[str]) -> str:
+    options = "".join(f"<option>{escape(value)}</option>" for value in values)
+    first = f'<option value="">{everything}</option>'
+    return f'<select name={name} aria-label="{name}">{first}{options}</select>' if options else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a page under a heading. One that holds items is hidden while the filter finds nothing in it."""
+
+    title: str
+    content: str
+    count: int | None = None
+    holds_items: bool = False
+
+    @property
+    def id(self) -> str:
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
+
+    @property
+    def heading(self) -> str:
+        return escape(self.title) + (f"<span class=count> {self.count:,}</span>" if self.count is not None else "")
+
+
+def sections(told: Iterable[Section], before: str = "") -> str:
+    """The sections that have something to show, below a list of them; ``before`` stands between."""
+    full = [section for section in told if section.content]
+    links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in full)
+    return f'<nav aria-label="Sections">{links}</nav>{before}' + "".join(
+        f'<section id="{section.id}"{f" {HOLDER}" * section.holds_items}>'
+        f"<h2>{section.heading}</h2>{section.content}</section>"
+        for section in full
+    )
 
 
 def document(title: str, body: Iterable[str]) -> str:
-    """The whole file, of pieces of HTML."""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    """The whole file, of pieces of HTML. Browsers are told to load nothing, and to run no script but the filter's."""
+    style, script = (_DATA.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{escape(title)}</title>'
+    )
     return (
-        f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<!doctype html>\n<html lang=en><head>{head}<style>\n{style}</style></head>\n"
+        f"<body>{''.join(body)}<script>{script}</script></body></html>\n"
     )

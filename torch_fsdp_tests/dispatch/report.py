@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import platform
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import __version__, installation
-from torch_fsdp_tests.dispatch import devices, html_report
+from torch_fsdp_tests.dispatch import devices, features, html_report
 from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.console import repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State
 
-VERSION = 2
+VERSION = 3
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # while the run goes on, and for ever when it is killed
 SHARE = 20  # of the time between two of these, one part in so many may go into writing one
@@ -24,15 +28,22 @@ SHARE = 20  # of the time between two of these, one part in so many may go into 
 
 def as_json(results: Results) -> dict[str, Any]:
     facts, run = results.facts(), results.run
+    files = [_file(run, file) for file in sorted(results.files, key=lambda file: file.job.key)]
     return {
         "version": VERSION,
         "suite": {"version": __version__, "commit": installation.commit()},
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "host": platform.node(),
+        "selection": _selection(run),
         "torch": facts.get("torch"),
         "python": platform.python_version(),
         "device": facts.get("device"),
         "backend": facts.get("backend"),
         "ranks": facts.get("ranks"),
         "shared": bool(facts.get("shared", False)),
+        "device_count": facts.get("device_count"),
+        "capabilities": facts.get("capabilities"),
         "cores": devices.cores(),
         "seed": run.seed,
         "shard": run.shard,
@@ -46,13 +57,22 @@ def as_json(results: Results) -> dict[str, Any]:
         "not_started": results.not_started,
         "known_defects": results.known_defects(),
         "repaired_defects": results.repaired_defects(),
+        "features": features.summary(files),
         "skips": results.skips(),
         "list_remarks": results.list_remarks(),
-        "files": [_file(file) for file in sorted(results.files, key=lambda file: file.job.key)],
+        "files": files,
     }
 
 
-def _file(file: FileResult) -> dict[str, Any]:
+def _selection(run: RunTests) -> str:
+    """The options that selected the tests, as they were given; empty where all tests were meant."""
+    lists = {"-i": run.include, "-x": run.exclude, "-k": run.patterns, "--reaching": run.reaching}
+    words = [word for option, values in lists.items() for value in values for word in (option, value)]
+    flags = {"--distributed-tests": run.distributed_only, "--failed": run.failed_only, "--changed": run.changed}
+    return shlex.join([*words, *(flag for flag, is_set in flags.items() if is_set)])
+
+
+def _file(run: RunTests, file: FileResult) -> dict[str, Any]:
     flaky = set(file.flaky())
     return {
         "file": file.job.part.name,
@@ -61,7 +81,7 @@ def _file(file: FileResult) -> dict[str, Any]:
         "estimate": file.job.part.time,
         "failed": file.is_bad,
         "attempts": [_attempt(attempt, file.is_bad or file.is_flaky) for attempt in file.attempts],
-        "tests": [_test(test, test.name in flaky) for test in file.tests()],
+        "tests": [_test(run, file, test, test.name in flaky) for test in file.tests()],
     }
 
 
@@ -78,7 +98,7 @@ def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
     }
 
 
-def _test(test: TestResult, flaky: bool) -> dict[str, Any]:
+def _test(run: RunTests, file: FileResult, test: TestResult, flaky: bool) -> dict[str, Any]:
     return {
         "test": test.name,
         "scope": test.scope.value,
@@ -94,7 +114,12 @@ def _test(test: TestResult, flaky: bool) -> dict[str, Any]:
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),
+        "repeat": _repeat(run, file, test) if test.outcome.is_bad else "",
     }
+
+
+def _repeat(run: RunTests, file: FileResult, test: TestResult) -> str:
+    return repeat_command(run, file.job.part.name, file.attempts[-1].facts, test.rerun_name)
 
 
 def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -127,6 +152,7 @@ class Unfinished:
     """Keeps the data of the files that have ended so far, so that a run that is killed does not lose them."""
 
     def __init__(self, folder: Path) -> None:
+        installation.commit()  # asked before the first test runs, so that no process of git runs beside the tests
         self._path = folder / UNFINISHED
         self._next = 0.0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.page import Section
 from torch_fsdp_tests.mutants import findings as found
 from torch_fsdp_tests.mutants.findings import Finding, Outcome, Row
 from torch_fsdp_tests.mutants.operators import OPERATORS
@@ -85,62 +86,86 @@ def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return page.table([(title, ""), *((outcome.value, "n") for outcome in Outcome), ("share noticed", "n")], cells)
+    return page.table(
+        [(title, ""), *((outcome.value, "n") for outcome in Outcome), ("share noticed", "n")], cells, stack=True
+    )
 
 
 def _mutant(entry: Mapping[str, Any]) -> str:
     """One that was missed: what is changed where, which tests ran, and the command that repeats it."""
     tests = entry.get("tests", ())
-    parts = [f"<div class=dim>{escape(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
-    parts.append(f"<pre tabindex=0>{escape(entry.get('change', ''))}</pre>")
+    parts = [f"<div class=dim>{page.text(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
+    parts.append(page.pre(entry.get("change", "")))
     parts += [f"<p>{escape(why)}</p>" for why in filter(None, [entry.get("why")])]
     if tests:
         more = f"\n... and {len(tests) - _SHOWN} more" if len(tests) > _SHOWN else ""
         names = "\n".join(tests[:_SHOWN]) + more
-        parts.append(page.folded(f"{len(tests)} tests ran", f"<pre tabindex=0>{escape(names)}</pre>"))
-    parts.append(f"<pre tabindex=0>{escape(entry['repeat'])}</pre>")
+        parts.append(page.folded(f"{len(tests)} tests ran", page.pre(names)))
+    parts.append(page.command(entry["repeat"]))
     about = escape(_KINDS.get(entry["operator"], ""))
     head = f"{page.code(entry['id'])} <span class=dim>{about}</span>"
-    return page.folded(head, "".join(parts), is_open=entry["outcome"] == Outcome.MISSED)
+    attributes = page.item(entry["outcome"], is_test=True)
+    return page.folded(head, "".join(parts), is_open=entry["outcome"] == Outcome.MISSED, attributes=attributes)
 
 
 def _noticed(entries: Iterable[Mapping[str, Any]]) -> str:
     rows = [
-        [page.code(e["id"]), page.code(e.get("by", "")), escape(e.get("how", "")), page.seconds(e.get("seconds", 0.0))]
+        page.Row(
+            [
+                page.code(e["id"]),
+                page.code(e.get("by", "")),
+                escape(e.get("how", "")),
+                page.seconds(e.get("seconds", 0.0)),
+            ],
+            page.item(e["outcome"], is_test=True),
+        )
         for e in entries
     ]
-    table = page.table([("mutant", ""), ("noticed by", ""), ("how", ""), ("time", "n")], rows)
-    return page.folded(f"{len(rows)} mutants", table) if rows else ""
+    table = page.table([("mutant", ""), ("noticed by", ""), ("how", ""), ("time", "n")], rows, stack=True)
+    return page.folded(f"{len(rows)} mutants", table, attributes=page.HOLDER) if rows else ""
+
+
+def _head(data: Mapping[str, Any]) -> str:
+    """What share of the mutants was noticed, of what, and where."""
+    kinds = {Outcome.NOTICED: "ok", Outcome.MISSED: "bad", Outcome.UNDECIDED: "warn"}
+    boxes = [
+        (str(data[outcome.value]), outcome.value, kinds.get(outcome, "skip") if data[outcome.value] else "none")
+        for outcome in Outcome
+    ]
+    if data["median_seconds"] is not None:
+        boxes.append((page.seconds(data["median_seconds"]), "until half were noticed", ""))
+    about = {name: page.text(data[name]) for name in ("torch", "device", "package")}
+    about["Python"] = page.text(data["python"])
+    tried = len(data["mutants"])
+    rest = (
+        f"<p>{tried} of {data['selected']} mutants were tried; --resume goes on.</p>"
+        if tried < data["selected"]
+        else ""
+    )
+    return (
+        f"<div class=kind>Mutants of FSDP</div><h1>Changes to FSDP: {_percent(data['share']) or 'nothing'} noticed</h1>"
+        f"{page.sums(boxes)}{page.facts(about.items())}{rest}"
+    )
 
 
 def render(data: Mapping[str, Any]) -> str:
+    """The page of a run over mutants, from its data."""
     by_outcome = {outcome: [e for e in data["mutants"] if e["outcome"] == outcome.value] for outcome in Outcome}
-    about = [f"torch {data['torch']}", f"Python {data['python']}", f"device {data['device']}", data["package"]]
-    share = _percent(data["share"]) or "nothing"
-    kinds = {Outcome.NOTICED: "ok", Outcome.MISSED: "bad", Outcome.UNDECIDED: "flaky"}
-    boxes = [(str(data[outcome.value]), outcome.value, kinds.get(outcome, "skip")) for outcome in Outcome]
-    if data["median_seconds"] is not None:
-        boxes.append((page.seconds(data["median_seconds"]), "until half were noticed", ""))
-    sums = "".join(f'<div><b class="{"dim" if n == "0" else kind}">{n}</b>{words}</div>' for n, words, kind in boxes)
-    body = [f"<h1>Changes to FSDP: {share} noticed</h1>"]
-    body.append(f"<div class=dim>{escape(' · '.join(map(str, about)))}</div><div class=sums>{sums}</div>")
-    tried = len(data["mutants"])
-    if tried < data["selected"]:
-        body.append(f"<p>{tried} of {data['selected']} mutants were tried; --resume goes on.</p>")
     excluded = [[str(number), escape(reason)] for reason, number in data["excluded"].items()]
-    sections = {
-        "Missed": "".join(map(_mutant, by_outcome[Outcome.MISSED])),
-        "By part": _table("part", data["families"]),
-        "By module": _table("module", data["modules"]),
-        "By kind": _table("kind", data["kinds"]),
-        "Undecided": "".join(map(_mutant, by_outcome[Outcome.UNDECIDED])),
-        "Not reached": "".join(map(_mutant, by_outcome[Outcome.NOT_REACHED])),
-        "Equivalent": "".join(map(_mutant, by_outcome[Outcome.EQUIVALENT])),
-        "Noticed, by how the test came out": page.table(
-            [("mutants", "n"), ("the test", "")], [[str(number), escape(way)] for way, number in data["ways"].items()]
+    ways = [[str(number), escape(way)] for way, number in data["ways"].items()]
+    parts = [
+        Section("Missed", "".join(map(_mutant, by_outcome[Outcome.MISSED])), data["missed"], True),
+        Section("By part", _table("part", data["families"])),
+        Section("By module", _table("module", data["modules"])),
+        Section("By kind", _table("kind", data["kinds"])),
+        *(
+            Section(outcome.value.capitalize(), "".join(map(_mutant, by_outcome[outcome])), data[outcome.value], True)
+            for outcome in (Outcome.UNDECIDED, Outcome.NOT_REACHED, Outcome.EQUIVALENT)
         ),
-        "Noticed": _noticed(by_outcome[Outcome.NOTICED]),
-        "Not tried, in all of the package": page.table([("mutants", "n"), ("reason", "")], excluded),
-    }
-    body += [f"<h2>{title}</h2>{section}" for title, section in sections.items() if section]
-    return page.document("Changes to FSDP that the suite would miss", body)
+        Section("Noticed, by how the test came out", page.table([("mutants", "n"), ("the test", "")], ways)),
+        Section("Noticed", _noticed(by_outcome[Outcome.NOTICED]), data["noticed"], True),
+        Section("Not tried, in all of the package", page.table([("mutants", "n"), ("reason", "")], excluded)),
+    ]
+    filters = page.filters([outcome.value for outcome in Outcome if by_outcome[outcome]], things="mutants")
+    title = "Changes to FSDP that the suite would miss"
+    return page.document(title, [_head(data), page.sections(parts, filters)])

@@ -75,7 +75,8 @@ def _record_facts() -> None:
     except accelerator.ConfigurationError:
         return
     facts = {"device": device.name, "backend": device.backend, "ranks": device.ranks}
-    events.record(torch=torch.__version__, shared=device.is_shared, **facts)
+    found = {"device_count": device.count, "capabilities": sorted(device.capabilities)}
+    events.record(torch=torch.__version__, shared=device.is_shared, **facts, **found)
 
 
 def _close() -> None:

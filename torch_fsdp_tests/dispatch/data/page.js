@@ -1,0 +1,73 @@
+// The filter of a page. Without it everything is shown; with it the items that do not fit are hidden.
+// What is sought stands in the page's address, as in #find=hybrid&state=failed&feature=HSDP, so that it can be passed on.
+"use strict";
+const bar = document.querySelector(".filter");
+if (bar) {
+  const fields = [...bar.querySelectorAll("[name]")];
+  const items = [...document.querySelectorAll("[data-item]")];
+  const texts = items.map((item) => item.textContent.toLowerCase());
+  const holders = [...document.querySelectorAll("[data-holder]")];
+  const opened = holders.map((holder) => holder.open);
+  const shown = bar.querySelector("output");
+  const things = bar.dataset.things;
+
+  function fits(item, text, wanted) {
+    if (wanted.find && !wanted.find.toLowerCase().split(/\s+/).every((word) => text.includes(word))) return false;
+    if (wanted.state && item.dataset.state !== wanted.state) return false;
+    return !wanted.feature || (item.dataset.features || "").split("|").includes(wanted.feature);
+  }
+
+  function apply() {
+    const wanted = Object.fromEntries(fields.map((field) => [field.name, field.value.trim()]));
+    const active = Object.values(wanted).some(Boolean);
+    let tests = 0, fitting = 0;
+    items.forEach((item, index) => {
+      item.hidden = active && !fits(item, texts[index], wanted);
+      if (item.dataset.item !== "test") return;
+      tests += 1;
+      fitting += !item.hidden;
+    });
+    holders.forEach((holder, index) => {
+      const some = holder.querySelector("[data-item]:not([hidden])") !== null;
+      holder.hidden = active && !some;
+      if (holder.tagName === "DETAILS") holder.open = active ? some && fitting <= 500 : opened[index];
+    });
+    shown.textContent = active ? `${fitting} of ${tests} ${things}` : `${tests} ${things}`;
+    bar.querySelector("button").hidden = !active;
+    return wanted;
+  }
+
+  function keep() {
+    const wanted = Object.entries(apply()).filter(([, value]) => value);
+    const address = location.pathname + location.search;
+    history.replaceState(null, "", wanted.length ? `#${new URLSearchParams(wanted)}` : address);
+  }
+
+  function read() {
+    if (location.hash && !location.hash.includes("=")) return; // a heading of the page
+    const wanted = new URLSearchParams(location.hash.slice(1));
+    for (const field of fields) field.value = wanted.get(field.name) || "";
+    apply();
+    if (location.hash) document.getElementById("tests")?.scrollIntoView();
+  }
+
+  let waiting = 0;
+  bar.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(keep, 120);
+  });
+  bar.querySelector("button").addEventListener("click", () => {
+    for (const field of fields) field.value = "";
+    keep();
+  });
+  window.addEventListener("hashchange", read);
+  for (const words of document.querySelectorAll("[data-sought]")) {
+    const link = document.createElement("a");
+    link.href = `#${words.dataset.sought}`;
+    link.append(...words.childNodes);
+    words.append(link);
+  }
+  bar.hidden = false;
+  apply();
+  read();
+}
