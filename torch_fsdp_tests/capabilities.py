@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 CAPABILITIES: Mapping[str, str] = {
-    "device_memory": "memory of its own, apart from the host's",
-    "device_index": "devices that are told apart by an index",
-    "streams": "streams that run work in order of their own",
+    "device_memory": "its own memory, apart from the host's",
+    "device_index": "devices with an index",
+    "streams": "streams that run work independently",
     "pinned_memory": "host memory pinned for the device",
     "memory_stats": "statistics of its memory allocator",
     "sleep_kernel": "a kernel that keeps the device busy for a given time",

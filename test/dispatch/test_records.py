@@ -309,13 +309,19 @@ class TestReports(TreeCase):
         ]
         self.check(
             {"test_x": changed},
-            ["--report", second, "--compare", first / "report.json", "--keep-going"],
+            ["--report", second, "--compare", first / "report.json", "--keep-going", "-i", "*", "-k", "test"],
             passed=2,
             failed=1,
             skipped=1,
-            says=says,
+            says=[*says, "side by side: .*second/compare.html"],
         )
-        fits(self, json.loads((second / "report.json").read_text()), schema("report"))
+        report = json.loads((second / "report.json").read_text())
+        fits(self, report, schema("report"))
+        self.assertEqual((report["selection"], report["capabilities"]), ("-i '*' -k test", None))
+        side_by_side = (second / "compare.html").read_text()
+        Balanced(self).feed(side_by_side)
+        for words in ("1 test newly failing", "1 test newly skipped", "1 test new<", "lately"):
+            self.assertIn(words, side_by_side)
         page = (second / "report.html").read_text()
         self.assertNotRegex(page, r"<link|src=|@import|url\(")
         self.assertEqual(page.count("<script"), 1)
@@ -379,7 +385,7 @@ class TestReports(TreeCase):
 
     def test_what_is_read_at_the_end_is_tried_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
-        for text in ("{", "[]", '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
+        for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
             with self.subTest(text):
                 self.run_command("--compare", self.write_json("old.json", text))
                 self.assertEqual(self.code, 2)

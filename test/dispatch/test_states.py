@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import PASS, Balanced, TreeCase, body, fits, schema
 
+from torch_fsdp_tests.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.verdict import RankResult, State, rank_rows
 
@@ -106,12 +107,14 @@ STATES: dict[str, tuple[Any, ...]] = {
 
 
 class StatesCase(TreeCase):
+    report: dict[str, Any]
+
     def run_and_report(self, files: Mapping[str, str], *arguments: object, **more: Any) -> dict[str, dict[str, Any]]:
         """Run a tree; the tests of each file by name, as ``report.json`` and as JUnit have them."""
         reports = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         self.write(files)
         self.run_command(*reports, "--keep-going", *arguments, **more)
-        report = json.loads((self.root / "r/report.json").read_text())
+        report = self.report = json.loads((self.root / "r/report.json").read_text())
         fits(self, report, schema("report"))
         self.page = (self.root / "r/report.html").read_text()
         Balanced(self).feed(self.page)
@@ -130,6 +133,8 @@ class TestStatesOfRanks(StatesCase):
         self.assertEqual(len(tests), len(STATES) + 2, self.out + self.err)
         self.assertEqual(tests["TestParent.test_leaves_a_variable"]["outcome"], "left something behind")
         self.assertEqual(tests["TestRanks.test_passes"]["ranks"], [])
+        self.assertIsInstance(self.report["device_count"], int)
+        self.assertLessEqual(set(self.report["capabilities"]), CAPABILITIES.keys())
         for name, (state, phase, *ranks) in STATES.items():
             with self.subTest(name):
                 told = tests[f"TestRanks.test_{name}"]

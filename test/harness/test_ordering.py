@@ -20,7 +20,7 @@ class TestOrdering(TestCase):
         self.recording = stack.enter_context(ordering.recorded())
         self.x = torch.zeros(8, device=self.device)
 
-    def _races(self):
+    def _races(self) -> list[tuple[str, str]]:
         return [(race.earlier, race.later) for race in self.recording.races]
 
     def test_write_and_read(self):

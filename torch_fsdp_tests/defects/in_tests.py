@@ -45,6 +45,7 @@ class KnownDefect:
             "id": self.id,
             "title": defect.title,
             "consequence": defect.consequence.value,
+            "severity": defect.consequence.severity,
             "upstream": list(defect.upstream),
         }
 

@@ -1,46 +1,262 @@
-"""What differs between two reports."""
+"""What differs between two reports: as lines for a terminal, and as a page with both side by side.
+
+``python -m torch_fsdp_tests.dispatch.compare BEFORE AFTER [PAGE]`` compares two existing reports.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests.dispatch import html_report, page
+from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
+from torch_fsdp_tests.dispatch.features import FEATURES, summary
+from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.verdict import State
 
+PAGE = "compare.html"
 SLOWER_BY = 1.5  # times the earlier seconds
 SLOWER_AT_LEAST = 1.0  # seconds more; below that machines differ more than tests
-Tests = dict[str, dict[str, Any]]  # of a report, by file::Class.test
+Report = Mapping[str, Any]
+Test = Mapping[str, Any]
+
+# Kinds of differences, the worst first, and the class of each.
+KINDS = {
+    "newly failing": "bad",
+    "newly not run": "warn",
+    "newly skipped": "warn",
+    "newly showing a known defect": "warn",
+    "gone": "warn",
+    "slower": "warn",
+    "newly passing": "ok",
+    "newly executed": "ok",
+    "new": "ok",
+    "faster": "ok",
+}
 
 
-def load(path: Path) -> Tests:
-    """The tests of a ``report.json``. Raises :class:`MalformedList` for what is none."""
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A test that changed. One of the two results is missing if the test is new or gone."""
+
+    kind: str
+    file: str
+    name: str
+    was: Test | None = None
+    now: Test | None = None
+
+    def __str__(self) -> str:
+        told = f"{self.kind}: {self.file}::{self.name}"
+        if self.was is None or self.now is None:
+            return told
+        if self.kind in ("slower", "faster"):
+            return f"{told}: {self.was['seconds']:.1f}s, now {self.now['seconds']:.1f}s"
+        return f"{told}: {self.now['reason']}" if self.kind in ("newly skipped", "newly not run") else told
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A ``report.json``, which may be of an earlier version. Raises :class:`MalformedList` for another file."""
     report = read_json(path)
     try:
-        tests = tests_of(report)
-        for test in tests.values():
+        for test in _tests(report).values():
             if not State(test["outcome"]) or not isinstance(test["seconds"] + 0.0, float):
                 raise TypeError
+        html_report.facts(report), html_report.totals(report), html_report.verdict(report), summary(report["files"])
     except (KeyError, TypeError, ValueError) as error:
-        raise MalformedList(f"--compare: {path} is no report.json of run_test.py") from error
-    return tests
+        raise MalformedList(f"--compare: {path} is not a report.json of run_test.py") from error
+    return report
 
 
-def tests_of(report: Any) -> Tests:
-    return {f"{file['file']}::{test['test']}": test for file in report["files"] for test in file["tests"]}
+def _tests(report: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(file["file"], test["test"]): test for file in report["files"] for test in file["tests"]}
 
 
-def lines(before: Tests, after: Tests) -> list[str]:
-    """A line for each test that is gone, new, newly skipped, newly failing or slower."""
-    kinds = {"gone": sorted(before.keys() - after.keys()), "new": sorted(after.keys() - before.keys())}
-    for name in sorted(before.keys() & after.keys()):
-        was, now = before[name], after[name]
-        earlier, state = State(was["outcome"]), State(now["outcome"])
-        if earlier.is_executed and not state.is_executed:
-            kinds.setdefault(f"newly {state.value}", []).append(f"{name}: {now['reason']}")
-        elif state.is_bad and not earlier.is_bad:
-            kinds.setdefault("newly failing", []).append(name)
-        elif now["seconds"] > max(was["seconds"] * SLOWER_BY, was["seconds"] + SLOWER_AT_LEAST):
-            kinds.setdefault("slower", []).append(f"{name}: {was['seconds']:.1f}s, now {now['seconds']:.1f}s")
-    found = [f"{kind}: {name}" for kind, names in sorted(kinds.items()) for name in names]
+def files_gone(before: Report, after: Report) -> list[str]:
+    """The files that are in the earlier report only. They are many if the later run was of a few files."""
+    return sorted({file["file"] for file in before["files"]} - {file["file"] for file in after["files"]})
+
+
+def differences(before: Report, after: Report) -> list[Difference]:
+    """The tests that changed, the worst first. Tests of :func:`files_gone` are left out."""
+    was, now, files = _tests(before), _tests(after), set(files_gone(before, after))
+    found = [Difference("gone", *name, was[name]) for name in was.keys() - now.keys() if name[0] not in files]
+    found += [Difference("new", *name, None, now[name]) for name in now.keys() - was.keys()]
+    for name in was.keys() & now.keys():
+        kind = _kind(was[name], now[name])
+        if kind is not None:
+            found.append(Difference(kind, *name, was[name], now[name]))
+    order = list(KINDS)
+    return sorted(found, key=lambda each: (order.index(each.kind), each.file, each.name))
+
+
+def _kind(was: Test, now: Test) -> str | None:
+    earlier, state = State(was["outcome"]), State(now["outcome"])
+    if state.is_executed != earlier.is_executed and not state.is_bad:
+        return "newly executed" if state.is_executed else f"newly {state.value}"
+    if state.is_bad != earlier.is_bad and state is not State.KNOWN_DEFECT:
+        return "newly failing" if state.is_bad else "newly passing"
+    if (state is State.KNOWN_DEFECT) != (earlier is State.KNOWN_DEFECT):
+        return "newly passing" if earlier is State.KNOWN_DEFECT else "newly showing a known defect"
+    if _is_longer(now["seconds"], was["seconds"]):
+        return "slower"
+    return "faster" if _is_longer(was["seconds"], now["seconds"]) else None
+
+
+def _is_longer(seconds: float, others: float) -> bool:
+    return seconds > max(others * SLOWER_BY, others + SLOWER_AT_LEAST)
+
+
+def lines(before: Report, after: Report) -> list[str]:
+    """A line for each test that changed."""
+    found = [str(each) for each in differences(before, after)]
+    if files := files_gone(before, after):
+        found.append(f"only in the earlier report: {plural(len(files), 'file')}, such as {files[0]}")
     return ["compared with the earlier report:", *found] if found else ["nothing differs from the earlier report"]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _lead(found: Sequence[Difference]) -> str:
+    amounts = [
+        f"<span class={KINDS[kind]}>{plural(count, 'test')} {kind}</span>"
+        for kind in KINDS
+        if (count := sum(each.kind == kind for each in found))
+    ]
+    return f"<p class=lead>{', '.join(amounts) or 'No test differs'}.</p>"
+
+
+def _runs(before: Report, after: Report) -> str:
+    """The facts of both runs, those that differ in bold."""
+    sides = (before, after)
+    columns = [{"verdict": html_report.verdict(side)[0], **html_report.facts(side)} for side in sides]
+    counts = [html_report.counts(side) for side in sides]
+    for told, count, side in zip(columns, counts, sides):
+        told |= {
+            words: f"{count[state]}" for state, words in html_report.TOTALS.items() if any(c[state] for c in counts)
+        }
+        told |= {"wall time": page.seconds(side["seconds"]), "files": str(len(side["files"]))}
+    rows = []
+    for title in dict.fromkeys(itertools.chain(*columns)):
+        cells = [page.text(told.get(title, "")) for told in columns]
+        rows.append([escape(title), *(cells if cells[0] == cells[1] else (f"<b>{cell}</b>" for cell in cells))])
+    return page.table([("", "dim t"), ("before", "h"), ("after", "h")], rows)
+
+
+def _features(before: Report, after: Report) -> str:
+    gone = set(files_gone(before, after))
+    kept = [file for file in before["files"] if file["file"] not in gone]
+    rows = [{row["name"]: row for row in summary(files)} for files in (kept, after["files"])]
+    told = [next(side[f.name] for side in rows if f.name in side) for f in FEATURES if any(f.name in s for s in rows)]
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        sides = [side.get(row["name"], {}) for side in rows]
+        states = [html_report.state_of_feature(side) if side else "not run" for side in sides]
+        earlier = f"<div class='small {html_report.STATES[states[0]][0]}'>before: {states[0]}</div>"
+        name = f"<div class=what>{html_report.feature_name(row)}{earlier * (states[0] != states[1])}</div>"
+        kinds = {"passed": "", "failed": "bad", "known_defects": "warn", "skipped": ""}
+        numbers = [_changed(sides[0].get(what, 0), sides[1].get(what, 0), kind) for what, kind in kinds.items()]
+        return [html_report.mark(states[1]) + name, *numbers]
+
+    columns = [("feature", "f"), *((what, "n") for what in ("passed", "failed", "known defects", "skipped"))]
+    return page.table(columns, html_report.grouped(told, cells), stack=True)
+
+
+def _changed(was: int, now: int, kind: str) -> str:
+    """A number of the later run, after that of the earlier one where they differ; nothing where both are 0."""
+    later = html_report.number(now, kind)
+    return later if was == now else f"<span class=dim>{was} → </span><b>{later or 0}</b>"
+
+
+def _result(test: Test | None) -> str:
+    if test is None:
+        return "<span class=none>not there</span>"
+    reason = f"<div class='dim small'>{page.text(test['reason'])}</div>" if test["reason"] else ""
+    return f"{html_report.mark(html_report.state_of(test))}{escape(test['outcome'])}{reason}"
+
+
+def _table(found: Sequence[Difference], with_times: bool) -> str:
+    rows = []
+    for each in found:
+        name = f"{page.code(each.name)}<div class='dim small'>{escape(each.file)}</div>"
+        results = [each.was, each.now]
+        cells = [page.seconds(test["seconds"]) if test else "" for test in results] if with_times else []
+        state = html_report.state_of(each.now or each.was or {})
+        about = html_report.names_of_features(each.file, each.name)
+        rows.append(Row([name, *(cells or map(_result, results))], page.item(state, about, is_test=True)))
+    kind = "n" if with_times else "r"
+    return page.table([("test", ""), ("before", kind), ("after", kind)], rows, stack=True)
+
+
+def _defects(before: Report, after: Report) -> list[Section]:
+    """The known defects that only one of the two runs showed. Defects of files that only one run had are left out."""
+    files = [{file["file"] for file in report["files"]} for report in (before, after)]
+    common = files[0] & files[1]
+    was, now = ({defect["id"]: defect for defect in report["known_defects"]} for report in (before, after))
+    parts = []
+    for title, side, other in (("shown before only", was, now), ("shown now only", now, was)):
+        asked = [
+            id for id, defect in side.items() if any(test.partition("::")[0] in common for test in defect["tests"])
+        ]
+        only = [side[id] for id in asked if id not in other]
+        parts.append(Section(f"Known defects {title}", html_report.defects_table(only), len(only), holds_items=True))
+    return parts
+
+
+def render(before: Report, after: Report) -> str:
+    """Two runs side by side, from their ``report.json``."""
+    found = differences(before, after)
+    by_kind = {kind: [each for each in found if each.kind == kind] for kind in KINDS}
+    titles = [html_report.title(report) for report in (before, after)]
+    title = titles[0] if titles[0] == titles[1] else f"{titles[0]} and {titles[1].removeprefix('FSDP of ')}"
+    head = f"<div class=kind>Two FSDP test reports</div><h1>{page.text(title)}</h1>{_lead(found)}"
+    if files := files_gone(before, after):
+        head += page.names("Only in the earlier report, and not compared", files)
+    states = dict.fromkeys(html_report.state_of(each.now or each.was or {}) for each in found)
+    about = {name for each in found for name in html_report.names_of_features(each.file, each.name)}
+    filters = page.filters(
+        [state for state in html_report.STATES if state in states], [f.name for f in FEATURES if f.name in about]
+    )
+    parts = [
+        Section("Runs", _runs(before, after)),
+        Section("Features", _features(before, after)),
+        *(
+            Section(kind.capitalize(), _table(its, kind in ("slower", "faster")), len(its), holds_items=True)
+            for kind, its in by_kind.items()
+        ),
+        *_defects(before, after),
+    ]
+    return page.document(f"{title}: compared", [head, page.sections(parts, filters if found else "")])
+
+
+def write(folder: Path, before: Report, after: Report) -> Path:
+    """Write the page, and return where it is. Raises ``OSError``."""
+    write_text(folder / PAGE, render(before, after))
+    return folder / PAGE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare two reports: print what differs, and write the page where one is named."""
+    if len(arguments) not in (2, 3):
+        print("usage: python -m torch_fsdp_tests.dispatch.compare BEFORE.json AFTER.json [PAGE.html]", file=sys.stderr)
+        return 2
+    try:
+        before, after = (load(Path(name)) for name in arguments[:2])
+        if len(arguments) == 3:
+            write_text(Path(arguments[2]), render(before, after))
+    except (MalformedList, OSError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines(before, after)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

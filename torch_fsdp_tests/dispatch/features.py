@@ -1,4 +1,4 @@
-"""The features of FSDP, which tests are about which, and what became of them. A test may be about several."""
+"""The features of FSDP, the tests of each, and their results. A test may belong to several features."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PASSED = (State.PASSED, State.EXPECTED_FAILURE, State.KNOWN_FAILURE)
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A feature, and how to tell its tests: by their file, or by a word in the name of file, class or test.
+    """A feature. A test belongs to it if its file matches a pattern, or if its name has one of the words.
 
-    ``files`` are patterns of paths below the test directory. ``words`` are lower-case words joined by ``_``, which
-    must stand in the name as whole words: ``tp`` is in ``test_fsdp_tp_integration`` and in ``TestTPTraining``, but not
-    in ``test_http``.
+    ``files`` are patterns of paths below the test directory. ``words`` are lower-case words joined by ``_``. They are
+    looked for in the names of file, class and test, as whole words: ``tp`` is in ``test_fsdp_tp_integration`` and in
+    ``TestTPTraining``, but not in ``test_http``.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Feature:
     words: tuple[str, ...] = ()
 
     def has(self, file: str, name: str) -> bool:
-        """Whether a test is about this feature. ``name`` is what :func:`words_of` makes of the test."""
+        """Whether a test belongs to this feature. ``name`` is what :func:`words_of` returns for the test."""
         return any(fnmatch.fnmatchcase(file, pattern) for pattern in self.files) or bool(
             self.words and self._pattern.search(name)
         )
@@ -205,13 +205,13 @@ def words_of(file: str, test: str) -> str:
 
 
 def features_of(file: str, test: str, features: Sequence[Feature] = FEATURES) -> list[Feature]:
-    """The features that a test is about: none where nothing is known of it."""
+    """The features of a test. There are none if nothing is known of it."""
     name = words_of(file, test)
     return [feature for feature in features if feature.has(file, name)]
 
 
 def summary(files: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each feature that was tested or was to be, from the files of a ``report.json``."""
+    """A row for each feature that has tests among the files of a ``report.json``."""
     tests: dict[Feature, list[Mapping[str, Any]]] = {feature: [] for feature in FEATURES}
     for file in files:
         for test in file["tests"]:

@@ -33,7 +33,7 @@ STATES = {
     "not run": ("skip", "·"),
 }
 _KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky", "skipped": "nothing executed"}  # of the timeline
-_TOTALS = {"known defect": "show known defects", "flaky": "passed when run again"}
+TOTALS = {state: state for state in STATES} | {"known defect": "show known defects", "flaky": "passed when run again"}
 VERDICTS = {
     ExitStatus.OK: "passed",
     ExitStatus.FAILED: "failed",
@@ -72,12 +72,12 @@ def _name(file: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _names_of_features(file: str, test: str) -> tuple[str, ...]:
+def names_of_features(file: str, test: str) -> tuple[str, ...]:
     return tuple(feature.name for feature in features_of(file, test))
 
 
 def _item(file: Mapping[str, Any], test: Mapping[str, Any], is_test: bool = False) -> str:
-    return page.item(state_of(test), _names_of_features(file["file"], test["test"]), is_test)
+    return page.item(state_of(test), names_of_features(file["file"], test["test"]), is_test)
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _lead(data: Mapping[str, Any]) -> str:
     failed, ran = count["failed"], sum(count.values()) - count["skipped"] - count["not run"]
     if failed:
         files = sum(file["failed"] for file in data["files"])
-        told = [f"{failed:,} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
+        told = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
     elif ran:
         held = ran - count["known defect"]
         told = [
@@ -150,9 +150,9 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "system": data.get("system"),
         "cores": str(data["cores"]),
         "finished": (data.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
-        "tests selected": data.get("selection", "") or ("all" if "selection" in data else ""),
-        "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
         "seed": str(data["seed"]),
+        "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
+        "tests selected": data.get("selection", "") or ("all" if "selection" in data else ""),
     }
     return {title: str(value) for title, value in told.items() if value}
 
@@ -161,15 +161,12 @@ def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The large numbers of a run."""
     count = counts(data)
     shown = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
-    boxes = [
-        (f"{count[state]:,}", _TOTALS.get(state, state), STATES[state][0] if count[state] else "none")
-        for state in shown
-    ]
+    boxes = [(str(count[state]), TOTALS[state], STATES[state][0] if count[state] else "none") for state in shown]
     return [*boxes, (page.seconds(data["seconds"]), "wall time", ""), (str(len(data["files"])), "files", "")]
 
 
 def title(data: Mapping[str, Any]) -> str:
-    return f"FSDP of torch {data['torch']} on {data['device']}"
+    return f"FSDP of {'torch ' + data['torch'] if data['torch'] else 'an unknown torch'} on {data['device']}"
 
 
 def _head(data: Mapping[str, Any]) -> str:
@@ -198,7 +195,7 @@ def state_of_feature(row: Mapping[str, Any]) -> str:
 
 def number(count: int, kind: str = "") -> str:
     """A number of a table; nothing in place of 0."""
-    return f'<span class="{kind}">{count:,}</span>' if count else ""
+    return f'<span class="{kind}">{count}</span>' if count else ""
 
 
 def _missing(reasons: Sequence[Mapping[str, Any]]) -> str:
@@ -241,7 +238,7 @@ def _features(data: Mapping[str, Any]) -> str:
     columns = [("feature", "f"), ("", "b"), ("passed", "n"), ("failed", "n"), ("known defects", "n"), ("skipped", "n")]
     table = page.table([*columns, ("what was missing", "m")], grouped(data["features"], cells), stack=True)
     words = (
-        "✓ every test came out as it should; ✗ a test failed; - nothing was executed. Tests that show a known defect "
+        "✓ every test came out as it should; ✗ a test failed; - no test was executed. Tests that show a known defect "
         "of torch fail as expected and are counted apart. A test may count for several features."
     )
     return f"<p class=dim>{words}</p>{table}" if table else ""
@@ -257,21 +254,22 @@ def _capabilities(data: Mapping[str, Any]) -> str:
         for name in dict.fromkeys([*sorted(CAPABILITIES, key=lambda name: name not in found), *found])
     ]
     device = page.text(" with ".join(filter(None, [data["device"], data["backend"]])))
-    words = f"What {device} was found to be capable of (✓) and what not (-). Tests that need more are skipped."
+    words = f"What {device} can do (✓) and cannot do (-). Tests that need more are skipped."
     return f"<p class=dim>{words}</p><ul class=has>{''.join(lines)}</ul>"
 
 
 def defects_table(defects: Sequence[Mapping[str, Any]]) -> str:
+    """Defects of torch, the worst first."""
     rows = []
-    for defect in defects:
+    for defect in sorted(defects, key=lambda defect: (defect.get("severity", 0), defect["id"])):
         links = " ".join(
             f'<a href="{escape(link)}">#{escape(link.rpartition("/")[2])}</a>' for link in defect["upstream"]
         )
         tests = [name.partition("::")[::2] for name in defect["tests"]]
-        about = dict.fromkeys(name for test in tests for name in _names_of_features(*test))
+        about = dict.fromkeys(name for test in tests for name in names_of_features(*test))
         shown = page.folded(plural(len(tests), "test"), "<br>".join(map(page.code, defect["tests"])))
         cells = [
-            f"{escape(defect['title'])}<br>{page.code(defect['id'])} {links}",
+            f"{page.prose(defect['title'])}<div class='dim small'>{page.code(defect['id'])} {links}</div>",
             escape(defect["consequence"]),
             shown,
         ]
@@ -290,7 +288,6 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     titles, *rows = rank_rows(ranks) or [()]
     columns = [(title, "n" if title in ("rank", "at") else "") for title in titles]
     table = page.table(columns, [[page.text(cell) for cell in row] for row in rows])
-    table = f"<div class=scroll tabindex=0>{table}</div>" if table else ""
     told = clean(tell(ranks, test["text"]))
     repeat = f"<p class=dim>To repeat:</p>{page.command(test['repeat'])}" if test.get("repeat") else ""
     inside = f"<p>{page.text(test['reason'])}</p>{table}{page.pre(told) if told else ''}{repeat}"
@@ -305,7 +302,7 @@ def _failures(data: Mapping[str, Any]) -> str:
             continue
         last = file["attempts"][-1]
         attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
-        parts.append(f"<div {page.HOLDER}>")
+        parts.append(f'<div {page.HOLDER}="{escape(file["file"])}">')
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
         parts += [_failure(file, test) for test in bad]
         left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
@@ -421,7 +418,7 @@ def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
 
 
 def _tests(data: Mapping[str, Any]) -> str:
-    """Every test, file by file. The name of the file is part of each line for the filter, but is not shown again."""
+    """Every test, file by file."""
     parts = []
     for file in data["files"]:
         count = collections.Counter(map(state_of, file["tests"]))
@@ -429,7 +426,7 @@ def _tests(data: Mapping[str, Any]) -> str:
         expected = f' title="{page.seconds(file["estimate"])} expected"' if file["estimate"] is not None else ""
         amounts = [
             (number(count["failed"], "bad"), "failed"),
-            (number(count["known defect"], "warn"), "known defect"),
+            (number(count["known defect"], "warn"), "known defects"),
             (number(count["skipped"] + count["not run"]), "skipped"),
         ]
         told = "".join(f'<span class="n wide small">{amount} {what}</span>' for amount, what in amounts if amount)

@@ -23,7 +23,7 @@ from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, sele
 from torch_fsdp_tests.vendors import ConfigurationError
 
 if TYPE_CHECKING:  # what only a run needs is imported when one begins, so that a plan is there at once
-    from torch_fsdp_tests.dispatch.compare import Tests
+    from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
 
 DEFAULT_RANKS = 4  # of a test that states no number; the harness has the same default on the CPU
@@ -214,7 +214,7 @@ def _print_tests(results: Results) -> ExitStatus:
     return ExitStatus.OK if listed else status
 
 
-def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[list[str], bool]:
+def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[list[str], bool]:
     """Write what was asked for, and what ``--failed`` will read; remarks on it, and whether all could be written.
 
     What cannot be written is said beside what can; it never costs the reader the rest.
@@ -248,7 +248,10 @@ def _record(run: RunTests, results: Results, earlier: Tests | None) -> tuple[lis
     attempt("--save-map", run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
     attempt("--report", run.report, lambda: f"report: {os.path.relpath(report.write(run.report or Path(), results))}")
     if earlier is not None:
-        remarks += compare.lines(earlier, compare.tests_of(report.as_json(results)))
+        pair = earlier, report.as_json(results)
+        remarks += compare.lines(*pair)
+        path = run.report or Path()
+        attempt("--compare", run.report, lambda: f"side by side: {os.path.relpath(compare.write(path, *pair))}")
     return remarks, complete
 
 

@@ -183,7 +183,7 @@ def make_parser() -> _Parser:
     junit = Path(REPORTS, "python-unittest").absolute()
     add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
-    words = "say what differs from the report.json of an earlier run"
+    words = "say what differs from the report.json of an earlier run; with --report also as a page, compare.html"
     add("--compare", type=Path, metavar="REPORT", help=words)
     return parser
 

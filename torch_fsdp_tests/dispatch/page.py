@@ -34,6 +34,11 @@ def code(value: str) -> str:
     return f"<code>{text(value)}</code>"
 
 
+def prose(value: str) -> str:
+    """A sentence in which ``code`` stands between two pairs of backquotes."""
+    return re.sub("``(.+?)``", r"<code>\1</code>", text(value))
+
+
 def pre(value: str) -> str:
     """A text of several lines. Of a long one the end is shown, which is where the cause mostly stands."""
     value = clean(value)
@@ -167,7 +172,7 @@ class Section:
 
     @property
     def heading(self) -> str:
-        return escape(self.title) + (f"<span class=count> {self.count:,}</span>" if self.count is not None else "")
+        return escape(self.title) + (f"<span class=count> {self.count}</span>" if self.count is not None else "")
 
 
 def sections(told: Iterable[Section], before: str = "") -> str:

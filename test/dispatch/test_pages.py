@@ -1,0 +1,454 @@
+"""The pages of results: what stands on them, and how they look and filter in Chromium, where it is installed."""
+
+import contextlib
+import functools
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from trees import Balanced, fits, schema
+
+from torch_fsdp_tests.dispatch import compare, features, html_report, report
+from torch_fsdp_tests.mutants import report as mutants
+from torch_fsdp_tests.mutants.findings import Outcome
+from torch_fsdp_tests.verdict import RankResult, State
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+LIMIT = 120  # seconds for one start of Chromium on a busy machine
+LONG = "x" * 300  # has no place where a line could break
+
+
+def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, Any]:
+    """A test as ``report.json`` has it."""
+    empty: dict[str, Any] = {
+        "phase": None,
+        "flaky": False,
+        "seconds": 0.5,
+        "subtests": 0,
+        "subtests_skipped": {},
+        "reason": "",
+    }
+    lists: dict[str, Any] = {"requirements_not_met": [], "ranks": [], "notes": [], "text": "", "repeat": ""}
+    return {"test": name, "scope": "test", "outcome": outcome.value, "world_size": 2, **empty, **lists, **more}
+
+
+def a_file(name: str, *tests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    failed = any(State(test["outcome"]).is_bad for test in tests)
+    attempt = {"ending": "exit status 0", "began": 0.0, "ended": 9.5, "slots": [0], "failed": failed, "notes": []}
+    attempts = [attempt | {"facts": {}, "output": ""}]
+    about = {"shard_id": 1, "num_shards": 1, "estimate": 3.0, "failed": failed, "attempts": attempts}
+    return {"file": name, "tests": list(tests), **about, **more}
+
+
+def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A ``report.json`` of these files."""
+    outcomes = [State(test["outcome"]) for file in files for test in file["tests"]]
+    failed = sum(outcome.is_bad for outcome in outcomes)
+    skipped = outcomes.count(State.SKIPPED)
+    return {
+        "version": report.VERSION,
+        "suite": {"version": "0.1.0", "commit": "abc1234"},
+        "date": "2026-01-02T03:04:05+00:00",
+        "system": "Linux 6.1, x86_64",
+        "host": "machine-1",
+        "selection": "",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+        "device": "cpu",
+        "backend": "gloo",
+        "ranks": 4,
+        "shared": False,
+        "device_count": 0,
+        "capabilities": ["fork"],
+        "cores": 2,
+        "seed": 1234,
+        "shard": 1,
+        "num_shards": 1,
+        "seconds": 20.0,
+        "slots": ["slot 1", "slot 2"],
+        "exit_code": int(bool(failed)),
+        "not_started": [],
+        "passed": outcomes.count(State.PASSED),
+        "failed": failed,
+        "skipped": skipped,
+        "known_defects": [],
+        "repaired_defects": [],
+        "skips": [],
+        "list_remarks": [],
+        "features": features.summary(files),
+        "files": list(files),
+        **more,
+    }
+
+
+@functools.cache
+def varied() -> dict[str, Any]:
+    """A report with a test of each kind, and words that are too long for any line."""
+    ranks = [
+        RankResult(0, State.PASSED, said="passed", at=1.0, host="host-a"),
+        RankResult(1, State.CRASHED, signal="SIGKILL", text=f"stack {LONG}", at=2.5, host=f"host-b-{LONG}"),
+    ]
+    crashed = {"ranks": [rank.to_json() for rank in ranks], "reason": f"rank 1 died {LONG}", "repeat": f"python {LONG}"}
+    failed = {"reason": "AssertionError: 1 != 2", "text": f"Traceback <b>&{LONG}", "repeat": "python run_test.py -i it"}
+    hybrid = a_file(
+        "distributed/fsdp/test_fsdp_hybrid_shard",
+        a_test("TestHybrid.test_crashes", State.CRASHED, **crashed),
+        a_test("TestHybrid.test_passes", subtests_skipped={"needs streams": 2}, subtests=3),
+        a_test(f"TestHybrid.test_{LONG}", State.FAILED, **failed),
+    )
+    offload = a_file(
+        "distributed/_composable/fsdp/test_fully_shard_offload",
+        a_test("TestOffload.test_cpu_offload", State.SKIPPED, reason=f"needs graphs {LONG}"),
+        a_test("TestOffload.test_defect", State.KNOWN_DEFECT),
+        a_test("TestOffload.test_flaky", flaky=True, notes=[f"left a file {LONG}"]),
+        a_test("TestOffload.test_later", State.NOT_RUN, reason="not run: the end of the run came first"),
+    )
+    defect = {
+        "id": "fsdp2_defect",
+        "title": f"A ``call`` {LONG}",
+        "consequence": "cost",
+        "severity": 5,
+        "upstream": ["https://github.com/pytorch/pytorch/issues/1"],
+        "tests": ["distributed/_composable/fsdp/test_fully_shard_offload::TestOffload.test_defect"],
+    }
+    worse = defect | {"id": "fsdp2_worse", "title": "Data are lost", "consequence": "lost data", "severity": 1}
+    skips = [{"reason": f"needs graphs {LONG}", "tests": 1, "subtests": 0}]
+    more = {"known_defects": [defect, worse], "skips": skips, "list_remarks": [f"a remark {LONG}"]}
+    return a_report(hybrid, offload, selection=f"-i {LONG}", **more)
+
+
+def earlier() -> dict[str, Any]:
+    """A report of the same files, of which one test passed, one failed, and one was slower."""
+    data = json.loads(json.dumps(varied()))
+    hybrid, offload = data["files"]
+    hybrid["tests"][0] |= {"outcome": "passed", "ranks": [], "reason": ""}
+    hybrid["tests"][1] |= {"seconds": 40.0}
+    offload["tests"][1] |= {"outcome": "failed", "reason": f"it failed {LONG}"}
+    return data | {"torch": "2.12.0", "known_defects": data["known_defects"][:1]}
+
+
+def page_of_mutants() -> str:
+    row: dict[str, Any] = {"name": "all", "share": 0.5, "words": "a condition negated"}
+    row |= {outcome.value: 1 for outcome in Outcome}
+    missed: dict[str, Any] = {
+        "id": f"module:{LONG}:1",
+        "outcome": "missed",
+        "operator": "negate",
+        "module": "m",
+        "line": 1,
+    }
+    missed |= {"path": f"{LONG}.py", "change": f"- {LONG}", "tests": [LONG], "repeat": f"python {LONG}"}
+    noticed = missed | {"outcome": "noticed", "by": f"test::{LONG}", "how": "failed", "seconds": 1.0}
+    about = {"torch": "2.13.0", "python": "3.11", "device": "cpu", "package": "torch.distributed.fsdp", "selected": 3}
+    tables = {"families": [row], "modules": [row], "kinds": [row], "ways": {"failed": 1}, "excluded": {LONG: 2}}
+    return mutants.render({**about, **row, **tables, "median_seconds": 1.0, "mutants": [missed, noticed]})
+
+
+@functools.cache
+def pages() -> dict[str, str]:
+    return {
+        "report": html_report.render(varied()),
+        "comparison": compare.render(earlier(), varied()),
+        "mutants": page_of_mutants(),
+    }
+
+
+class TestContent(unittest.TestCase):
+    def test_the_data_are_a_report(self):
+        fits(self, varied(), schema("report"))
+
+    def test_pages_are_whole_and_ask_for_nothing(self):
+        for name, page in pages().items():
+            with self.subTest(name):
+                Balanced(self).feed(page)
+                self.assertNotRegex(page, r"<link|src=|@import|url\(|<iframe|<img")
+                self.assertRegex(page, r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[^']{44}'")
+                self.assertEqual(page.count("<script"), 1)
+                self.assertIn("<div class=filter role=search data-things=", page)
+                self.assertEqual(
+                    len(re.findall(r"<[^>]* hidden[ >]", page)), 2, "without scripts all but the filter shows"
+                )
+
+    def test_what_was_tested_and_what_came_out(self):
+        page = pages()["report"]
+        for words in (
+            "FSDP of torch 2.13.0 on cpu: <span class=bad>failed</span>",
+            "2 of the 5 tests that ran failed, in 1 file.",
+            "1 test showed 2 known defects of this torch, as expected.",
+            "1 test passed only when run again.",
+            "1 test was skipped; its reason is given below.",
+            "1 test did not run, because something else ended first.",
+            "0.1.0 (abc1234)",
+            "machine-1",
+            "2026-01-02 03:04:05 UTC",
+            "2, 4 by default",
+            "Traceback &lt;b&gt;&amp;xxx",
+            "A <code>call</code>",
+            "was killed by SIGKILL before reporting anything",
+        ):
+            self.assertTrue(words in page, words)
+        self.assertEqual(re.findall(r'mark ok" title="passed">✓</span><code>(\w+)', page), ["fork"])
+        self.assertIn('title="skipped">-</span><code>streams', page)
+        self.assertLess(page.index("fsdp2_worse"), page.index("fsdp2_defect"), "the worst first")
+
+    def test_features_are_counted(self):
+        """What passed, failed, showed a defect and was skipped, and why."""
+        page = pages()["report"]
+        wanted = {"Hybrid sharding": ["1", "2", "", ""], "Offload": ["1", "", "1", "1"]}
+        for name, counts in wanted.items():
+            row = re.search(rf"<tr><td class=\"f\">(?:(?!</tr>).)*<b>{name}</b>.*?</tr>", page)
+            cells = re.findall(r'<td class="n"[^>]*>(.*?)</td>', row[0]) if row else None
+            self.assertEqual([re.sub("<[^>]*>", "", cell) for cell in cells or ()], counts)
+        self.assertIn("needs streams <span class=dim>(2 subtests)</span>", page)
+
+    def test_runs_that_came_to_other_ends(self):
+        for data, words in (
+            (
+                a_report(a_file("test_x", a_test("T.test_1"), a_test("T.test_2"))),
+                "All 2 tests that had to pass passed.",
+            ),
+            (a_report(exit_code=5), "No test was executed, so this run proves nothing."),
+            (a_report(exit_code=130), ": <span class=bad>interrupted</span>"),
+            (a_report(torch=None), "FSDP of an unknown torch on "),
+            (a_report(exit_code=143), ": <span class=bad>exit status 143</span>"),
+            (a_report(hosts={"host-a": "ranks 0-3", "host-b": "ranks 4-7"}), "host-a (ranks 0-3), host-b (ranks 4-7)"),
+            (a_report(device="abacus", device_count=8), "8 abacus devices"),
+        ):
+            with self.subTest(words):
+                self.assertTrue(words in html_report.render(data))
+
+    def test_a_long_output_is_cut_from_the_front(self):
+        output = "first line\n" + "y" * 50_000 + "\nlast line"
+        file = a_file("test_x", a_test("T.test_1", State.FAILED))
+        file["attempts"][0]["output"] = output
+        page = html_report.render(a_report(file))
+        self.assertNotIn("first line", page)
+        self.assertIn("\nlast line</pre>", page)
+        self.assertIn("The last 20,000 of 50,021 characters; the JSON file has all.", page)
+
+    def test_a_large_run_is_a_small_page(self):
+        """2,500 tests with names of the usual length."""
+        files = [
+            a_file(
+                f"distributed/_composable/fsdp/test_fully_shard_number_{number}",
+                *(
+                    a_test(f"TestFullyShardTrainingCore.test_train_parity_multi_group_cpu_offload_{n}")
+                    for n in range(25)
+                ),
+            )
+            for number in range(100)
+        ]
+        self.assertLess(len(html_report.render(a_report(*files)).encode()), 1_500_000)
+
+    def test_colours_are_set_for_light_dark_and_paper(self):
+        text = Path(html_report.__file__).parent.joinpath("data/page.css").read_text()
+        light, dark, paper = (set(re.findall(r"(--\w+):", part)) for part in re.findall(r":root \{(.*?)\}", text, re.S))
+        self.assertEqual(light, dark)
+        self.assertEqual(light, paper)
+        self.assertLessEqual(set(re.findall(r"var\((--\w+)\)", text)), light)
+
+
+class TestComparison(unittest.TestCase):
+    def test_kinds_of_differences(self):
+        def kind(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+            tests = (a_test("T.test_1", **was), a_test("T.test_1", **now))
+            return [each.kind for each in compare.differences(*(a_report(a_file("test_x", test)) for test in tests))]
+
+        ok, bad, skip, defect = ({"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect"))
+        for was, now, wanted in (
+            (ok, bad, "newly failing"),
+            (skip, bad, "newly failing"),
+            (defect, bad, "newly failing"),
+            (ok, skip, "newly skipped"),
+            (bad, skip, "newly skipped"),
+            (ok, {"outcome": State.NOT_RUN}, "newly not run"),
+            (ok, defect, "newly showing a known defect"),
+            (bad, ok, "newly passing"),
+            (bad, defect, "newly showing a known defect"),
+            (skip, defect, "newly executed"),
+            (defect, ok, "newly passing"),
+            (skip, ok, "newly executed"),
+            ({"seconds": 1.0}, {"seconds": 2.1}, "slower"),
+            ({"seconds": 2.1}, {"seconds": 1.0}, "faster"),
+            ({"seconds": 0.1}, {"seconds": 1.0}, None),
+            ({"seconds": 10.0}, {"seconds": 12.0}, None),
+            (bad, bad, None),
+        ):
+            with self.subTest(f"{was} {now}"):
+                self.assertEqual(kind(was, now), [wanted] if wanted else [])
+
+    def test_files_that_are_gone_are_named_together(self):
+        """A run of a few files differs from one of all in nothing that is worth a line each."""
+        both = a_file("test_both", a_test("T.test_tp"))
+        gone = a_file("test_gone", a_test("T.test_1"), a_test("T.test_tp"))
+        defect = varied()["known_defects"][0] | {"tests": ["test_gone::T.test_1"]}
+        reports = (a_report(both, gone, known_defects=[defect]), a_report(both))
+        words = ["compared with the earlier report:", "only in the earlier report: 1 file, such as test_gone"]
+        self.assertEqual(compare.lines(*reports), words)
+        page = compare.render(*reports)
+        self.assertIn("No test differs.</p><p>Only in the earlier report, and not compared: <code>test_gone<", page)
+        self.assertNotIn("shown before only", page)
+        self.assertRegex(page, '<b>Tensor parallelism</b>.*?data-title="passed"><span class="">1</span></td>')
+        self.assertEqual([str(each) for each in compare.differences(*reversed(reports))][0], "new: test_gone::T.test_1")
+
+    def test_both_sides_stand_in_the_page(self):
+        page = pages()["comparison"]
+        for words in (
+            "FSDP of torch 2.12.0 on cpu and torch 2.13.0 on cpu",
+            "<span class=bad>1 test newly failing</span>, <span class=warn>1 test newly showing a known defect</span>",
+            '<td class="h"><b>2.12.0</b></td><td class="h"><b>2.13.0</b></td>',
+            '<td class="h">gloo</td><td class="h">gloo</td>',
+            '<span class=dim>1 → </span><b><span class="bad">2</span></b>',
+            "before: failed",
+            '>40.0 s</td><td class="n" data-title="after">0.5 s</td>',
+            "Known defects shown now only<span class=count> 1</span>",
+        ):
+            self.assertTrue(words in page, words)
+        self.assertNotIn("shown before only", page)
+
+    def test_reports_of_an_earlier_version_are_read(self):
+        old = {name: value for name, value in varied().items() if name not in ("suite", "date", "host", "capabilities")}
+        self.assertIn("machine-1", compare.render(old | {"version": 2}, varied()))
+
+    def test_as_a_command(self):
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder, name) for name in ("before.json", "after.json")]
+            for path, data in zip(paths, (earlier(), varied())):
+                path.write_text(json.dumps(data))
+            arguments = [*map(str, paths), f"{folder}/page.html"]
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                codes = [compare.main(words) for words in (arguments, [arguments[0], "/no/where"], arguments[:1])]
+            self.assertEqual(codes, [0, 2, 2])
+            self.assertEqual(Path(arguments[2]).read_text(), compare.render(earlier(), varied()))
+            self.assertIn(
+                "\nnewly failing: distributed/fsdp/test_fsdp_hybrid_shard::TestHybrid.test_crashes\n", out.getvalue()
+            )
+            self.assertRegex(err.getvalue(), "/no/where cannot be read: .*\nusage: ")
+
+
+PROBE = """<!doctype html><title>waiting</title><body style="margin:0"><script>
+const asked = %s, told = [];
+
+function wide(frame) {
+  const limit = frame.documentElement.clientWidth;
+  for (const folded of frame.querySelectorAll("details")) folded.open = true;
+  return [...frame.querySelectorAll("body *")]
+    .filter((element) => element.getBoundingClientRect().right > limit + 1 && !element.closest(".scroll, pre"))
+    .map((element) => `${element.tagName} ${element.className}: ${element.textContent.slice(0, 60)}`).slice(0, 5);
+}
+
+async function seek(frame, wanted) {
+  const bar = frame.querySelector(".filter");
+  for (const field of bar.querySelectorAll("[name]")) field.value = wanted[field.name] || "";
+  bar.dispatchEvent(new Event("input"));
+  await new Promise((resolve) => setTimeout(resolve, 300));
+  const shown = [...frame.querySelectorAll("[data-item=test]")].filter((item) => item.checkVisibility());
+  return {
+    says: bar.querySelector("output").textContent,
+    shown: shown.map((item) => item.querySelector("code").textContent.slice(0, 40)),
+    sections: [...frame.querySelectorAll("section")].filter((part) => part.checkVisibility()).map((part) => part.id),
+  };
+}
+
+async function look({page, width, wanted}) {
+  const holder = document.createElement("iframe");
+  holder.width = width;
+  holder.height = 800;
+  const loaded = new Promise((resolve) => { holder.onload = resolve; });
+  holder.srcdoc = page;
+  document.body.append(holder);
+  await loaded;
+  const frame = holder.contentDocument, root = frame.documentElement;
+  const found = {filter: !frame.querySelector(".filter").hidden, sought: []};
+  for (const each of wanted) found.sought.push(await seek(frame, each));
+  frame.querySelector(".filter button").click();
+  found.cleared = frame.querySelector(".filter output").textContent;
+  return {...found, wide: wide(frame), width: root.clientWidth, scrolls: root.scrollWidth};
+}
+
+(async () => {
+  for (const each of asked) told.push(await look(each));
+  document.title = JSON.stringify(told);
+})().catch((error) => { document.title = JSON.stringify(String(error)); });
+</script>"""
+
+
+@unittest.skipIf(CHROMIUM is None, f"needs Chromium: none of {', '.join(NAMES)} is on PATH")
+class TestInChromium(unittest.TestCase):
+    def dump(self, text: str, address: str = "") -> str:
+        """The document that a page has become after it was loaded and its timers ran."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            path = Path(folder, "page.html")
+            path.write_text(text, encoding="utf-8")
+            options = [f"--user-data-dir={folder}/user", "--window-size=1400,900", "--virtual-time-budget=20000"]
+            command = [str(CHROMIUM), *QUIET, *options, "--dump-dom", f"{path.as_uri()}{address}"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return done.stdout
+
+    def look(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What a script sees of pages in frames of some width: a window cannot be as narrow as a phone."""
+        data = json.dumps(asked).replace("</", "<\\/")
+        title = re.search("<title>(.*?)</title>", self.dump(PROBE % data), re.S)
+        told = json.loads(html.unescape(title[1])) if title else None
+        self.assertIsInstance(told, list)
+        return told or []
+
+    def test_nothing_is_wider_than_the_page(self):
+        asked: list[dict[str, Any]] = [
+            {"page": page, "width": width, "wanted": [], "name": name}
+            for name, page in pages().items()
+            for width in (1300, 400)
+        ]
+        for each, found in zip(asked, self.look(asked), strict=True):
+            with self.subTest(page=each["name"], width=each["width"]):
+                self.assertEqual((found["width"], found["scrolls"], found["wide"]), (each["width"], each["width"], []))
+                self.assertTrue(found["filter"])
+
+    def test_filter(self):
+        crash, long = "TestHybrid.test_crashes", f"TestHybrid.test_{LONG}"[:40]
+        cases: list[tuple[dict[str, str], list[str]]] = [
+            ({"find": "hybrid PASSES"}, ["TestHybrid.test_passes"]),
+            ({"state": "failed"}, [crash, long]),
+            ({"state": "flaky"}, ["TestOffload.test_flaky"]),
+            ({"feature": "Offload", "find": "graphs"}, ["TestOffload.test_cpu_offload"]),
+            ({"feature": "Offload", "state": "failed"}, []),
+            ({"find": "test_fsdp_hybrid_shard"}, [crash, "TestHybrid.test_passes", long]),
+        ]
+        wanted = [what for what, _ in cases]
+        (found,) = self.look([{"page": pages()["report"], "width": 1300, "wanted": wanted}])
+        for (what, tests), seen in zip(cases, found["sought"], strict=True):
+            with self.subTest(what):
+                self.assertEqual(seen["shown"], tests)
+                self.assertEqual(seen["says"], f"{len(tests)} of 7 tests")
+                self.assertEqual("tests" in seen["sections"], bool(tests))
+                self.assertEqual("failures" in seen["sections"], crash in tests)
+                self.assertIn("features", seen["sections"])
+        self.assertEqual(found["cleared"], "7 tests")
+
+    def test_an_address_says_what_is_sought(self):
+        """Under the page's own rule for scripts, and with links from the table of features."""
+        page = self.dump(pages()["report"], "#feature=Hybrid+sharding&state=failed")
+        self.assertIn(">2 of 7 tests</output>", page)
+        self.assertIn('<a href="#feature=Hybrid+sharding&amp;state=failed">', page)
+        self.assertIn(">7 tests</output>", self.dump(pages()["report"], "#features"))
+
+
+if __name__ == "__main__":
+    unittest.main()
