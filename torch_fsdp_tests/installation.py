@@ -23,14 +23,20 @@ def commit() -> str | None:
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a folder without one may lie in another repository
         path = PACKAGE / COMMIT
         return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+    head, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if head and changes else head or None
+
+
+def _git(*words: str) -> str | None:
+    """What git says of the checkout. It takes no lock: one would stay behind if the run were killed now."""
     import subprocess  # not at import: a plan starts no program
 
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), *words]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() or None if said.returncode == 0 else None
+    return said.stdout.strip() if said.returncode == 0 else None
 
 
 def version() -> str:
