@@ -6,7 +6,8 @@ stream every function here does nothing, so a test file behaves the same when it
 
 The lines, by their ``event``: ``announced`` (``tests``: ids in the order in which they will run), ``started`` and
 ``ended`` (one test, or a fixture that failed), ``note`` and ``facts`` (about the running test, or about the file when
-none runs), ``broken`` (the file itself failed), ``over`` (the runner came to its end).
+none runs), ``ranks`` (a test wants these ranks of a launch), ``broken`` (the file itself failed), ``over`` (the runner
+came to its end).
 """
 
 from __future__ import annotations

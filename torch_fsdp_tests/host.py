@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -29,6 +31,8 @@ _SERVANTS = ("torch_shm_manager", "_inductor/compile_worker")
 # prctl(2) options, from <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+_SIOCGIFADDR = 0x8915  # ioctl(2) request, from <linux/sockios.h>
 
 
 def refuse_unsupported() -> None:
@@ -52,6 +56,25 @@ def can_fork() -> bool:
 def loopback_interface() -> str:
     """Name of the network interface on which the ranks of one machine find each other."""
     return "lo" if LINUX else "lo0"
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface; empty where it has none or there is no such interface."""
+    if not (LINUX and interface):
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(told[20:24])
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 address; empty where none is found."""
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), "") if LINUX else ""
 
 
 def _prctl(option: int, value: int) -> bool:

@@ -1,9 +1,11 @@
-"""Whether somebody else has made the ranks already: torchrun, or another launcher that sets the same variables.
+"""Whether somebody else has made the ranks already: torchrun, srun, or another launcher that sets torchrun's variables.
 
-Only the rule is here; what such ranks then do is in :mod:`torch_fsdp_tests.ranks.launched`. A launch is meant
+Only the rule is here; what such ranks then do is in :mod:`torch_fsdp_tests.ranks.launched` for one test file, and in
+:mod:`torch_fsdp_tests.dispatch.agents` for a run of many. A launch is meant
 
 - when torchrun's own ``TORCHELASTIC_RUN_ID`` stands in the environment beside the five variables of every launcher
   (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), or
+- when srun made a step of several tasks, whose own variables then stand for the five that are not set, or
 - when ``TORCH_FSDP_TESTS_LAUNCHED=1`` says so, for launchers that set the five and nothing of torchrun's;
 - and never with ``TORCH_FSDP_TESTS_LAUNCHED=0``.
 
@@ -15,12 +17,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Mapping
 
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+_SLURM_PORTS = range(20000, 30000)  # below those that Linux gives to whoever asks for any
 _OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 
 
@@ -39,6 +45,21 @@ class Launch:
     port: int
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
     attempt: str = "0"  # torchrun may start all ranks anew over the same store
+    one_host: bool = False  # all ranks are known to be on one machine
+
+    def variables(self, attempt: str) -> dict[str, str]:
+        """The variables that describe this launch to a process, with its store served by somebody else."""
+        return {
+            LAUNCHED_VARIABLE: "1",
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            _AGENT_STORE: "True",
+            _ATTEMPT: attempt,
+            **({"LOCAL_WORLD_SIZE": str(self.world_size)} if self.one_host else {}),
+        }
 
 
 def from_environment(environment: Mapping[str, str]) -> Launch | None:
@@ -46,8 +67,10 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
     wish = environment.get(LAUNCHED_VARIABLE)
     if wish not in (None, "", "0", "1"):
         raise LaunchError(f"{LAUNCHED_VARIABLE} is {wish!r}: it can be 1 (a launcher made the ranks) or 0 (none did)")
+    step = {} if environment.get("RANK") else _from_slurm(environment, wish == "1")
+    environment = {**environment, **step}
     missing = [name for name in _NEEDED if not environment.get(name)]
-    if wish == "0" or (wish != "1" and (missing or not environment.get(_RUN_ID))):
+    if wish == "0" or (wish != "1" and not step and (missing or not environment.get(_RUN_ID))):
         return None
     if missing:
         raise LaunchError(
@@ -65,8 +88,31 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
         address=environment["MASTER_ADDR"],
         port=int(numbers["MASTER_PORT"]),
         agent_store=environment.get(_AGENT_STORE) == "True",
-        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        attempt=environment.get(_ATTEMPT, "0"),
+        one_host=environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"],
     )
+
+
+def _from_slurm(environment: Mapping[str, str], is_meant: bool) -> dict[str, str]:
+    """What torchrun would have set in this task of srun's; nothing in one that is alone, unless that is meant."""
+    rank, tasks, local_rank, nodes, job = (environment.get(name, "") for name in _SLURM)
+    if not (rank and nodes and tasks.isdecimal() and (is_meant or int(tasks) > 1)):
+        return {}
+    step = "".join(filter(str.isdecimal, job + environment.get("SLURM_STEP_ID", "")))
+    made = {
+        "RANK": rank,
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": local_rank,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_SLURM_PORTS[int(step or 0) % len(_SLURM_PORTS)]),
+    }
+    return made | ({"LOCAL_WORLD_SIZE": tasks} if environment.get("SLURM_STEP_NUM_NODES") == "1" else {})
+
+
+def first_host(nodes: str) -> str:
+    """The first name in a list of SLURM's, such as ``a1`` in ``a[1-3,5],b7``."""
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0] if found else "")
 
 
 @functools.cache
@@ -81,5 +127,5 @@ def forget_variables() -> None:
     They describe this process for its whole life; a rank of a test that wants fewer, and a program that a test starts,
     would read them as their own.
     """
-    for name in (*_NEEDED, *_OTHERS, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))):
+    for name in (*_NEEDED, *_OTHERS, *_SLURM[:2], *(name for name in os.environ if name.startswith("TORCHELASTIC_"))):
         os.environ.pop(name, None)

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 _INT = array.array("i")  # as the kernel passes descriptors
-SILENCE_LIMIT = 25  # seconds without a sign of life after which another machine is taken to be gone
+# Seconds without a sign of life after which another machine is taken to be gone. Twice as many can pass where something
+# is sent to it shortly before: the kernel counts anew then.
+SILENCE_LIMIT = 14
 MOST_DESCRIPTORS = 250  # in one message; the kernel passes 253 (SCM_MAX_FD)
 
 
@@ -86,8 +88,9 @@ class Connection:
     message cannot hold it up. A process that has nothing else to do reads with :meth:`receive`, which waits.
     """
 
-    def __init__(self, end: socket.socket, expected: Iterable[type]) -> None:
-        self._end, self._expected = end, tuple(expected)
+    def __init__(self, end: socket.socket, expected: Iterable[type], limit: int | None = None) -> None:
+        """A message of more than ``limit`` bytes is an error as soon as so many have come."""
+        self._end, self._expected, self._limit = end, tuple(expected), limit
         self._pending = b""
         self._descriptors: list[int] = []  # that have come, for messages that are still pending
         self.closed = False  # the other side has left
@@ -97,6 +100,15 @@ class Connection:
 
     def close(self) -> None:
         self._end.close()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the other side is on this machine: then both have the same address."""
+        return bool(self._end.getpeername()[0] == self._end.getsockname()[0])
+
+    def expect(self, expected: Iterable[type]) -> None:
+        """From now on expect messages of other types, of any size."""
+        self._expected, self._limit = tuple(expected), None
 
     def send(self, message: Any) -> None:
         """Send one message. Raises ``OSError`` when the other side is gone."""
@@ -131,7 +143,8 @@ class Connection:
             return False
         try:
             # As socket.recv_fds, which takes no notice of flags.
-            data, extras, _, _ = self._end.recvmsg(1 << 16, socket.CMSG_LEN(MOST_DESCRIPTORS * _INT.itemsize), flags)
+            room = 1 << 16 if self._limit is None else self._limit + 1 - len(self._pending)
+            data, extras, _, _ = self._end.recvmsg(room, socket.CMSG_LEN(MOST_DESCRIPTORS * _INT.itemsize), flags)
         except (BlockingIOError, TimeoutError):
             if flags:
                 return False
@@ -144,6 +157,8 @@ class Connection:
                 whole = len(content) - len(content) % _INT.itemsize
                 self._descriptors += array.array(_INT.typecode, content[:whole])
         self.closed = not data
+        if self._limit is not None and len(self._pending) > self._limit:
+            raise MessageError(f"more than the {self._limit} bytes came that a message may have here")
         return not self.closed
 
     def _next(self) -> Any:

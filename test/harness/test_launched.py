@@ -5,6 +5,7 @@ well, and one that loses a process.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import host, launcher
@@ -195,13 +196,29 @@ class TestLoss(TestCase):
     def test_the_death_of_a_launched_process_ends_the_run_with_its_name(self):
         launch = launched("loss")
         self.assertNotEqual(launch.code, 0)
-        self.assertEqual(len(re.findall("torch_fsdp_tests: the process of rank 1 of 2 .* is gone", launch.text)), 1)
+        self.assertEqual(len(re.findall("torch_fsdp_tests: the process of rank 1 .* is gone", launch.text)), 1)
         self.assertNotIn("test_2_comes_after (__main__.TestLoss.test_2_comes_after) ... ok", launch.text)
         self.assertEqual(launch.left, [])
 
 
 FULL = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 ELASTIC = FULL | {"TORCHELASTIC_RUN_ID": "none"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "a[07-08]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def launch_of(environment: Mapping[str, str]) -> launcher.Launch:
+    found = launcher.from_environment(environment)
+    if found is None:
+        raise AssertionError(f"no launch is found in {environment}")
+    return found
 
 
 class TestRule(TestCase):
@@ -219,14 +236,61 @@ class TestRule(TestCase):
         self.assertIsNotNone(launcher.from_environment(FULL | {"TORCH_FSDP_TESTS_LAUNCHED": "1"}))
         self.assertIsNone(launcher.from_environment(ELASTIC | {"TORCH_FSDP_TESTS_LAUNCHED": "0"}))
 
-    def test_the_dispatcher_refuses_to_be_launched(self):
-        for environment, refused in [(ELASTIC, True), (ELASTIC | {"TORCH_FSDP_TESTS_LAUNCHED": "0"}, False)]:
-            with contextlib.redirect_stderr(io.StringIO()) as said:
-                try:
-                    options.parse(["--list"], environment, ROOT)
-                except SystemExit as leaving:
-                    self.assertEqual(leaving.code, 2)
-            self.assertEqual("a process of a launcher" in said.getvalue(), refused)
+    def test_srun_is_known_by_the_variables_of_its_step(self):
+        found = launch_of(SLURM)
+        self.assertEqual(found, launcher.Launch(3, 8, 1, "a07", found.port))
+        self.assertIn(found.port, range(20000, 30000))
+        others = {launch_of(SLURM | {"SLURM_JOB_ID": str(77 + n)}).port for n in range(5)}
+        self.assertEqual(len(others), 5)
+        self.assertTrue(launch_of(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).one_host)
+
+    @parametrize(
+        "changed",
+        [
+            {"SLURM_STEP_NUM_TASKS": "1"},  # a shell in an allocation
+            {"SLURM_STEP_NUM_TASKS": ""},  # a script given to sbatch
+            {"TORCH_FSDP_TESTS_LAUNCHED": "0"},
+        ],
+    )
+    def test_what_slurm_says_of_one_task_is_no_launch(self, changed):
+        self.assertIsNone(launcher.from_environment(SLURM | changed))
+
+    def test_torchrun_below_srun_is_the_launcher(self):
+        self.assertEqual(launcher.from_environment(SLURM | ELASTIC), launcher.from_environment(ELASTIC))
+
+    @parametrize(
+        "nodes,first",
+        [
+            ("a[1-3,5]", "a1"),
+            ("a[07-11],b", "a07"),
+            ("b7,a[1-2]", "b7"),
+            ("r[0-1]n[2,4]-i,x", "r0n2-i"),
+            ("b", "b"),
+        ],
+    )
+    def test_the_first_host_of_a_list(self, nodes, first):
+        self.assertEqual(launcher.first_host(nodes), first)
+
+    def test_a_launch_describes_itself_to_other_processes(self):
+        for launch in (launch_of(SLURM), launcher.Launch(0, 2, 0, "b", 1, one_host=True)):
+            again = launcher.from_environment(launch.variables("0.7"))
+            self.assertEqual(again, dataclasses.replace(launch, agent_store=True, attempt="0.7"))
+
+    @parametrize(
+        "arguments,words",
+        [
+            (["-j", "2"], "one after the other"),
+            (["--devices", "0"], "LOCAL_RANK"),
+            (["--coverage"], "without one"),
+            (["--ranks", "5"], "the launcher made 4"),
+        ],
+    )
+    def test_the_dispatcher_refuses_what_cannot_work(self, arguments, words):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            with self.assertRaises(SystemExit) as leaving:
+                options.parse(arguments, ELASTIC, ROOT)
+        self.assertEqual(leaving.exception.code, 2)
+        self.assertIn(words, said.getvalue())
 
     @parametrize(
         "wrong,words",

@@ -13,7 +13,7 @@ PACKAGE = Path(torch_fsdp_tests.__path__[0])
 # fits a module counts.
 LAYERS = [
     {"capabilities", "events", "messages", "verdict"},
-    {"host", "installation", "launcher", "forkserver", "reach", "settings", "vendors", "version_ranges"},
+    {"host", "installation", "launcher", "peers", "forkserver", "reach", "settings", "vendors", "version_ranges"},
     {"torch_facts", "torch_names", "accelerator", "accelerator_probe"},
     {"ranks", "threaded_pg"},
     {"common_utils", "common_cuda", "common_device_type", "inductor_utils", "logging_utils", "two_tensor"},

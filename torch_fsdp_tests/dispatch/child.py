@@ -227,5 +227,18 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 
+def follow(file: Path) -> None:
+    """Run the file as its process at rank 0 does, and follow that: the file's tests do not run here."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    sys.path[0] = str(file.parent)
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except Exception as error:
+        traceback.print_exception(type(error), error, _below(error.__traceback__, str(file)))
+        sys.exit(1)
+    sys.exit(f"{file.name}: the file ended without following rank 0: its last lines must call run_tests()")
+
+
 if __name__ == "__main__":
     main(sys.argv[1:])

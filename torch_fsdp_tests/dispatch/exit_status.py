@@ -19,7 +19,10 @@ class ExitStatus(enum.IntEnum):
     OK = 0, "every test that ran passed, or nothing was left for this shard"
     FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when run again)"
     REFUSED = 2, "bad arguments, an unknown test, a malformed input, or a place that cannot be written to"
-    BROKEN = 3, "the dispatcher itself could not go on: a report or the output could not be written"
+    BROKEN = (
+        3,
+        "the dispatcher itself could not go on: a report could not be written, or a process of the launch is gone",
+    )
     NOTHING_RAN = 5, "nothing ran: the selection is empty, or no test of it was executed"
     INTERRUPTED = 130, "interrupted (SIGINT)"
     TERMINATED = 143, "terminated (SIGTERM)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests import installation
+from torch_fsdp_tests import host, installation, launcher
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
@@ -23,6 +24,7 @@ from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, sele
 from torch_fsdp_tests.vendors import ConfigurationError
 
 if TYPE_CHECKING:  # what only a run needs is imported when one begins, so that a plan is there at once
+    from torch_fsdp_tests.dispatch.agents import Agents
     from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
 
@@ -32,10 +34,42 @@ NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
-    """Run the dispatcher and return its exit status. ``root`` is the folder that holds the tests' own."""
+    """Run the dispatcher and return its exit status. ``root`` is the folder that holds the tests' own.
+
+    Where a launcher made this process, that of rank 0 is the dispatcher, and the others work for it.
+    """
+    _replace_closed_streams()
     try:
-        _replace_closed_streams()
-        return _main(options.parse(argv, os.environ, root))
+        launch = launcher.from_environment(os.environ)
+    except launcher.LaunchError as error:
+        _remark(str(error))
+        return ExitStatus.REFUSED
+    if launch is None or not host.can_fork():  # then a launch is refused
+        return _guarded(argv, root, None)
+    if launch.rank > 0:
+        from torch_fsdp_tests.dispatch import agent
+
+        return agent.main(launch, root)
+    from torch_fsdp_tests.dispatch.agents import Agents
+
+    try:
+        agents = Agents(launch)
+    except (OSError, RuntimeError) as error:
+        _remark(f"the other processes of the launch cannot be reached: {error}")
+        return ExitStatus.BROKEN
+    status = ExitStatus.BROKEN
+    try:
+        status = _guarded(argv, root, agents)
+    except SystemExit as left:  # refused arguments, or --help
+        status = ExitStatus(host.exit_status(left))
+    finally:
+        agents.dismiss(status)
+    return status
+
+
+def _guarded(argv: Sequence[str], root: Path, agents: Agents | None) -> ExitStatus:
+    try:
+        return _main(options.parse(argv, os.environ, root), agents)
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
@@ -62,7 +96,7 @@ def _print(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
 
 
-def _main(run: RunTests) -> ExitStatus:
+def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     files = {file.name: file for file in discover(run.test_directory)}
     sources: dict[str, str] = {}
 
@@ -75,16 +109,19 @@ def _main(run: RunTests) -> ExitStatus:
     for words in known.remarks:
         _remark(words)
     device_set = devices.find(run.device, run.devices, os.environ)
+    if agents is not None:
+        device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes that of its LOCAL_RANK
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices is of no use on the CPU, where -j says how many files run at a time")
-    if selection and device_set.remark is not None:
+    if selection and device_set.remark is not None and agents is None:
         _remark(device_set.remark)
-    ranks = run.ranks or DEFAULT_RANKS
+    ranks = run.ranks or (DEFAULT_RANKS if agents is None else agents.launch.world_size)
     few = FEW_RANKS if device_set.lendable is None else ranks
     # The CPU lends no devices, so there the needs of files matter only where they are shown.
     read = selection if run.list_files or device_set.lendable is not None else []
     needs = {test.file: files[test.file].needs(ranks, few) for test in read}
-    pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(run.jobs or options.default_jobs(ranks))])
+    jobs_at_a_time = 1 if agents is not None else run.jobs or options.default_jobs(ranks)
+    pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
     devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
     jobs, default = _plan(run, selection, known, devices_needed, pool, device_set)
     if not selection:
@@ -99,7 +136,7 @@ def _main(run: RunTests) -> ExitStatus:
     elif not jobs:
         print(NOTHING, file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, jobs, device_set, pool, entries)
+        return _run(run, jobs, device_set, pool, entries, agents)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
@@ -163,7 +200,12 @@ def _plan(
 
 
 def _run(
-    run: RunTests, jobs: Sequence[Job], device_set: DeviceSet, pool: DevicePool, entries: Sequence[expectations.Entry]
+    run: RunTests,
+    jobs: Sequence[Job],
+    device_set: DeviceSet,
+    pool: DevicePool,
+    entries: Sequence[expectations.Entry],
+    agents: Agents | None,
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import compare, report
     from torch_fsdp_tests.dispatch.console import Console
@@ -175,10 +217,20 @@ def _run(
     earlier = None if run.compare is None else compare.load(run.compare)
     if run.save_times is not None:
         times.check(run.save_times, os.environ)
+    if agents is not None:
+        from torch_fsdp_tests.dispatch.agents import LaunchFailure
+
+        try:
+            agents.gather()
+            agents.check(run.default_directory.parent, run.test_directory)
+        except LaunchFailure as error:
+            _remark(str(error))
+            return ExitStatus.REFUSED
     stream = sys.stderr if run.list_tests else sys.stdout
-    console = Console(run, stream, len(jobs), _under_test(run, device_set), pool.size)
+    under_test = _under_test(run, device_set, None if agents is None else agents.launch.world_size)
+    console = Console(run, stream, len(jobs), under_test, pool.size)
     keep = [report.Unfinished(run.report).keep] if run.report else []
-    runner = Runner(run, jobs, device_set, pool, entries, console, *keep)
+    runner = Runner(run, jobs, device_set, pool, entries, console, agents, *keep)
     with runner.taking_signals():
         results = runner.run()
         if run.list_tests:
@@ -188,10 +240,10 @@ def _run(
     return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
 
 
-def _under_test(run: RunTests, device_set: DeviceSet) -> dict[str, Any]:
+def _under_test(run: RunTests, device_set: DeviceSet, launched: int | None) -> dict[str, Any]:
     """What the files are expected to test on. One that has ranks says what it really is, and the console compares."""
     lendable = device_set.lendable or 0
-    ranks = run.ranks or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
+    ranks = run.ranks or launched or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
     guessed = run.device is None and not lendable and devices.loads_extensions(os.environ)
     return {
         "torch": devices.torch_version(),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import installation, launcher, settings
+from torch_fsdp_tests import host, installation, launcher, settings
 from torch_fsdp_tests.dispatch import completion, devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
@@ -227,7 +227,10 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
-    _refuse_launches(parser, environment)
+    try:
+        launch = launcher.from_environment(environment)
+    except launcher.LaunchError as error:
+        parser.error(str(error))
     fields = {
         "test_directory": default_directory,
         **_from_environment(environment),
@@ -245,7 +248,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
     except ConfigurationError as error:
         parser.error(str(error))
     run = RunTests(**fields)
-    refusal = _refusal(run, rerun_asked="rerun_disabled" in given)
+    refusal = _refusal_under(launch, run) or _refusal(run, rerun_asked="rerun_disabled" in given)
     if refusal is not None:
         parser.error(refusal)
     return run
@@ -281,17 +284,21 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
     return None if run.list_files or run.dry_run else _unwritable(run)
 
 
-def _refuse_launches(parser: _Parser, environment: Mapping[str, str]) -> None:
-    """Refuse to run in a process that a launcher made: every rank would run everything."""
-    try:
-        launch = launcher.from_environment(environment)
-    except launcher.LaunchError as error:
-        parser.error(str(error))
-    if launch is not None:
-        parser.error(
-            "this is a process of a launcher, which starts test files one by one (torchrun test/.../test_x.py), not "
-            f"this program; if the launcher's variables are left over, set {launcher.LAUNCHED_VARIABLE}=0"
-        )
+def _refusal_under(launch: launcher.Launch | None, run: RunTests) -> str | None:
+    """Why an option cannot be met where a launcher has made the ranks, in a sentence."""
+    if launch is None:
+        return None
+    if not host.can_fork():
+        return "a launcher's processes need an operating system where a process that has imported torch may fork: Linux"
+    if (run.jobs or 1) > 1:
+        return f"-j {run.jobs}: under a launcher files run one after the other, over all ranks"
+    if run.devices is not None:
+        return "--devices: under a launcher every rank takes the device of its LOCAL_RANK"
+    if run.coverage:
+        return "--coverage does not measure the processes of a launcher; run it without one"
+    if (run.ranks or 1) > launch.world_size:
+        return f"--ranks {run.ranks}: the launcher made {launch.world_size}"
+    return None
 
 
 def _unwritable(run: RunTests) -> str | None:

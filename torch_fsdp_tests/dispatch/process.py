@@ -56,6 +56,8 @@ class TestProcess:
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: dict[str, Any] | None = None
         self._left: int | None = None
+        self.ranks: set[int] = set()  # of a launch, that its tests have wanted so far
+        self.is_gone = False
         self._over = False
         self._stop: Ending | None = None
         self._kill_at: float | None = None
@@ -131,6 +133,8 @@ class TestProcess:
                 self._left = event["status"]
             case "over":
                 self._over = True
+            case "ranks":
+                self.ranks |= set(event["ranks"])
 
     def _take_end(self, event: dict[str, Any]) -> None:
         name = event["test"]
@@ -144,7 +148,7 @@ class TestProcess:
 
     def stop(self, why: Ending, now: float) -> None:
         """Ask the process to show its stacks and leave; :meth:`next_deadline` brings the kill."""
-        if self._stop is not None:
+        if self._stop is not None or self.is_gone:
             return
         self._stop, self._kill_at = why, now + GRACE
         with contextlib.suppress(ProcessLookupError):
@@ -157,6 +161,8 @@ class TestProcess:
 
     def next_deadline(self) -> float:
         """The second of the run at which :meth:`check` has something to do."""
+        if self.is_gone:
+            return float("inf")
         return self._kill_at if self._kill_at is not None else self.began + self.limit
 
     def check(self, now: float) -> None:
@@ -169,7 +175,7 @@ class TestProcess:
             self.kill()
             self._kill_at = float("inf")
 
-    def conclude(self, wait_status: int, now: float, extra_notes: list[str]) -> Attempt:
+    def conclude(self, wait_status: int, now: float, extra_notes: list[str], extra_output: str = "") -> Attempt:
         """The process is gone: judge it by what it said and how it ended, and let go of everything of it."""
         self.kill()  # what is left of its group
         self.listen()
@@ -183,6 +189,7 @@ class TestProcess:
             output = host.head_and_tail(self.output_path, OUTPUT_SHOWN)
         except OSError as error:
             output = f"the output cannot be read: {error}"
+        output = "\n".join(filter(None, (output.rstrip("\n"), extra_output)))
         tests = [*self.results, *self._blame(ending, output), *self._not_reached(ending)]
         return Attempt(
             job=self.job,

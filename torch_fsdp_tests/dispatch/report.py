@@ -50,6 +50,8 @@ def as_json(results: Results) -> dict[str, Any]:
         "num_shards": run.num_shards,
         "seconds": round(results.seconds, 3),
         "slots": list(results.slots),
+        "hosts": dict(results.hosts),
+        "lost": results.lost,
         "exit_code": results.exit_code(),
         "passed": results.passed,
         "failed": results.failed,

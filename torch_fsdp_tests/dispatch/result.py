@@ -68,6 +68,7 @@ class How(enum.Enum):
     KILLED = "{}"  # by the signal of this name
     TIMED_OUT = "the file limit of {:g} s"
     STOPPED = "the end of the run"  # by a person or by its caller, and this process with it
+    LOST = "the loss of {}"  # by the dispatcher, since another rank's process of the file had left
     NOT_STARTED = "a failed start: {}"  # our fault, or the machine's
 
 

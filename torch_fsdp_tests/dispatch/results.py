@@ -27,6 +27,8 @@ class Results:
     remarks: list[str] = dataclasses.field(default_factory=list)
     under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # as expected before any file said so
     slots: Sequence[str] = ()
+    hosts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of a launch, each with its ranks in words
+    lost: str | None = None  # a process of the launch that is gone, in words
 
     def tests(self) -> Iterator[tuple[FileResult, TestResult]]:
         """What counts of each test, with its file."""
@@ -138,6 +140,8 @@ class Results:
         return remarks
 
     def exit_code(self) -> ExitStatus:
+        if self.lost is not None:
+            return ExitStatus.BROKEN
         if self.signal is not None:
             return ExitStatus(128 + self.signal)  # as shells count it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import selectors
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch_fsdp_tests import events, host, installation
 from torch_fsdp_tests.dispatch import coverage, plan, process
+from torch_fsdp_tests.dispatch.agents import Agents
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import HOST, DeviceSet
@@ -71,17 +73,23 @@ class Runner:
         pool: DevicePool,
         entries: Sequence[Entry],
         console: Console,
+        agents: Agents | None,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
-        """``keep`` is told of the results whenever a file has ended."""
+        """``keep`` is told of the results whenever a file has ended. ``agents`` are the other ranks of a launch."""
         self._keep = keep
+        self._agents = agents
+        self._winding_up: tuple[int, int] | None = None  # the process that has ended at rank 0 alone, and its status
         self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
         self._default = plan.assumed(job.part for job in jobs)
         self._queue = [_Waiting(job) for job in jobs]
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
-        self._environment = self._make_environment()
+        self._wishes = self._make_wishes()
+        self._environment = {**os.environ, **self._wishes}
         self.results = Results(run, entries, under_test=console.under_test, slots=pool.names)
+        if agents is not None:
+            self.results.hosts = agents.hosts()
         self._stopping = False
         self._signals: list[int] = []
         self._measure: tuple[str, ...] = ()
@@ -91,7 +99,7 @@ class Runner:
         self._epoch = time.monotonic()
         self._drawn = 0.0
 
-    def _make_environment(self) -> dict[str, str]:
+    def _make_wishes(self) -> dict[str, str]:
         wishes = {
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
@@ -99,11 +107,8 @@ class Runner:
             "TORCH_FSDP_TESTS_STRICT_DEFECTS": "1" if self._run.strict_defects else None,
             "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
         }
-        return {
-            **os.environ,
-            **installation.on_path(os.environ),
-            **{name: value for name, value in wishes.items() if value is not None},
-        }
+        stated = {name: value for name, value in wishes.items() if value is not None}
+        return {**installation.on_path(os.environ), **stated}
 
     def run(self) -> Results:
         """Everything, from the first process to the last. What finished is in the results however it ended.
@@ -115,6 +120,10 @@ class Runner:
         self._inherited = host.children()  # of the program that became this one
         self._reaper = Reaper(self._directory)
         self._adopts = host.adopt_orphans()
+        if self._agents is not None:
+            for rank in self._agents.ranks:
+                hear = functools.partial(self._hear_agent, rank)
+                self._selector.register(self._agents.connection(rank), selectors.EVENT_READ, hear)
         if self._run.coverage:
             self._measure = coverage.begin(
                 self._directory, self._run.test_directory, by_test=self._run.save_map is not None
@@ -191,6 +200,9 @@ class Runner:
         lent = self._pool.lend(job.slots)
         orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
         environment = {**self._environment, **self._devices.environment(lent)}
+        if self._agents is not None:
+            root = run.default_directory.parent
+            environment |= self._agents.begin_file(root, run.test_directory, part.name, run.arguments, self._wishes)
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
@@ -208,6 +220,32 @@ class Runner:
     def _hear(self, running: TestProcess) -> None:
         if not running.listen():
             self._selector.unregister(running.events_descriptor)
+        if self._agents is not None and not running.is_gone:
+            self._agents.call(running.ranks)
+
+    def _hear_agent(self, rank: int) -> None:
+        assert self._agents is not None
+        if not self._agents.hear(rank):
+            self._selector.unregister(self._agents.connection(rank))
+
+    def _check_agents(self) -> None:
+        """What the other ranks have to do with the file that runs, and with the run."""
+        agents = self._agents
+        if agents is None:
+            return
+        why = agents.check_time()
+        for running, _ in self._running.values():
+            if why is not None:
+                running.stop(Ending(How.LOST, why), self._now())
+        if agents.lost is not None and self.results.lost is None:
+            self.results.lost = agents.lost
+            self._console.say(agents.lost)
+            self._stopping = True
+            for running, _ in self._running.values():
+                running.stop(Ending(How.LOST, agents.lost_process), self._now())
+        if self._winding_up is not None and not agents.busy:
+            (pid, status), self._winding_up = self._winding_up, None
+            self._conclude(pid, status)
 
     def _wait(self) -> None:
         """Sleep until something happens or is due, and deal with it."""
@@ -215,11 +253,14 @@ class Runner:
             return
         now = self._now()
         due = min(min(p.next_deadline(), self._slow_at(p)) for p, _ in self._running.values())
+        if self._agents is not None and (moment := self._agents.due()) is not None:
+            due = min(due, moment - self._epoch)
         timeout = min(max(0.0, due - now), self._console.refresh)
         for key, _ in self._selector.select(timeout):
             key.data()
         self._heed_signals()
         self._collect()
+        self._check_agents()
         now = self._now()
         for running, _ in self._running.values():
             self._learn(running)
@@ -247,6 +288,10 @@ class Runner:
         return max([work / self._pool.size, *rest]) or None  # all that still runs takes longer than expected
 
     def _heed_signals(self) -> None:
+        if self._agents is not None and self._agents.signals:
+            # The launcher asks all its processes, which is not asking twice.
+            self._signals += self._agents.signals[:1] * (not self._signals and self.results.signal is None)
+            self._agents.signals.clear()
         while self._signals:
             number = self._signals.pop(0)
             if self._stopping and self.results.signal is not None:
@@ -261,15 +306,22 @@ class Runner:
     def _collect(self) -> None:
         """Take every child that has ended; one that is no job was left behind by one."""
         for pid, status in host.ended_children():
-            if pid in self._running:
+            if pid not in self._running:
+                continue
+            if self._agents is None:
                 self._conclude(pid, status)
+            else:
+                self._running[pid][0].is_gone = True
+                self._winding_up = (pid, status)
+                self._agents.end_file()
 
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
         if running.events_descriptor in self._selector.get_map():
             self._selector.unregister(running.events_descriptor)
         leaks = self._end_descendants(running)
-        attempt = running.conclude(status, self._now(), leaks)
+        notes, output = ([], "") if self._agents is None else self._agents.told()
+        attempt = running.conclude(status, self._now(), [*leaks, *notes], output)
         self._reaper.tell(pid, there=False)
         self._pool.give_back(running.lent)
         self._learn(running)

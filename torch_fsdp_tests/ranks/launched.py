@@ -4,10 +4,11 @@ Every process of the launcher runs the test file, but only that of rank 0 runs t
 *seat*, once its test classes are loaded: it starts and ends its own rank of each test when rank 0 says so, one forked
 process a test, and passes on what becomes of it. So all ranks are one group in rank 0's process, the same that serves a
 single machine: a rank that dies fails its test and no other, and its traceback is in rank 0's report. What ends the
-whole run, at once and with its name, is the death of a process that the launcher made.
+whole file, at once and with its name, is the death of one of its processes.
 
-The processes find each other through the launcher's store and then talk over connections of their own, since the end of
-a connection is news at once, and a store would have to be asked again and again.
+Where the dispatcher runs the file, its agents at the other ranks start these processes, each when a test first wants
+its rank; without a dispatcher the launcher has started them all. How they find rank 0 is said in
+:mod:`torch_fsdp_tests.peers`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-import secrets
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import accelerator, launcher
-from torch_fsdp_tests.messages import Connection, MessageError, watch_for_loss
+from torch_fsdp_tests import accelerator, events, host, launcher
+from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
 from torch_fsdp_tests.ranks.group import GRACE, RankGroup
@@ -36,113 +36,84 @@ from torch_fsdp_tests.vendors import RANKS_VARIABLE
 
 __unittest = True
 
-GATHER_LIMIT = 120.0  # seconds for all launched processes to come; each has the test file to import first
-HELLO_LIMIT = 5.0  # seconds for one that has connected to say who it is
 END_LIMIT = KILL_LIMIT + GRACE  # seconds for a seat's rank server to end its rank
 ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a seat to collect what is left of its rank
 _LOST = 1  # exit status of a process whose rank 0 left without a word
-
-
-def _key(launch: launcher.Launch) -> str:
-    return f"torch_fsdp_tests/{launch.attempt}/rank 0"
-
-
-def _clock() -> float:
-    """What is to be added to this machine's ``time.monotonic()`` for the time that all machines share."""
-    return time.time() - time.monotonic()
 
 
 @dataclasses.dataclass
 class _Seat:
     """A launched process, as rank 0 sees it."""
 
-    hello: protocol.Hello
-    connection: Connection
+    peer: Peer
     over: bool = True  # its rank of the current test
     answer: protocol.Collected | None = None
 
     @property
     def rank(self) -> int:
-        return self.hello.rank
+        return self.peer.hello.rank
+
+    @property
+    def connection(self) -> Connection:
+        return self.peer.connection
 
 
 class Crew:
-    """Rank 0's view of the launch: all other processes, in order of rank."""
+    """Rank 0's view of the launch: the other processes that have been wanted so far, in order of rank."""
 
     def __init__(self, launch: launcher.Launch) -> None:
         self.launch = launch
         self.status = 0  # with which all processes are to leave
         self.lost: str | None = None
+        self.peers = Peers(launch, protocol.FROM_SEAT)
         self._seats: dict[int, _Seat] = {}
         self._environment = dict(os.environ)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=launch.world_size)
-        self._secret = secrets.token_hex(16)
-        self._store = rendezvous.open_store(launch, serve=True)  # kept: where the launcher serves none, this one does
-        self._store.set(_key(launch), f"{self._listener.getsockname()[1]} {self._secret}")
+        self._called = set() if events.attached() else set(range(1, launch.world_size))
         self._give_up = time.monotonic() + GATHER_LIMIT
 
-    def gather(self) -> list[_Seat]:
-        """All other processes, waited for. Raises :class:`HarnessError` when some do not come, or one has left."""
-        while self.lost is None and len(self._seats) < self.launch.world_size - 1:
-            self._listener.settimeout(max(self._give_up - time.monotonic(), 0.001))
-            try:
-                self._welcome(self._listener.accept()[0])
-            except TimeoutError:
-                absent = sorted(set(range(1, self.launch.world_size)) - self._seats.keys())
-                self.lost = (
-                    f"{ranks_in_words(absent)} of the launch did not come within {GATHER_LIMIT:g} s "
-                    f"(if no launcher is meant, set {launcher.LAUNCHED_VARIABLE}=0)"
-                )
-        seats = [self._seats[rank] for rank in sorted(self._seats)]
-        for seat in seats:
+    def gather(self, ranks: Collection[int] = ()) -> list[_Seat]:
+        """The processes of these ranks, waited for. Raises :class:`HarnessError` when one does not come or has left."""
+        if new := set(ranks) - self._called - {0}:
+            events.emit("ranks", ranks=sorted(new))  # the dispatcher has them started
+            self._called |= new
+            self._give_up = time.monotonic() + GATHER_LIMIT
+        absent = self.peers.gather(self._called, self._give_up) if self.lost is None else []
+        if absent:
+            self.lost = (
+                f"{ranks_in_words(absent)} of the launch did not come within {GATHER_LIMIT:g} s "
+                f"(if no launcher is meant, set {launcher.LAUNCHED_VARIABLE}=0)"
+            )
+        for rank, peer in self.peers.of_rank.items():
+            self._seats.setdefault(rank, _Seat(peer))
+        for seat in self._seats.values():
             self.hear(seat)
         if self.lost is not None:
             raise HarnessError(self.lost)
-        return seats
-
-    def _welcome(self, end: socket.socket) -> None:
-        """Seat a process that has connected; whoever does not know the secret is none of ours."""
-        end.settimeout(HELLO_LIMIT)
-        try:
-            hello = Connection(end, [protocol.Hello]).receive()
-        except (OSError, MessageError):
-            hello = None
-        if hello is None or not secrets.compare_digest(hello.secret.encode(), self._secret.encode()):
-            end.close()
-            return
-        end.settimeout(None)
-        watch_for_loss(end)
-        self._seats.setdefault(hello.rank, _Seat(hello, Connection(end, protocol.FROM_SEAT)))
+        return [self._seats[rank] for rank in sorted(ranks) if rank]
 
     def hear(self, seat: _Seat) -> list[Any]:
         """What a process has said, in this machine's time. The first that is found gone is named on stderr at once."""
-        later = seat.hello.clock - _clock()
         said = []
         for message in seat.connection.arrived():
             if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
-                message = dataclasses.replace(message, at=message.at + later)
+                message = in_time_of(seat.peer, message)
             if isinstance(message, protocol.Started):
                 message = dataclasses.replace(message, pids=(None,) * len(message.pids))
             said.append(message)
         if seat.connection.closed and self.lost is None:
-            self.lost = (
-                f"the process of rank {seat.rank} of {self.launch.world_size} (started by the launcher, "
-                f"id {seat.hello.pid} on {seat.hello.host}) is gone, and with it the run"
-            )
+            self.lost = f"{seat.peer} is gone, so the rest of this file does not run"
             print(f"torch_fsdp_tests: {self.lost}", file=sys.stderr, flush=True)
         return said
 
-    def start_rank(self, task: protocol.Task, file_name: str) -> protocol.StartRank:
+    def start_rank(self, task: protocol.Task, file_name: str, seats: Sequence[_Seat]) -> protocol.StartRank:
         """How the seats are told to start their ranks: with what is new in this process' environment."""
         now = dict(os.environ)
-        others = [self._seats[rank].hello for rank in sorted(self._seats)]
+        others = [seat.peer for seat in seats]
         return protocol.StartRank(
             task,
             file_name,
-            local_ranks=(self.launch.local_rank, *(hello.local_rank for hello in others)),
-            one_host={hello.host for hello in others} <= {socket.gethostname()},
+            local_ranks=(self.launch.local_rank, *(peer.hello.local_rank for peer in others)),
+            one_host=all(peer.is_local for peer in others),
             changed={name: value for name, value in now.items() if self._environment.get(name) != value},
             removed=tuple(sorted(self._environment.keys() - now.keys())),
         )
@@ -159,18 +130,19 @@ class Crew:
     def leave(self) -> None:
         """Let the others go, once this process is no more: a launcher ends all when it sees the first one fail."""
         self.conclude(self.status)
-        for seat in self._seats.values():
-            os.dup(seat.connection.fileno())  # the interpreter closes its sockets long before the process is gone
-            seat.connection.tell(protocol.Dismiss(self.status))
+        self.peers.outlive()
+        for peer in self.peers.of_rank.values():
+            peer.connection.tell(protocol.Dismiss(self.status))
 
 
-def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank) -> dict[str, str]:
+def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, interface: str) -> dict[str, str]:
     """The environment of a rank of this process: its own, with what the test changed in rank 0's."""
     made = environment_of_ranks() | order.changed
     for name in order.removed:
         made.pop(name, None)
-    if not order.one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-        made.pop("GLOO_SOCKET_IFNAME", None)  # the loopback interface leads to no other machine
+    if not order.one_host and INTERFACE_VARIABLE not in os.environ:
+        made.pop(INTERFACE_VARIABLE, None)  # the loopback interface leads to no other machine
+        made |= {INTERFACE_VARIABLE: interface} if interface else {}
     return {**made, **rendezvous.variables(launch, order.local_ranks, rank)}
 
 
@@ -186,10 +158,11 @@ class LaunchedRanks:
         self._events: list[protocol.Event] = []  # that came while an answer was waited for
 
     def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
-        self._seats = [seat for seat in self._crew.gather() if seat.rank in processes]
-        order = self._crew.start_rank(task, self.file_name)
+        self._seats = self._crew.gather(list(processes))
+        order = self._crew.start_rank(task, self.file_name, self._seats)
         unchanged = dataclasses.replace(order, changed={}, removed=())
-        self._here.start(task, [0], _environment(self._crew.launch, 0, unchanged))
+        interface = host.interface_of(self._crew.peers.address)
+        self._here.start(task, [0], _environment(self._crew.launch, 0, unchanged, interface))
         for seat in self._seats:
             seat.over = False
             self.selector.register(seat.connection, selectors.EVENT_READ, seat.rank)
@@ -262,16 +235,8 @@ class _Follower:
         self._launch = launch
         self._ranks: LocalRanks | None = None  # the one rank of this process
         self._idle = selectors.DefaultSelector()
-        store = rendezvous.open_store(launch)
-        port, secret = store.get(_key(launch)).decode().split()
-        end = socket.create_connection((launch.address, int(port)), timeout=GATHER_LIMIT)
-        end.settimeout(None)
-        watch_for_loss(end)
-        self._rank_0 = Connection(end, protocol.TO_SEAT)
+        self._rank_0, self._interface = join(launch, protocol.TO_SEAT)
         self._idle.register(self._rank_0, selectors.EVENT_READ)
-        self._rank_0.send(
-            protocol.Hello(secret, launch.rank, launch.local_rank, socket.gethostname(), os.getpid(), _clock())
-        )
 
     def serve(self) -> int:
         """Carry out orders and tell what happens; returns the exit status of this process."""
@@ -313,7 +278,7 @@ class _Follower:
         self._ranks = LocalRanks(order.file_name)
         self._ranks.selector.register(self._rank_0, selectors.EVENT_READ)
         try:
-            self._ranks.start(order.task, [rank], _environment(self._launch, rank, order))
+            self._ranks.start(order.task, [rank], _environment(self._launch, rank, order, self._interface))
         except (HarnessError, accelerator.ConfigurationError) as error:
             self._rank_0.send(protocol.Over(0, (rank,)))
             self._rank_0.send(protocol.Broken(0, str(error)))

@@ -180,20 +180,11 @@ REQUESTS = (Start, Signal, End)
 
 
 @dataclasses.dataclass(frozen=True)
-class Hello:
-    """A launched process introduces itself. ``clock`` is its ``time.time()`` less its ``time.monotonic()``."""
-
-    secret: str
-    rank: int
-    local_rank: int
-    host: str
-    pid: int
-    clock: float
-
-
-@dataclasses.dataclass(frozen=True)
 class StartRank:
-    """Start the rank of this launched process, with what the test has changed in the environment of rank 0."""
+    """Start the rank of this launched process, with what the test has changed in the environment of rank 0.
+
+    ``local_ranks`` are those of all ranks of the test.
+    """
 
     task: Task
     file_name: str

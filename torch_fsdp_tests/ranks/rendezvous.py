@@ -11,30 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_fsdp_tests.launcher import Launch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from torch_fsdp_tests.peers import open_store
 
 _VARIABLE = "_TORCH_FSDP_TESTS_LAUNCH"
-STORE_LIMIT = 120.0  # seconds for the launcher's store to answer
-
-
-def open_store(launch: Launch, serve: bool = False) -> dist.TCPStore:
-    """The launcher's store; ``serve`` makes it where the launcher has none. Raises torch's ``DistError`` in time."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(
-        launch.address,
-        launch.port,
-        is_master=serve and not launch.agent_store,
-        timeout=timedelta(seconds=STORE_LIMIT),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def variables(launch: Launch, local_ranks: Sequence[int], rank: int) -> Mapping[str, str]:

@@ -1,0 +1,139 @@
+"""Runs of the whole suite's command under torchrun, which other tests look at. Not a test file."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = Path(__file__).parent / "inputs" / "launched_suite"
+LIMIT = 560  # seconds for a launch
+TEST_LIMIT = 120  # seconds for one of its tests
+GONE = 20  # seconds after the end of a launch within which nothing of it is left
+STOP_LIMIT = 10  # seconds for a torchrun to end its ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One torchrun: its own options, and what stands before its command."""
+
+    options: Sequence[str]
+    prefix: Sequence[str] = ()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    checkout: Path = ROOT
+
+
+class SuiteRun:
+    """``run_test.py`` under one torchrun a node, begun at once; :meth:`end` waits for it and reads what came out.
+
+    ``files`` are names of files in ``inputs/launched_suite``.
+    """
+
+    def __init__(self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = ()) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="launched-"))
+        tree = self.scratch / "test" / "distributed"
+        tree.mkdir(parents=True)
+        for number, name in enumerate(files):
+            shutil.copy(FILES / f"{name}.py", tree / f"test_{number}_{name}.py")
+        self.started = self.scratch / "started"
+        self.started.mkdir()
+        self._report = self.scratch / "report"
+        self._outputs = []
+        self._processes = []
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
+        clean.pop("GLOO_SOCKET_IFNAME", None)
+        for number, node in enumerate(nodes):
+            temporary = self.scratch / f"tmp{number}"
+            temporary.mkdir()
+            own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "STARTED": str(self.started)}
+            limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT), "PYTHONPATH": str(node.checkout)}
+            output = open(self.scratch / f"output{number}", "w+b")
+            command = [sys.executable, "-m", "torch.distributed.run", *node.options, str(node.checkout / "run_test.py")]
+            command += ["--test-directory", str(self.scratch / "test"), "--keep-going", "--report", str(self._report)]
+            self._processes.append(
+                subprocess.Popen(
+                    [*node.prefix, *command, *arguments],
+                    env=clean | own | limit | dict(node.variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+            self._outputs.append(output)
+        self.report: dict[str, Any] = {}
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the first torchrun."""
+        self._processes[0].send_signal(number)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks then
+                try:
+                    process.wait(STOP_LIMIT)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def end(self, nodes: int | None = None) -> "SuiteRun":
+        """Only the first ``nodes`` are waited for: torchrun goes on for many minutes where it has lost its store."""
+        self.codes = [process.wait(timeout=LIMIT) for process in self._processes[:nodes]]
+        self.texts = []
+        for output in self._outputs:
+            output.seek(0)
+            self.texts.append(output.read().decode(errors="backslashreplace"))
+            output.close()
+        self.text = self.texts[0]
+        give_up = time.monotonic() + GONE
+        while (left := self._left()) and time.monotonic() < give_up:
+            time.sleep(0.05)
+        self.left = left
+        self.marks = sorted(path.name for path in self.started.iterdir())  # that the files' processes have left
+        if (path := self._report / "report.json").exists():
+            self.report = json.loads(path.read_text())
+            fault = self.started / "fault"
+            self.seconds_after_fault = path.stat().st_mtime - fault.stat().st_mtime if fault.exists() else None
+        self.stop()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        found = re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", "\n".join(self.texts))
+        self.ranks_codes = {int(rank): int(code) for rank, code in found}
+        return self
+
+    def _left(self) -> list[str]:
+        """Processes and folders of the run that are still there, but for torchrun itself."""
+        folders = [
+            str(path) for path in self.scratch.glob("tmp*/*") if path.name.startswith(("run_test", "torch_fsdp"))
+        ]
+        processes = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"={self.scratch}/".encode() in (path / "environ").read_bytes():
+                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    processes += [command] * ("torch.distributed.run" not in command)
+            except OSError:
+                continue
+        return folders + processes
+
+    def outcomes(self, file: str) -> dict[str, str]:
+        """The outcome of each test of a file."""
+        return {test["test"]: test["outcome"] for test in self.of_file(file)["tests"]}
+
+    def reasons(self, file: str) -> str:
+        """Everything that the report says of a file."""
+        return json.dumps(self.of_file(file), ensure_ascii=False)
+
+    def of_file(self, file: str) -> dict[str, Any]:
+        found = [each for each in self.report.get("files", ()) if each["file"].endswith(f"_{file}")]
+        if not found:
+            raise AssertionError(f"{file} is not in the report; the nodes said:\n{self.texts}")
+        return found[0]

@@ -1,0 +1,186 @@
+"""How launched processes find rank 0, who is turned away, and what an idle rank costs the dispatcher.
+
+The launcher's store is a dictionary here, and the processes of other ranks are threads of this one.
+"""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch_fsdp_tests import messages, peers
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.dispatch import agent
+from torch_fsdp_tests.dispatch.agents import Agents
+from torch_fsdp_tests.launcher import Launch
+from torch_fsdp_tests.messages import Connection
+from torch_fsdp_tests.peers import Hello, Peers
+
+MANY = 64  # ranks
+LEAST = 0.3  # seconds in which a process that introduces itself must be known
+
+
+class Store(dict[str, str]):
+    """What is asked of the launcher's store."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+class PeersCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.store = Store()
+        patch = mock.patch.object(peers, "open_store", lambda launch, serve=False: self.store)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def launch(self, rank: int, size: int = 3) -> Launch:
+        return Launch(rank, size, rank, "127.0.0.1", 1, one_host=True)
+
+    def close_later(self, made: Peers) -> Peers:
+        self.addCleanup(made._listener.close)
+        self.addCleanup(made._selector.close)
+        self.addCleanup(self.close_all, made)
+        return made
+
+    @staticmethod
+    def close_all(made: Peers) -> None:
+        for peer in made.of_rank.values():
+            peer.connection.close()
+
+
+class TestStrangers(PeersCase):
+    def setUp(self):
+        super().setUp()
+        self.peers = self.close_later(Peers(self.launch(0), [agent.Signalled]))
+        self.address, self.port, self.secret = json.loads(next(iter(self.store.values())))
+
+    def stranger(self) -> socket.socket:
+        end = socket.create_connection((self.address, self.port), timeout=10)
+        self.addCleanup(end.close)
+        return end
+
+    def hello(self, **fields: Any) -> bytes:
+        known: dict[str, Any] = {"secret": self.secret, "rank": 1, "local_rank": 1, "host": "a", "pid": 1, "clock": 0.0}
+        return messages.encode(Hello(**known | fields)) + b"\n"
+
+    def gather(self, *ranks: int, seconds: float = LEAST) -> list[int]:
+        return self.peers.gather(ranks, time.monotonic() + seconds)
+
+    def is_closed(self, end: socket.socket) -> bool:
+        try:
+            return end.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def test_only_the_loopback_interface_listens_where_all_are_on_one_machine(self):
+        self.assertEqual(self.peers._listener.getsockname()[0], "127.0.0.1")
+
+    def test_who_knows_the_secret_comes_in(self):
+        rank_0, _ = peers.join(self.launch(1), [])
+        self.addCleanup(rank_0.close)
+        self.assertEqual(self.gather(1), [])
+        self.assertEqual(self.peers.of_rank[1].hello.local_rank, 1)
+        rank_0.send(agent.Signalled(15))
+        (said,) = self.peers.of_rank[1].connection.arrived()
+        self.assertEqual(said.signal, 15)
+
+    def test_who_does_not_is_turned_away(self):
+        for told in (
+            self.hello(secret="guessed"),
+            self.hello(rank=0),
+            self.hello(rank=3),
+            self.hello(secret="\u00e9"),
+            b"GET / HTTP/1.1\n",
+            b'["Hello", {}]\n',
+            b'["Signalled", {"signal": 9}]\n',
+        ):
+            with self.subTest(told=told):
+                end = self.stranger()
+                end.sendall(told)
+                self.assertEqual(self.gather(1), [1])
+                self.assertTrue(self.is_closed(end))
+
+    def test_no_more_is_read_than_a_hello_takes(self):
+        end = self.stranger()
+        end.sendall(b"x" * (peers.HELLO_SIZE + 1))
+        self.assertEqual(self.gather(1), [1])
+        self.assertTrue(self.is_closed(end))
+
+    def test_a_rank_that_is_there_is_not_replaced(self):
+        first, second = self.stranger(), self.stranger()
+        for end in (first, second):
+            end.sendall(self.hello())
+            self.gather(1)
+        self.assertEqual(self.gather(1, 2), [2])
+        self.assertTrue(self.is_closed(second))
+
+    def test_strangers_that_say_nothing_delay_nobody_and_are_forgotten(self):
+        silent = [self.stranger() for _ in range(20)]
+        self.assertEqual(self.gather(1), [1])
+        self.stranger().sendall(self.hello())
+        began = time.monotonic()
+        self.assertEqual(self.gather(1, seconds=10), [])
+        self.assertLess(time.monotonic() - began, peers.HELLO_LIMIT / 2)
+        self.gather(2, seconds=peers.HELLO_LIMIT + LEAST)
+        self.assertTrue(all(self.is_closed(end) for end in silent))
+
+    def test_an_older_stranger_makes_room(self):
+        with mock.patch.object(peers, "MOST_STRANGERS", 2):
+            ends = []
+            for _ in range(3):
+                ends.append(self.stranger())
+                self.gather(1, seconds=0.1)
+            self.assertTrue(self.is_closed(ends[0]))
+            ends[1].sendall(self.hello())
+            self.assertEqual(self.gather(1, seconds=10), [])
+
+
+class TestIdleRanks(PeersCase):
+    def run_file(self, size: int) -> dict[int, int]:
+        """Bytes between rank 0 and each other rank for a file of which one test wants two ranks."""
+        agents = Agents(self.launch(0, size))
+        self.close_later(agents._peers)
+        launches = [self.launch(rank, size) for rank in range(1, size)]
+        joined: list[tuple[int, Connection]] = []
+        threads = [
+            threading.Thread(target=lambda each=each: joined.append((each.rank, peers.join(each, agent.ORDERS)[0])))
+            for each in launches
+        ]
+        for thread in threads:
+            thread.start()
+        agents.gather()
+        for thread in threads:
+            thread.join()
+        ends = dict(joined)
+        checkout = Path("/checkout")
+        agents.begin_file(checkout, checkout / "test", "distributed/test_x", (), {"TORCH_FSDP_TESTS_SEED": "1234"})
+        agents.call([1])
+        agents.end_file()
+        traffic = {}
+        for rank, end in sorted(ends.items()):
+            orders = list(end.arrived())
+            traffic[rank] = sum(len(messages.encode(order)) for order in orders)
+            if orders:
+                self.assertEqual([type(order) for order in orders], [agent.StartFile, agent.EndFile])
+                for answer in (agent.FileEnded(1, 0, ""), agent.FileOver(1)):
+                    traffic[rank] += len(messages.encode(answer))
+                    end.send(answer)
+                while agents.busy:
+                    agents.hear(rank)
+            end.close()
+        return traffic
+
+    def test_a_file_of_two_ranks_says_nothing_to_the_others(self):
+        few, many = self.run_file(8), self.run_file(MANY)
+        self.assertEqual([rank for rank, count in many.items() if count], [1])
+        self.assertLess(many[1], 10_000)
+        self.assertEqual(few[1], many[1])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,354 @@
+"""The process that a launcher made for another rank than 0, for the whole of a run.
+
+It imports torch once and connects to rank 0's dispatcher. For each file it forks one process, when the dispatcher says
+that a test wants this rank; that process follows the file's process at rank 0 (:mod:`torch_fsdp_tests.ranks.launched`).
+The agent ends what is left of a file and tells what became of it. It selects, plans and prints nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import os
+import platform
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests import forkserver, host, installation, peers
+from torch_fsdp_tests.dispatch import child, devices
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.reaper import Reaper
+from torch_fsdp_tests.launcher import Launch
+
+PATIENCE = 3.0  # seconds for a file's process to leave by itself, once that of rank 0 is gone
+OUTPUT_TOLD = 1 << 16  # bytes of what a file's process has printed that travel to rank 0; head and tail of more
+
+# --- what rank 0 says -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Describe:
+    """Say what is installed here. ``test_directory`` is relative to the suite's folder where it lies inside."""
+
+    test_directory: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Say which files of the suite are not those of rank 0, whose digests by name these are."""
+
+    test_directory: str
+    digests: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class StartFile:
+    """Start the process of a test file, with these variables beside the agent's own."""
+
+    number: int
+    test_directory: str
+    name: str
+    arguments: tuple[str, ...]
+    attempt: str
+    environment: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class EndFile:
+    """The file's process at rank 0 is gone."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+    """The run is over; leave with this exit status, once rank 0's process is gone."""
+
+    status: int
+
+
+ORDERS = (Describe, Compare, StartFile, EndFile, Dismiss)
+
+# --- what an agent says -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The answer to :class:`Describe`."""
+
+    torch: str
+    python: str
+    commit: str  # empty where git cannot tell
+    digest: str  # of all files of the suite
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """The answer to :class:`Compare`: a few words for each file."""
+
+    words: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEnded:
+    """The file's process has ended, with this wait status and this output."""
+
+    number: int
+    status: int
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FileOver:
+    """Nothing is left of the file. ``leaks`` are the commands of processes that had to be killed beside its own."""
+
+    number: int
+    was_killed: bool = False
+    leaks: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Signalled:
+    """Somebody has sent this process a signal that asks it to leave."""
+
+    signal: int
+
+
+ANSWERS = (Machine, Differences, FileEnded, FileOver, Signalled)
+
+# --- what both do -----------------------------------------------------------------------------------------------------
+
+
+def digests(test_directory: Path) -> dict[str, str]:
+    """The Python files of the suite by name, each with a digest of its content."""
+    found: dict[str, Path] = {}
+    for folder, name in ((installation.PACKAGE, "torch_fsdp_tests"), (test_directory, "test")):
+        found |= {f"{name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*.py"))}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in found.items() if path.is_file()}
+
+
+def describe(test_directory: Path) -> Machine:
+    """This machine, as far as all machines of a run have to agree."""
+    text = repr(sorted(digests(test_directory).items()))
+    return Machine(
+        torch=devices.torch_version() or "not installed",
+        python=platform.python_version(),
+        commit=installation.commit() or "",
+        digest=hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+    """What is other here than there, in a few words a file."""
+    missing = [f"{name} is missing" for name in sorted(theirs.keys() - mine.keys())]
+    changed = [f"{name} differs" for name in sorted(mine.keys() & theirs.keys()) if mine[name] != theirs[name]]
+    return (*missing, *changed, *(f"{name} is not there at rank 0" for name in sorted(mine.keys() - theirs.keys())))
+
+
+# --- the agent --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _File:
+    """The file whose process is here."""
+
+    order: StartFile
+    directory: Path
+    pid: int
+    kill_at: float | None = None
+    was_killed: bool = False
+    status: int | None = None
+
+    @property
+    def output(self) -> Path:
+        return self.directory / "output"
+
+
+class Agent:
+    """Obeys rank 0's dispatcher. It has one file's process at a time."""
+
+    def __init__(self, launch: Launch, root: Path, directory: Path, reaper: Reaper) -> None:
+        self._launch, self._root, self._directory, self._reaper = launch, root, directory, reaper
+        self._helpers = {reaper.pid, *host.children()}
+        self._file: _File | None = None
+        self._signals: list[int] = []
+        self._wakeup, self._alarm = os.pipe()
+        for descriptor in (self._wakeup, self._alarm):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
+        self._handlers = {
+            number: signal.signal(number, self._note) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+        }
+        self._rank_0, _ = peers.join(launch, ORDERS)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def serve(self) -> ExitStatus | Path:
+        """Do what rank 0 says until it lets go. Returns in a file's process too: the file, which is to be run."""
+        status = ExitStatus.BROKEN  # where rank 0 leaves without a word
+        poll = select.poll()
+        for descriptor in (self._rank_0.fileno(), self._wakeup):
+            poll.register(descriptor, select.POLLIN)
+        while not self._rank_0.closed:
+            due = None if self._file is None else self._file.kill_at
+            poll.poll(None if due is None else max(0.0, due - time.monotonic()) * 1000)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wakeup, 1 << 12)
+            while self._signals:
+                self._rank_0.tell(Signalled(self._signals.pop(0)))
+            self._look_after_file()
+            for order in self._rank_0.arrived():
+                if isinstance(order, Dismiss):
+                    self._rank_0.receive()  # so that rank 0's process, whose report matters, is the first to leave
+                    status = ExitStatus(order.status)
+                    break
+                file = self._obey(order)
+                if file is not None:
+                    return file
+        if self._file is not None:
+            self._end_file()
+            while self._file is not None:
+                time.sleep(0.05)
+                self._look_after_file()
+        return status
+
+    def _obey(self, order: Any) -> Path | None:
+        match order:
+            case Describe():
+                self._rank_0.tell(describe(self._root / order.test_directory))
+            case Compare():
+                mine = digests(self._root / order.test_directory)
+                self._rank_0.tell(Differences(differences(mine, order.digests)))
+            case StartFile():
+                return self._start(order)
+            case EndFile():
+                if self._file is None:
+                    self._rank_0.tell(FileOver(order.number))
+                else:
+                    self._end_file()
+        return None
+
+    def _start(self, order: StartFile) -> Path | None:
+        directory = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
+        (directory / "tmp").mkdir()
+        test_directory = self._root / order.test_directory
+        agent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(order, directory, test_directory)
+            host.die_with_parent(agent)
+            return test_directory / f"{order.name}.py"
+        self._reaper.tell(pid, there=True)
+        self._file = _File(order, directory, pid)
+        return None
+
+    def _become(self, order: StartFile, directory: Path, cwd: Path) -> None:
+        """In the child: what an interpreter with this environment and these files would be."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._rank_0.close()
+        for descriptor in (self._wakeup, self._alarm):
+            os.close(descriptor)
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(descriptor, target)
+        os.close(nothing)
+        os.close(output)
+        os.chdir(cwd)
+        own = {**installation.on_path(os.environ), "TMPDIR": str(directory / "tmp")}
+        os.environ.update({**order.environment, **self._launch.variables(order.attempt), **own})
+        tempfile.tempdir = None
+        sys.argv = [str(cwd / f"{order.name}.py"), *order.arguments]
+
+    def _end_file(self) -> None:
+        """Give the process a moment to leave. It hears of rank 0's end itself, and ends its rank."""
+        assert self._file is not None
+        if self._file.kill_at is None:
+            self._file.kill_at = time.monotonic() + PATIENCE
+        self._look_after_file()
+
+    def _look_after_file(self) -> None:
+        file = self._file
+        for pid, status in host.ended_children():
+            if file is not None and pid == file.pid:
+                file.status = status
+                output = host.head_and_tail(file.output, OUTPUT_TOLD) if file.output.exists() else ""
+                self._rank_0.tell(FileEnded(file.order.number, status, output.strip()))
+        if file is None or file.kill_at is None:
+            return
+        if file.status is None and not file.was_killed:
+            if time.monotonic() < file.kill_at:
+                return
+            file.was_killed = True
+            self._ask_for_stacks(file)
+            self._kill_group(file)
+            file.kill_at = time.monotonic() + PATIENCE
+        if file.status is not None:
+            self._file = None
+            leaks = self._kill_what_is_left(file)
+            shutil.rmtree(file.directory, ignore_errors=True)
+            self._reaper.tell(file.pid, there=False)
+            self._rank_0.tell(FileOver(file.order.number, file.was_killed, leaks))
+
+    @staticmethod
+    def _ask_for_stacks(file: _File) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(file.pid, signal.SIGTERM)
+        give_up = time.monotonic() + 0.5
+        while not host.has_ended(file.pid) and time.monotonic() < give_up:
+            time.sleep(0.02)
+
+    @staticmethod
+    def _kill_group(file: _File) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(file.pid, signal.SIGKILL)
+
+    def _kill_what_is_left(self, file: _File) -> tuple[str, ...]:
+        """Kill what the file has started and lost, which this process has adopted; named but for torch's servants."""
+        self._kill_group(file)
+        leaks = []
+        give_up = time.monotonic() + PATIENCE
+        while (lost := set(host.children()) - self._helpers) and time.monotonic() < give_up:
+            for pid in lost:
+                command = host.command_of(pid)
+                leaks += [command] * (not host.is_servant(command) and not host.has_ended(pid))
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        return tuple(leaks)
+
+
+def main(launch: Launch, root: Path) -> ExitStatus:
+    """The agent's whole life, in the process that the launcher made; and that of each file's process below it."""
+    host.adopt_orphans()
+    directory = Path(tempfile.mkdtemp(prefix="run_test-"))
+    reaper = Reaper(directory)
+    try:
+        forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
+        outcome = Agent(launch, root, directory, reaper).serve()
+    except Exception as error:
+        where = f"rank {launch.rank} on {platform.node()}"
+        print(f"run_test.py: {where} cannot take part in the run: {error}", file=sys.stderr, flush=True)
+        outcome = ExitStatus.BROKEN
+    if isinstance(outcome, Path):
+        child.follow(outcome)
+        return ExitStatus.OK
+    reaper.close()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a launcher ends all when it sees the first one leave
+    return outcome

@@ -1,0 +1,234 @@
+"""How the processes that a launcher made find that of rank 0, and introduce themselves.
+
+Rank 0 listens, and writes its address and a secret into the launcher's store, where the others read them. They connect,
+all at the same time, and send a :class:`Hello` with the secret. From then on both sides use the connection as they
+like: the end of a connection is news at once, and a store would have to be asked again and again. A peer that is silent
+for :data:`~torch_fsdp_tests.messages.SILENCE_LIMIT` seconds is lost as well.
+
+Whoever can reach the port can connect. Of a stranger at most :data:`HELLO_SIZE` bytes are read, for at most
+:data:`HELLO_LIMIT` seconds, and only :data:`MOST_STRANGERS` are heard at a time. Everything travels in clear, like the
+launcher's store and the traffic between ranks: the secret keeps strangers out, it does not keep anything secret from
+those who can read the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Collection, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch_fsdp_tests import host
+from torch_fsdp_tests.launcher import Launch
+from torch_fsdp_tests.messages import Connection, MessageError, watch_for_loss
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__unittest = True
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # gloo's own: the interface that leads to the other ranks
+STORE_LIMIT = 120.0  # seconds for the launcher's store to answer
+GATHER_LIMIT = 120.0  # seconds for all processes to come; each has much to import first
+HELLO_LIMIT = 5.0  # seconds for one that has connected to say who it is
+HELLO_SIZE = 1 << 16  # bytes in which it must do so
+MOST_STRANGERS = 256  # that are heard at a time; an older one makes room for a newer one
+_ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737); where the default route would lead
+
+
+class NoWay(OSError):
+    """It is not known under which address the other machines reach this one. The message says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """A process introduces itself. ``clock`` is its ``time.time()`` less its ``time.monotonic()``."""
+
+    secret: str
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    clock: float
+
+
+@dataclasses.dataclass
+class Peer:
+    """A process that has introduced itself."""
+
+    hello: Hello
+    connection: Connection
+    is_local: bool  # on rank 0's machine
+
+    def __str__(self) -> str:
+        return f"the process of rank {self.hello.rank} (id {self.hello.pid} on {self.hello.host})"
+
+
+def clock() -> float:
+    """What is to be added to this machine's ``time.monotonic()`` for the time that all machines share."""
+    return time.time() - time.monotonic()
+
+
+def open_store(launch: Launch, serve: bool = False) -> dist.TCPStore:
+    """The launcher's store; ``serve`` makes it where the launcher has none. Raises torch's ``DistError`` in time."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        launch.address,
+        launch.port,
+        is_master=serve and not launch.agent_store,
+        timeout=timedelta(seconds=STORE_LIMIT),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _key(launch: Launch) -> str:
+    return f"torch_fsdp_tests/{launch.attempt}/rank 0"
+
+
+class Peers:
+    """Rank 0's side. ``expected`` are the types of message that the others may send."""
+
+    def __init__(self, launch: Launch, expected: Iterable[type]) -> None:
+        self.launch = launch
+        self.of_rank: dict[int, Peer] = {}  # that have come
+        self._expected = tuple(expected)
+        self._strangers: dict[Connection, float] = {}  # until when each is heard
+        self.address = own_address(launch)
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        self._listener = socket.create_server(
+            (self.address, 0), family=family, backlog=launch.world_size + MOST_STRANGERS
+        )
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._secret = secrets.token_hex(16)
+        self._store = open_store(launch, serve=True)  # kept: where the launcher serves none, this one does
+        place = (self.address, self._listener.getsockname()[1], self._secret)
+        self._store.set(_key(launch), json.dumps(place))
+
+    def gather(self, ranks: Collection[int], give_up: float) -> list[int]:
+        """Wait for these ranks until a moment of ``time.monotonic()``; returns those that have not come by then."""
+        while absent := sorted(set(ranks) - self.of_rank.keys()):
+            now = time.monotonic()
+            if now >= give_up:
+                return absent
+            due = min([give_up, *self._strangers.values()])
+            for key, _ in self._selector.select(max(0.0, due - now)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            for stranger, limit in list(self._strangers.items()):
+                if limit <= time.monotonic():
+                    self._forget(stranger)
+        return []
+
+    def _accept(self) -> None:
+        try:
+            end = self._listener.accept()[0]
+        except OSError:
+            return
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._forget(next(iter(self._strangers)))
+        end.setblocking(True)
+        stranger = Connection(end, [Hello], limit=HELLO_SIZE)
+        watch_for_loss(end)
+        self._strangers[stranger] = time.monotonic() + HELLO_LIMIT
+        self._selector.register(stranger, selectors.EVENT_READ, stranger)
+
+    def _hear(self, stranger: Connection) -> None:
+        """Whoever says something else than the secret is none of ours."""
+        if stranger not in self._strangers:
+            return
+        try:
+            hello = next(stranger.arrived(), None)
+        except MessageError:
+            self._forget(stranger)
+            return
+        if hello is None:
+            if stranger.closed:
+                self._forget(stranger)
+            return
+        known = secrets.compare_digest(hello.secret.encode(), self._secret.encode())
+        if not known or hello.rank in self.of_rank or not 0 < hello.rank < self.launch.world_size:
+            self._forget(stranger)
+            return
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
+        stranger.expect(self._expected)
+        self.of_rank[hello.rank] = Peer(hello, stranger, stranger.is_local)
+
+    def _forget(self, stranger: Connection) -> None:
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
+        stranger.close()
+
+    def outlive(self) -> None:
+        """Keep all connections until this process is gone, although the interpreter closes its sockets before."""
+        for peer in self.of_rank.values():
+            os.dup(peer.connection.fileno())
+
+
+def join(launch: Launch, expected: Iterable[type]) -> tuple[Connection, str]:
+    """The side of another rank: its connection to rank 0, and the name of the interface that leads there, if known."""
+    address, port, secret = json.loads(open_store(launch).get(_key(launch)))
+    end = socket.create_connection((address, port), timeout=GATHER_LIMIT)
+    end.settimeout(None)
+    watch_for_loss(end)
+    rank_0 = Connection(end, expected)
+    rank_0.send(Hello(secret, launch.rank, launch.local_rank, socket.gethostname(), os.getpid(), clock()))
+    return rank_0, host.interface_of(end.getsockname()[0])
+
+
+def own_address(launch: Launch) -> str:
+    """The address at which the other processes of the launch reach this one.
+
+    That is the loopback interface's where all are on one machine, as they are if they reach the store there. Else it is
+    that of the interface which the user names for gloo, or which leads to the store, or where the default route leads.
+    """
+    if launch.one_host or _is_loopback(launch.address):
+        return "127.0.0.1"
+    named = host.address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0])
+    if named:
+        return named
+    for goal in (launch.address, _ELSEWHERE):
+        found = _source_towards(goal)
+        if found and not _is_loopback(found):
+            return found
+    raise NoWay(
+        f"the address at which other machines reach this one is not known: {launch.address} leads nowhere else; "
+        f"name the interface in {INTERFACE_VARIABLE}"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address, as it is written, is that of the loopback interface."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _source_towards(goal: str) -> str:
+    """The address from which this machine sends to another; empty where no way leads there."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def in_time_of(peer: Peer, message: Any) -> Any:
+    """A message of a peer, with its moment ``at`` in this machine's time."""
+    return dataclasses.replace(message, at=message.at + peer.hello.clock - clock())
