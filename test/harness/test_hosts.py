@@ -1,0 +1,208 @@
+"""The suite under torchrun over two hosts, each a network namespace of its own address, name and loopback interface.
+
+A pair of virtual interfaces joins them. Namespaces share the files and the processes of the machine, and nothing of its
+network.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import unittest
+from collections.abc import Sequence
+
+from launches import Node, SuiteRun
+
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+MARK = f"t{os.getpid() % 100000}"  # in all names, so that runs side by side do not meet
+NAMES = ("hosta", "hostb")
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+PORT = 29511
+SILENCE = 30  # seconds within which a machine that is gone must be known
+SECONDS = 15  # for what is known to be told: the tests of the file are given a moment to leave
+_begun: list[SuiteRun] = []
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def namespace(host: int) -> str:
+    return f"{MARK}{'ab'[host]}"
+
+
+def missing() -> str | None:
+    """What the machine lacks for two hosts, in words; otherwise they are there afterwards."""
+    for tool in ("ip", "unshare"):
+        if shutil.which(tool) is None:
+            return f"needs the command {tool} (Debian's iproute2 and util-linux)"
+    try:
+        for host in (0, 1):
+            ip("netns", "add", namespace(host))
+        ip("link", "add", f"{MARK}a", "type", "veth", "peer", "name", f"{MARK}b")
+        for host, address in enumerate(ADDRESSES):
+            ip("link", "set", namespace(host), "netns", namespace(host))
+            ip("-n", namespace(host), "addr", "add", f"{address}/24", "dev", namespace(host))
+            for device in (namespace(host), "lo"):
+                ip("-n", namespace(host), "link", "set", device, "up")
+    except subprocess.CalledProcessError as error:
+        return f"needs network namespaces, which this process may not make: {error.stderr.decode().strip()}"
+    return None
+
+
+def setUpModule():
+    if (lack := missing()) is not None:
+        tearDownModule()
+        raise unittest.SkipTest(lack)
+
+
+def tearDownModule():
+    for run in _begun:
+        run.stop()
+    for host in (0, 1):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            ip("netns", "delete", namespace(host))
+
+
+def launch(files: Sequence[str], rendezvous: str = "c10d", per_node: int = 1, **variables: str) -> SuiteRun:
+    """The suite's command with ``per_node`` ranks on each host."""
+    nodes = []
+    for host, name in enumerate(NAMES):
+        options = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--node-rank", str(host)]
+        if rendezvous == "static":
+            options += ["--rdzv-backend", "static", "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+        else:
+            options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
+            # Otherwise torchrun asks for the address of its own name, which does not resolve.
+            options += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", ADDRESSES[host]]
+        # A name server that cannot be reached would be waited for; one that refuses is not.
+        become = f'hostname {name}; mount --bind /dev/null /etc/resolv.conf; exec "$@"'
+        prefix = ["ip", "netns", "exec", namespace(host), "unshare", "--uts", "sh", "-c", become, "sh"]
+        chosen = {key: value.replace("{}", namespace(host)) for key, value in variables.items()}
+        nodes.append(Node(options, prefix, chosen))
+    run = SuiteRun(files, *nodes)
+    _begun.append(run)
+    return run
+
+
+WELL = {"TestAll.test_sum", "TestAlone.test_passes", "TestFirstTwo.test_sum", "TestThreads.test_sum"}
+
+
+@functools.cache
+def faults() -> SuiteRun:
+    return launch(["ranks_fail", "import_fails", "process_dies", "well"], per_node=2).end()
+
+
+def lose_link(file: str, per_node: int) -> SuiteRun:
+    run = launch(["well", file, "two_ranks"], per_node=per_node, LINK="{}")
+    try:
+        return run.end(nodes=1)
+    finally:
+        for host in (0, 1):
+            ip("-n", namespace(host), "link", "set", namespace(host), "up")
+
+
+class TestWell(TestCase):
+    @parametrize("rendezvous,interface", [("c10d", ""), ("static", "{}")], name_fn=lambda rendezvous, _: rendezvous)
+    def test_every_kind_of_file_passes(self, rendezvous, interface):
+        """The interface is found with the one rendezvous, and named by the user with the other."""
+        variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+        run = launch(["well"], rendezvous, **variables).end()
+        self.assertEqual(run.codes, [0, 0], run.text)
+        self.assertEqual(run.outcomes("well"), dict.fromkeys(WELL, "passed"))
+        self.assertEqual(run.report["hosts"], {"hosta": "rank 0", "hostb": "rank 1"})
+        self.assertEqual(run.left, [])
+
+    def test_their_names_do_not_resolve(self):
+        for name in NAMES:
+            with self.assertRaises(OSError):
+                socket.getaddrinfo(name, None)
+
+    def test_a_slow_link_that_loses_packets(self):
+        if shutil.which("tc") is None:
+            self.skipTest("needs the command tc (Debian's iproute2)")
+        tc = ["ip", "netns", "exec", namespace(1), "tc", "qdisc"]
+        netem = ["netem", "delay", "50ms", "loss", "1%"]
+        added = subprocess.run([*tc, "add", "dev", namespace(1), "root", *netem], capture_output=True, text=True)
+        if added.returncode:
+            self.skipTest(f"needs a kernel with netem: {added.stderr.strip()}")
+        try:
+            run = launch(["well"]).end()
+        finally:
+            subprocess.run([*tc, "del", "dev", namespace(1), "root"], check=True)
+        self.assertEqual(run.outcomes("well"), dict.fromkeys(WELL, "passed"))
+
+
+class TestFaults(TestCase):
+    def test_verdicts_are_told_with_the_host(self):
+        run = faults()
+        self.assertEqual(
+            run.outcomes("ranks_fail"),
+            {
+                "TestRanks.test_1_raises": "error",
+                "TestRanks.test_2_exits": "crashed",
+                "TestRanks.test_3_is_killed": "crashed",
+                "TestRanks.test_4_hangs": "timed out",
+                "TestRanks.test_5_passes": "passed",
+            },
+        )
+        for test in run.of_file("ranks_fail")["tests"]:
+            if test["ranks"]:
+                self.assertEqual([rank["host"] for rank in test["ranks"]], ["hosta"] * 2 + ["hostb"] * 2)
+
+    def test_a_file_that_the_other_host_cannot_import(self):
+        told = faults().reasons("import_fails")
+        for words in ("rank 3", "hostb", "exit status 1", "not to be had here"):
+            self.assertIn(words, told)
+
+    def test_a_process_of_the_other_host_that_dies(self):
+        told = faults().reasons("process_dies")
+        for words in ("rank 3", "hostb", "SIGKILL", "sleep 1001"):
+            self.assertIn(words, told)
+
+    def test_the_files_after_them_run_and_nothing_is_left(self):
+        self.assertEqual(faults().outcomes("well"), dict.fromkeys(WELL, "passed"))
+        self.assertEqual((set(faults().ranks_codes.values()), faults().left), ({1}, []))
+
+
+class TestLoss(TestCase):
+    def test_an_agent_of_the_other_host_is_killed(self):
+        run = launch(["two_ranks", "agent_dies", "well"]).end()
+        self.assertEqual(
+            run.outcomes("agent_dies"), {"TestRanks.test_1_kills": "crashed", "TestRanks.test_2": "not run"}
+        )
+        self.check_loss(run, "agent_dies", SECONDS)
+
+    def test_the_link_goes_down_under_a_test_of_both_hosts(self):
+        run = lose_link("link_goes_down", per_node=1)
+        outcomes = {"TestRanks.test_1_goes": "crashed", "TestRanks.test_2": "not run"}
+        self.assertEqual(run.outcomes("link_goes_down"), outcomes)
+        self.check_loss(run, "link_goes_down", SILENCE)
+
+    def test_the_link_goes_down_before_a_test_of_both_hosts(self):
+        """The hosts have nothing to say to each other then, until the next test."""
+        run = lose_link("link_was_lost", per_node=2)
+        outcomes = {"TestFirstTwo.test_passes": "passed", "TestRanks.test_1": "crashed", "TestRanks.test_2": "not run"}
+        self.assertEqual(run.outcomes("link_was_lost"), outcomes)
+        self.check_loss(run, "link_was_lost", SILENCE)
+
+    def check_loss(self, run: SuiteRun, file: str, limit: float) -> None:
+        """It ends the run, once, with a name, in time, and with all that was finished before."""
+        self.assertRegex(run.report["lost"], r"^the process of rank \d \(id \d+ on hostb\) .*so the run ends$")
+        self.assertEqual(run.text.count("so the run ends"), 1)
+        self.assertEqual(run.report["exit_code"], 3)
+        (crashed,) = [test for test in run.of_file(file)["tests"] if test["outcome"] == "crashed"]
+        self.assertIn("the loss of the process of rank", crashed["reason"])
+        self.assertLess(run.seconds_after_fault, limit + SECONDS)
+        self.assertEqual({test["outcome"] for test in run.report["files"][0]["tests"]}, {"passed"})
+        self.assertEqual(len(run.report["not_started"]), 1)
+        self.assertEqual(run.left, [])
+
+
+instantiate_parametrized_tests(TestWell)
+
+if __name__ == "__main__":
+    run_tests()
