@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Puts the figures of a whole run into README.md and test/README.md.
+
+python run_test.py --keep-going --report DIR
+python .ci/figures.py DIR/report.json
+"""
+
+import collections
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from torch_fsdp_tests.dispatch.listing import plural, seconds  # noqa: E402
+
+BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
+# Reasons to skip that differ from test to test, by how they begin, and what they have in common.
+COMMON = {
+    "needs a torch that": "the feature is newer than this torch",
+    "a C++ compiler takes": "a C++ compiler takes half a minute or more; `PYTORCH_TEST_WITH_SLOW=1` runs the test",
+    "rank 0 alone has only": "FSDP1's state dicts do not have this combination of options",
+}
+
+
+def total(report: dict[str, Any]) -> str:
+    """What the run was on, how long it took, and its last lines."""
+    about = f"{plural(report['cores'], 'core')}, torch {report['torch']}, device {report['device']}"
+    lines = [
+        f"{plural(len(report['known_defects']), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)"
+    ]
+    lines += [", ".join(f"{report[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))]
+    return "\n".join([f"It ends after {seconds(report['seconds'])} ({about}) with", "", "```", *lines, "```"])
+
+
+def folders(report: dict[str, Any]) -> str:
+    """Files, tests, skipped tests and seconds of each folder, and the reasons to skip."""
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for file in report["files"]:
+        tests = [test for test in file["tests"] if test["scope"] == "test"]
+        skipped = sum(test["outcome"] == "skipped" for test in tests)
+        took = sum(attempt["ended"] - attempt["began"] for attempt in file["attempts"])
+        folder = found[file["file"].rpartition("/")[0]]
+        folder.update(files=file["shard_id"] == 1, tests=len(tests), skipped=skipped, seconds=took)
+    rows = [
+        (f"`test/{name}`", *(str(round(found[name][column])) for column in ("files", "tests", "skipped", "seconds")))
+        for name in sorted(found)
+    ]
+    return "\n\n".join(
+        [
+            _table(("folder", "files", "tests", "skipped", "seconds, one file after the other"), rows),
+            "These tests skip:",
+            _table(("tests", "why"), [(str(tests), reason) for reason, tests in _reasons(report).most_common()]),
+        ]
+    )
+
+
+def _reasons(report: dict[str, Any]) -> collections.Counter[str]:
+    counts: collections.Counter[str] = collections.Counter()
+    for skip in report["skips"]:
+        reason = next((words for start, words in COMMON.items() if skip["reason"].startswith(start)), skip["reason"])
+        counts[reason] += skip["tests"]
+    return +counts
+
+
+def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ("---",) * len(titles), *rows))
+
+
+def write(page: Path, made: str) -> None:
+    """Replace what stands between the two marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{page} does not have both of the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} REPORT.JSON")
+    read = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    write(ROOT / "README.md", total(read))
+    write(ROOT / "test" / "README.md", folders(read))
