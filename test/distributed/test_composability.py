@@ -86,7 +86,7 @@ class BlockWithSpare(Block):
         self.spare = nn.Parameter(torch.ones(DIM))
 
 
-@needs(torch_facts.PIPELINES_START_OVER_GLOO)
+@needs(torch_facts.PIPELINE_START_MESSAGES_MATCH)
 class ComposabilityTest(PipelineMixin, FSDPTest):
     world_size = 4
 
@@ -109,7 +109,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         """The gradients are there, and may be changed, as soon as a step returns."""
         self._check_one_step(dp_type, schedule)
 
-    @needs(torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES)
+    @needs(torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES)
     @torch_defect("fsdp2_split_backward_adds_up_in_low_precision")
     @skip_if_lt_x_gpu(4)
     def test_split_backward_in_low_precision(self):

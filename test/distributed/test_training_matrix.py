@@ -42,7 +42,7 @@ TRAINED = [
     *("FSDP2 on 4", "FSDP2 on 2x2", FSDP2_AND_TP, FSDP2_AND_PP, REPLICATE),
 ]
 NEEDS = {
-    FSDP2_AND_PP: torch_facts.PIPELINES_START_OVER_GLOO,
+    FSDP2_AND_PP: torch_facts.PIPELINE_START_MESSAGES_MATCH,
     REPLICATE: torch_facts.REPLICATES_WITHOUT_SHARDS,
 }
 OFF_AND_ON = [False, True]
@@ -91,9 +91,9 @@ LIMITS = {
     ),
     "an older torch trains what is frozen, under TP": Limit(
         lambda saved, loaded, features: (
-            FSDP2_AND_TP in (saved, loaded) and features.frozen_part and not torch_facts.KEEPS_FROZEN_UNDER_TP
+            FSDP2_AND_TP in (saved, loaded) and features.frozen_part and not torch_facts.TP_KEEPS_REQUIRES_GRAD
         ),
-        "KEEPS_FROZEN_UNDER_TP",
+        "TP_KEEPS_REQUIRES_GRAD",
     ),
 }
 BEFORE, AFTER = range(2), range(2, 4)  # steps; the last one shows whether the moments were loaded

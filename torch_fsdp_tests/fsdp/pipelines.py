@@ -115,7 +115,7 @@ class Pipeline:
         told: torch.dtype | None = torch.float32,
         **kwargs: Any,
     ) -> None:
-        if schedule in V_SHAPED and (lacking := torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES.lacks()):
+        if schedule in V_SHAPED and (lacking := torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES.lacks()):
             raise unittest.SkipTest(lacking)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.group = group

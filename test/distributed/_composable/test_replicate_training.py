@@ -317,7 +317,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._inputs(3, 4))
         self.assertIsNone(model[0].lin2.weight.grad)
 
-    @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     def test_parameters_that_one_rank_uses(self):
         """Beyond upstream: where the setter says so, ranks that leave out a layer take part with zeros."""
@@ -370,7 +370,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
         self._check_training(ref_model, model, lambda: self._inputs(3, 4), step=step, iterations=FEW)
 
-    @needs(torch_facts.RESETS_ITERATION)
+    @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state(self):
         """Beyond upstream: after a forward that broke off, and a reset, training goes on as if it had not been."""

@@ -283,7 +283,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         self.assertEqual(seen[4], seen[1])
         self.assertEqual(len(seen[1][0]), 10 * (BLOCKS + 1))  # with a peak of forward and one of backward each
 
-    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
+    @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10])
     def test_reduce_scatter_buffers(self, most):

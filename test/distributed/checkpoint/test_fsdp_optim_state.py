@@ -112,7 +112,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         found = FSDP.full_optim_state_dict(other, other_optim, rank0_only=False, group=pair)
         self.assertEqual(found, wanted, rtol=0, atol=0)
 
-    @needs(torch_facts.FORWARDS_FSDP_GROUP)
+    @needs(torch_facts.STATE_DICTS_USE_FSDP1_GROUP)
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_get_set_state_dict_forwards_fsdp_process_group(self):
@@ -141,7 +141,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         with mock.patch.multiple(FSDP, **{name: recorder(name, getattr(FSDP, name)) for name in names}):
             yield found
 
-    @needs(torch_facts.FORWARDS_FSDP_GROUP)
+    @needs(torch_facts.STATE_DICTS_USE_FSDP1_GROUP)
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir

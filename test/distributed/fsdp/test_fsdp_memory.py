@@ -295,7 +295,7 @@ class TestFSDPMemory(FSDPTest):
                 peaks.append(module.max_memory_allocated() / 1024**2)
             self.assertEqual(peaks[3], peaks[2], rtol=0, atol=1)
 
-    @needs(torch_facts.TELLS_READERS_OF_WHOLE_COPIES)
+    @needs(torch_facts.RECORDS_STREAM_OF_UNSHARDED_COPIES)
     @skip_if_lt_x_gpu(2)
     def test_readers_of_offloaded_parameters(self):
         """Beyond upstream: nobody reuses the copy of an offloaded flat parameter before what reads it has run.

@@ -525,7 +525,7 @@ class TestFSDPOptimState(FSDPTest):
                 model, SHARDED, ShardedStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)
             )
         optim = torch.optim.Adam(model.parameters())
-        words = "rank0_only to be False" if torch_facts.ASSERTIONS_HAVE_TEXT else ""
+        words = "rank0_only to be False" if torch_facts.ASSERTIONS_HAVE_MESSAGES else ""
         with self.assertRaisesRegex(AssertionError, words):
             FSDP._optim_state_dict_impl(model, optim, optim.state_dict(), rank0_only=True, full_state_dict=False)
 

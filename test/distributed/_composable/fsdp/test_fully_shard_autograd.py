@@ -126,7 +126,7 @@ class TestFullyShardAutograd(FSDPTest):
             self.assertEqual(mine.grad, self._of_this_rank(rows.grad))
         context = internals.comm_context(model)
         self.assertEqual(context.post_forward_order, [])
-        if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS:
+        if torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS:
             self.assertEqual(context.reduce_scatter_states, [])
         for group in internals.groups_of(model):
             self.assertEqual(internals.forward_positions(group), [])
@@ -334,7 +334,7 @@ class TestFullyShardAutograd(FSDPTest):
             ref_model.zero_grad()
             model.zero_grad()
 
-    @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
     def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):

@@ -63,7 +63,7 @@ def empty_output(num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full_like(like, float("nan"), device=get_devtype())
 
 
-@needs(torch_facts.CONCATENATES_CHUNKS_OF_MIXED_DTYPES)
+@needs(torch_facts.HAS_MIXED_DTYPE_CHUNK_CAT)
 class TestFullyShardChunkCat(TestCase):
     @subtests(dtypes=DTYPES, out_dtype=[F32, BF16, F64], num_chunks=[1, 4], transposed=[False, True])
     def test_values(self, dtypes, out_dtype, num_chunks, transposed):

@@ -434,7 +434,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         reduce-scattered, and a forced sum would divide twice (``test_hsdp_of_one_shard_force_sum``).
         """
         averages = divide_factor == (shape[-1] if torch_facts.AVERAGES_OVER_SHARDS else self.world_size)
-        copies = shape[-1] == 1 and torch_facts.COPIES_GRADIENT_OF_ONE_RANK
+        copies = shape[-1] == 1 and torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK
         if not averages and not copies and accelerator.current().lacks("premul_sum"):
             for module in internals.fsdp_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
@@ -514,7 +514,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16. 7.5 for 15."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
-    @needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
+    @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)])
     def test_set_separate_reduce_scatter_group(self, shape):
@@ -555,7 +555,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             check_identical(self, local_grads(model), local_grads(twin))
             take_step(optims)
 
-    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
+    @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_set_reduce_scatter_max_input_buffers(self, shape, reshard_after_forward):
@@ -586,7 +586,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             values.append({"loss": loss.detach(), **grads, **params})
         return values
 
-    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
+    @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(4)
     def test_reduce_scatter_max_input_buffers_resolves_to_max(self):
         """The buffers of all groups are in one list, which goes by the largest cap of any; a cap stays its group's."""
@@ -598,7 +598,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         for group in groups:
             self.assertEqual(group.comm_ctx.reduce_scatter_max_input_buffers, 3)
 
-    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
+    @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(4)
     def test_set_reduce_scatter_max_input_buffers_validation(self):
         model: Any = fully_shard(nn.Linear(16, 16, device=self.device))
@@ -652,7 +652,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         check_sharded_parity(self, ref_model, model)
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
-    @needs(torch_facts.LETS_GROUPS_COPY_THEIR_WAY)
+    @needs(torch_facts.HAS_COPY_FUNCTIONS_PER_GROUP)
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
     def test_copies_of_a_group(self, dim):
@@ -683,7 +683,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         mean = torch.stack([rows(rank, 0, self.device, 2, 4) for rank in range(self.world_size)]).mean(0)
         self.assertEqual(model.weight.grad.full_tensor(), 2 * mean.sum(0).expand(8, 4))
 
-    @needs(torch_facts.TELLS_READERS_OF_GRADIENTS)
+    @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
     @skip_if_lt_x_gpu(4)
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
@@ -701,7 +701,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         for name, param in model.named_parameters():
             self.assertEqual(told[internals.storage_id(param.grad.to_local())], current, name)
 
-    @needs(torch_facts.TELLS_READERS_OF_GRADIENTS)
+    @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
     @skip_if_lt_x_gpu(1)
     def test_readers_of_gradients_by_default(self):
         """Beyond upstream: a backend that has no operator of its own for that has one that does nothing."""
@@ -727,7 +727,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             model.set_custom_reduce_scatter(RecordingReduceScatter(8))
 
 
-@needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
+@needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
 class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
     """Beyond upstream: a process group of their own for the reductions over shards.
 
@@ -1065,7 +1065,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             layer.set_modules_to_backward_prefetch(layers[index : index + depth][::-1])
         self._train(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
 
-    @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
+    @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
     @subtests(explicit=[False, True])
     def test_set_modules_to_backward_prefetch_inside_ac(self, explicit):
@@ -1096,7 +1096,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         forward += [f"Uf {layer}, Uf {inner}, Rf {inner}, Rf {layer}" for layer, inner in parts[1:]]
         forward += ["Uf norm+output, Rf norm+output"]
         backward = re.sub(r",\s+", ", ", told if explicit else default)
-        if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
+        if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
         self._train(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
         inner = "layers.1._checkpoint_wrapped_module.feed_forward._checkpoint_wrapped_module.w1"
@@ -1118,7 +1118,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             "Ub 3+4, P norm+output, Ub 1+2, P 3+4, Ub 0, P 1+2, Ub tok_embeddings+pos_embeddings, P 0, "
             "P tok_embeddings+pos_embeddings"
         )
-        if not torch_facts.ENDS_BACKWARD_OF_GROUP_ONCE:
+        if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", P tok_embeddings+pos_embeddings, P 1+2, P 3+4, P norm+output"
         self._train(ref_model, model, self._loss, forward, backward)
 
@@ -1367,7 +1367,7 @@ class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         return options
 
-    @needs(torch_facts.ALLOCATES_SYMMETRIC_MEMORY)
+    @needs(torch_facts.HAS_SYMMETRIC_MEMORY_FOR_COMMUNICATION)
     @requires_capability("symmetric_memory")
     @requires(
         lambda: None if sm_is_or_higher_than(accelerator.current().device(), 9, 0) else "needs compute capability 9.0"
@@ -1444,7 +1444,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
         self._check_training(ref_model, model, lambda: self._inputs(17, 16))
         group = internals.group_of(model).mesh_info.shard_process_group
         pairs = [(group, None), (group, group), (None, group)]
-        for reduce_scatter_group, all_reduce_group in pairs[: 3 if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else 2]:
+        for reduce_scatter_group, all_reduce_group in pairs[: 3 if torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK else 2]:
             factors = fsdp_collectives._get_gradient_divide_factors(
                 reduce_scatter_group, all_reduce_group, torch.float32
             )
@@ -1464,7 +1464,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(1)
     def test_singleton_copy_division(self):
         # Without a copy the gradient is reduced by PREMUL_SUM, or by a sum that is divided afterwards.
-        force_sum = not torch_facts.COPIES_GRADIENT_OF_ONE_RANK and bool(accelerator.current().lacks("premul_sum"))
+        force_sum = not torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK and bool(accelerator.current().lacks("premul_sum"))
         self.run_subtests({"divide_factor": [None, 1.0, 2.0]}, self._test_singleton, force_sum=force_sum)
 
     @torch_defect("fsdp2_divides_twice")

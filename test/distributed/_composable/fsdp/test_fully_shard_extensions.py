@@ -590,7 +590,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self.assertEqual(len(gathered), 6)
         self.assertGreater(min(gathered), 0)
 
-    @needs(torch_facts.RELEASES_OUTPUTS_OF_EXTENSIONS)
+    @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_released_all_gather_outputs(self, reshard_after_forward):
@@ -639,7 +639,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
                 self.assertEqual(local._data, expected.to(local.device), name)
         return gathered
 
-    @needs(torch_facts.RELEASES_OUTPUTS_OF_EXTENSIONS)
+    @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)
     @skip_if_lt_x_gpu(1)
     def test_release_that_is_refused(self):
         """Beyond upstream: no release without hooks, without a plain yes or no, or where the gathered is cut again."""
@@ -727,7 +727,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             extension.local.mul_(3)
         self.assertEqual(len(extension.outs), 2)
 
-    @needs(torch_facts.COPIES_BYTES_ON_ONE_RANK)
+    @needs(torch_facts.COPIES_EXTENSION_BYTES_ON_ONE_RANK)
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_bytes(self):
         """Beyond upstream: bytes are taken as they are, into what an earlier gather allocated for another dtype."""

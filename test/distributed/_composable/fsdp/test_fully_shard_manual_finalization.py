@@ -164,7 +164,7 @@ class ManualTest(TrainingMixin, FSDPTest):
         self._check_training(plain, model, self._microbatches, step=step, iterations=FEW)
 
 
-@needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
+@needs(torch_facts.HAS_FINALIZE_BACKWARD)
 class TestFullyShardManualFinalization(ManualTest):
     world_size = 2
 
@@ -670,7 +670,7 @@ class TestFullyShardManualFinalization(ManualTest):
         self._check_training(plain, model, lambda: self._inputs(4, DIM), step=step)
 
 
-@needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
+@needs(torch_facts.HAS_FINALIZE_BACKWARD)
 class TestFullyShardManualFinalizationOfSeveralRoots(ManualTest):
     """Two roots that share a communication context."""
 
@@ -725,7 +725,7 @@ class TestFullyShardManualFinalizationOfSeveralRoots(ManualTest):
 class TestFullyShardSharedContext(ManualTest):
     world_size = 2
 
-    @needs(torch_facts.SHARES_COMM_CONTEXT)
+    @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @torch_defect("fsdp2_end_of_one_root_breaks_another")
     @skip_if_lt_x_gpu(2)
     def test_automatic_end_between_forward_and_backward_of_another(self):
@@ -752,7 +752,7 @@ class TestFullyShardSharedContext(ManualTest):
         self._check_gradients(plain, model)
 
 
-@needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
+@needs(torch_facts.HAS_FINALIZE_BACKWARD)
 class TestFullyShardManualFinalizationHSDP(ManualTest):
     world_size = 4
 
@@ -824,7 +824,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
         self._check_gradients(plain, model)
 
 
-@needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
+@needs(torch_facts.HAS_FINALIZE_BACKWARD)
 class TestFullyShardManualFinalizationSplitBackward(ManualTest):
     world_size = 2
 
@@ -867,7 +867,7 @@ class TestFullyShardManualFinalizationSplitBackward(ManualTest):
         self._check_gradients(plain, model)
 
 
-@needs(torch_facts.FINALIZES_BACKWARD_ON_CALL)
+@needs(torch_facts.HAS_FINALIZE_BACKWARD)
 class TestFullyShardManualFinalizationPipeline(ManualTest):
     """A pipeline of two ranks with two stages each. FSDP2 shards each stage over two ranks."""
 

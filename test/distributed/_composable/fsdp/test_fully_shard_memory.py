@@ -255,7 +255,7 @@ class TestFullyShardMemory(FSDPTest):
             pass
         self.assertEqual(alive(), [])
 
-    @needs(torch_facts.KEEPS_REDUCE_SCATTER_INPUTS)
+    @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10], by_one_block=[False, True], replicated=[False, True])
     def test_reduce_scatter_max_input_buffers(self, most, by_one_block, replicated):
@@ -311,7 +311,7 @@ class TestFullyShardMemory(FSDPTest):
                 found[iteration] = self._held(model, [optim]), waiting, self._alive()
         self.assertEqual(found[13], found[3])
 
-    @needs(torch_facts.RESETS_ITERATION)
+    @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_no_leak_after_error(self):
         """Beyond upstream: a forward that breaks off leaves nothing once the iteration is reset."""
@@ -373,7 +373,7 @@ class TestFullyShardMemory(FSDPTest):
             self.assertEqual([group._all_reduce_state for group in groups_of(model)], [None] * 4)
             dist.barrier()
 
-    @needs(torch_facts.RELEASES_GATHERED_OF_PARTIAL_GROUPS)
+    @needs(torch_facts.FREES_ALL_GATHER_OF_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_gathered_buffer_of_partial_group(self):
         """Beyond upstream: a layer that runs beside its group leaves no gathered buffer after any backward."""

@@ -305,7 +305,7 @@ class TestFullyShardOverlap(FSDPTest):
                 # After four gathers and the backward of the last layer the reductions follow without a gap.
                 self._check_time(own_streams, 4 * comm_ms + 2 * compute_ms + 3 * comm_ms, in_turn)
 
-    @needs(torch_facts.REDUCES_IN_GROUP_OF_ITS_OWN)
+    @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @skip_if_lt_x_gpu(2)
     def test_separate_reduce_scatter_group_overlap(self):
         """Beyond upstream: with a group of their own the reductions stop waiting for gathers, until it is given up.
@@ -405,7 +405,7 @@ class TestFullyShardOverlap(FSDPTest):
         Each layer's backward takes 10 ms and its reduction 15. With one buffer the third layer, which could begin after
         20 ms, waits for the first reduction, which is done after 25; with two buffers it does not.
         """
-        caps = [None, 1, 2, 3] if torch_facts.KEEPS_REDUCE_SCATTER_INPUTS else [None]
+        caps = [None, 1, 2, 3] if torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS else [None]
         reduce = delayed(internals.reduce_scatter(), 15)
         backward = Matmul.backward
         started: list[float] = []

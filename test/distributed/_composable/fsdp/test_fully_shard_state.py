@@ -217,7 +217,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         model.set_reshard_after_forward(True, recurse=False)
         self.assertEqual(reshards(), [False, True])
 
-    @needs(torch_facts.SHARES_COMM_CONTEXT)
+    @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
         """Beyond upstream: FSDP modules share the first one's context, anything else is refused, none is no mistake."""
@@ -308,7 +308,7 @@ class TestFullyShardState(FSDPTestMultiThread):
             self.assertIsInstance(loaded[name], DTensor)
             self.assertEqual(other.get_parameter(name).to_local(), param.to_local(), rtol=0, atol=0)
 
-    @needs(torch_facts.RESETS_ITERATION)
+    @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state(self):
         """Beyond upstream: the root alone resets; afterwards an iteration that broke off has left no trace."""
@@ -330,7 +330,7 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertTrue(all(param.grad is not None for param in model.parameters()))
 
     @torch_defect("fsdp2_reset_before_first_forward_raises")
-    @needs(torch_facts.RESETS_ITERATION)
+    @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state_before_first_forward(self):
         """Beyond upstream: there is nothing to reset before the first forward, also if parameters are unsharded."""

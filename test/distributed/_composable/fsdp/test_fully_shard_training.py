@@ -71,7 +71,7 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 
-needs_reset = needs(torch_facts.RESETS_ITERATION)
+needs_reset = needs(torch_facts.HAS_RESET_ITER_STATE)
 needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
 
 
@@ -826,7 +826,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
         self.assertFalse(any(param.grad is None for param in model.parameters()))
 
-    @needs(torch_facts.KEEPS_RECOMPUTED_GROUPS)
+    @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "utils"])
     def test_double_forward_with_nested_fsdp_and_checkpoint(self, reshard_after_forward, checkpoint_impl):
@@ -1399,7 +1399,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self._seed()
         return ref_model, model
 
-    @needs(torch_facts.REDUCES_UNUSED_PARAMETERS)
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False], recurse=[True, False])
     def test_rank_dependent_branches_and_masked_losses(self, mesh_shape, reshard_after_forward, recurse):
@@ -1712,7 +1712,7 @@ class TestFullyShardCustomForwardMethod(TrainingMixin, FSDPTest):
 class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
     world_size = 2
 
-    @needs(torch_facts.SHARES_COMM_CONTEXT)
+    @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(2)
     def test_share_comm_context(self):
         """Three roots, as a pipeline has them, communicate in one set of streams, each of the others not used."""
@@ -1753,7 +1753,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
 class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):
     world_size = 1
 
-    @needs(torch_facts.COPIES_GRADIENT_OF_ONE_RANK)
+    @needs(torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK)
     @skip_if_lt_x_gpu(1)
     def test_train_parity_single_worldsize1(self):
         """A rank on its own has nobody to talk to."""
@@ -1799,7 +1799,7 @@ class TestFullyShardCudaGraph(TrainingMixin, FSDPTest):
                 expected.append((output, [param.grad.to_local().clone() for param in model.parameters()]))
             model.zero_grad()
             device_module.synchronize()
-            make_graph = torch.accelerator.Graph if torch_facts.GRAPHS_ON_ANY_ACCELERATOR else device_module.CUDAGraph
+            make_graph = torch.accelerator.Graph if torch_facts.HAS_ACCELERATOR_GRAPHS else device_module.CUDAGraph
             graph = make_graph()
             with device_module.graph(graph, stream=stream):
                 output = step()

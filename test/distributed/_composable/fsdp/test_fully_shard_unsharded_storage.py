@@ -113,7 +113,7 @@ class ClonedOnArrival:
         return None
 
 
-@needs(torch_facts.KEEPS_UNSHARDED_STORAGE)
+@needs(torch_facts.CAN_KEEP_UNSHARDED_STORAGE)
 class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
     world_size = 4
 

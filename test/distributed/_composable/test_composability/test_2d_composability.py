@@ -154,7 +154,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing=False, offload_policy=policy)
 
         # Of a torch that reduces all the same each MLP has one reduction.
-        reductions = {} if torch_facts.COPIES_GRADIENT_OF_ONE_RANK else {REDUCE_SCATTER: 3}
+        reductions = {} if torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK else {REDUCE_SCATTER: 3}
 
         def step(each: nn.Module, batch: torch.Tensor) -> torch.Tensor:
             if each is ref_model:

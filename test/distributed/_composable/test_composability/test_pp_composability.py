@@ -51,7 +51,7 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def on_one_rank() -> list[str]:
     """Schedules with one stage and with neighbouring stages, for a pipeline of a single rank."""
-    neighbours = ["ScheduleInterleavedZeroBubble"] if torch_facts.STAGES_NEED_NO_MESSAGES_TO_THEMSELVES else []
+    neighbours = ["ScheduleInterleavedZeroBubble"] if torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES else []
     return ["Schedule1F1B", *neighbours]
 
 
@@ -110,7 +110,7 @@ class PipelineTest(PipelineMixin, FSDPTest):
         pipeline.check(self, check_parity, what=("gradient",), rtol=0.05, atol=0.02)
 
 
-@needs(torch_facts.PIPELINES_START_OVER_GLOO)
+@needs(torch_facts.PIPELINE_START_MESSAGES_MATCH)
 class ComposabilityTest(PipelineTest):
     world_size = 4
 
@@ -214,7 +214,7 @@ class ComposabilityTest(PipelineTest):
         check_parity(self, same, whole)
 
 
-@needs(torch_facts.PIPELINES_START_OVER_GLOO)
+@needs(torch_facts.PIPELINE_START_MESSAGES_MATCH)
 class ThreeDimensionsTest(PipelineTest):
     world_size = 8
 
