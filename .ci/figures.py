@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Puts the figures of a whole run into README.md and test/README.md.
+"""Write the figures of a whole run into README.md and test/README.md.
 
 python run_test.py --keep-going --report DIR
 python .ci/figures.py DIR/report.json
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from torch_fsdp_tests.dispatch.listing import plural, seconds  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
-# Reasons to skip that differ from test to test, by how they begin, and what they have in common.
+# Reasons to skip that vary: how they begin, and what they have in common.
 COMMON = {
     "needs a torch that": "the feature is newer than this torch",
     "a C++ compiler takes": "a C++ compiler takes half a minute or more; `PYTORCH_TEST_WITH_SLOW=1` runs the test",
@@ -26,7 +26,7 @@ COMMON = {
 
 
 def total(report: dict[str, Any]) -> str:
-    """What the run was on, how long it took, and its last lines."""
+    """The machine and the time of a run, and its last lines."""
     about = f"{plural(report['cores'], 'core')}, torch {report['torch']}, device {report['device']}"
     lines = [
         f"{plural(len(report['known_defects']), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)"
@@ -70,7 +70,7 @@ def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def write(page: Path, made: str) -> None:
-    """Replace what stands between the two marks of a page."""
+    """Replace the text between the two marks of a page."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
