@@ -1,11 +1,11 @@
-"""The device under test as a value, asked for late and once.
+"""The device under test as a value, which is computed once, when it is first used.
 
-No test names a device: it takes ``current()`` and asks for a capability. A new accelerator is a new value here, found
-through :mod:`torch.accelerator`, or described by its vendor's package (see :mod:`.vendors`); no other module changes.
+A test never names a device. It uses ``current()`` and asks for capabilities. A new accelerator is a new value here,
+which comes from :mod:`torch.accelerator` or from its vendor's package (see :mod:`.vendors`). No other module has to
+change.
 
-Nothing here initialises a device runtime in the asking process, since a process that has done so must not fork
-(torch's own note on "poison fork"). What can be learned only from a running device, :mod:`.accelerator_probe` learns in
-a process of its own.
+Nothing here initializes a device runtime in this process, because such a process must not fork (see torch's note on
+"poison fork"). If an answer needs a running device, :mod:`.accelerator_probe` finds it in a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_fsdp_tests.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
 CPU_RANKS = 4
-# Backends that move no data between processes, and so prove nothing about ranks that are processes.
+# Backends that move no data between processes, so a test over them proves nothing.
 _HOLLOW_BACKENDS = {"fake", "threaded", "undefined"}
 
 
@@ -33,11 +33,11 @@ _HOLLOW_BACKENDS = {"fake", "threaded", "undefined"}
 class Accelerator:
     """One kind of device, with the backend that connects its ranks.
 
-    ``count`` is the number of visible devices (0 for the CPU, which hosts any number of ranks); ``ranks`` the world
-    size of a test that states none; ``capabilities`` the names of ``CAPABILITIES`` that were found. ``type`` is what
-    torch calls the devices of the tensors, ``vendor_name`` what the vendor calls its device where that is not the same.
+    ``count`` is the number of visible devices (0 for the CPU, which has room for any number of ranks). ``ranks`` is the
+    default world size of a test. ``capabilities`` has the names in ``CAPABILITIES`` that were found. ``type`` is
+    torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs.
 
-    A vendor whose ranks find their device in a way of its own overrides :meth:`device` and :meth:`bind`.
+    If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.
     """
 
     type: str
@@ -49,33 +49,35 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """What the device is asked for and reported by."""
+        """The name of the device in options and reports."""
         return self.vendor_name or self.type
 
     @property
     def is_host(self) -> bool:
-        """True when the device under test is the processor itself."""
+        """Whether the device under test is the CPU."""
         return self.name == "cpu"
 
     @property
     def few_ranks(self) -> int:
-        """The world size of a test to which more than two ranks add nothing: 2 on the host, where each costs time."""
+        """The world size of a test for which two ranks are enough: 2 on the host, where every rank costs time."""
         return 2 if self.is_host else self.ranks
 
     @property
     def is_shared(self) -> bool:
-        """Whether a test with ``ranks`` ranks has several on a device."""
+        """Whether the ranks of a test share devices by default."""
         return 0 < self.count < self.ranks
 
     def device(self, rank: int = 0) -> torch.device:
-        """The device of a rank: indexed where devices are counted, and shared in turn when ranks outnumber them."""
+        """The device of a rank. It has an index if devices have one. If there are more ranks than devices, they share
+        them.
+        """
         if not self.has("device_index"):
             return torch.device(self.type)
         local = _local_ranks[rank] if rank < len(_local_ranks) else rank
         return torch.device(self.type, local % max(self.count, 1))
 
     def bind(self, rank: int) -> torch.device:
-        """Make the rank's device the current one of this process and return it."""
+        """Make the rank's device the current device of this process, and return it."""
         device = self.device(rank)
         if device.index is not None:
             torch.get_device_module(self.type).set_device(device.index)
@@ -88,15 +90,15 @@ class Accelerator:
         return capability in self.capabilities
 
     def lacks(self, *capabilities: str) -> str | None:
-        """Why a test that needs these capabilities cannot run here, in words; None when it can."""
+        """The reason why a test that needs these capabilities cannot run here, or None."""
         missing = [f"{name} ({CAPABILITIES[name]})" for name in capabilities if not self.has(name)]
         it = "it" if len(missing) == 1 else "them"
         return f"needs {', '.join(missing)}; {self.name} with {self.backend} does not have {it}" if missing else None
 
     def lacks_room_for(self, world_size: int) -> str | None:
-        """Why this many ranks find no place here, in words; None when they do.
+        """The reason why there is no room for this many ranks, or None.
 
-        Where a launcher made the ranks there are as many as it made, on whatever machines.
+        If a launcher made the ranks, there is room for as many as it made, on any machines.
         """
         launch = launcher.found()
         if launch is not None:
@@ -111,9 +113,9 @@ class Accelerator:
 
 
 def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Accelerator:
-    """Describe a device type that torch itself knows, after asking what it can do.
+    """Describe a device type that torch knows, after a probe of what it can do.
 
-    Raises :class:`ConfigurationError` when torch has no such device, no device is visible, or the backend is absent.
+    Raises :class:`ConfigurationError` if torch has no such device, no device is visible, or the backend is missing.
     """
     asked, backend = backend, _checked_backend(device_type, backend)
     if device_type == "cpu" and backend == "gloo":  # known, so that no file pays for a probe
@@ -125,7 +127,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     count = int(facts["count"])
     if count == 0:
         raise ConfigurationError(
-            f"the device {device_type!r} was asked for and this torch ({torch.__version__}) sees none: "
+            f"the device {device_type!r} was requested, but this torch ({torch.__version__}) sees none: "
             f"check the driver and the variable that restricts visibility, or ask for another with {DEVICE_VARIABLE}"
         )
     ranks = ranks or max(count, 2)
@@ -136,12 +138,12 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     return Accelerator(device_type, backend, count, ranks, frozenset(facts["capabilities"]))
 
 
-# What a probe of the processor can tell; the other capabilities are those of a device apart from it.
+# The capabilities that the CPU can have. The others need a device apart from it.
 _OF_THE_HOST = frozenset({"bf16_collectives", "fp16_collectives", "premul_sum", "fork"})
 
 
 def _sharing_backend(device_type: str, backend: str) -> str | None:
-    """Another backend than the device's own, over which its ranks can share a device; None where there is none."""
+    """Another backend than the device's own over which ranks can share a device, or None."""
     for other in ("gloo",):
         if other != backend and dist.is_backend_available(other):
             if "shared_device" in _probe(device_type, other)["capabilities"]:
@@ -178,21 +180,21 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
     return backend
 
 
-_local_ranks: list[int] = []  # of each rank on its own machine, where a launcher made them
+_local_ranks: list[int] = []  # each rank's local rank on its machine, if a launcher made the ranks
 
 
 def place(local_ranks: Sequence[int]) -> None:
-    """Tell which rank is the how-manieth of its machine, for a process whose ranks a launcher spread over several."""
+    """Set the local rank of every rank, if a launcher spread the ranks over several machines."""
     _local_ranks[:] = local_ranks
 
 
-_answers: dict[str, dict] = {}  # of the probes made here, by device type and backend
+_answers: dict[str, dict] = {}  # the answers of this process' probes, by device type and backend
 
 
 def environment() -> Mapping[str, str]:
-    """Variables for processes started from here: the answers of the probes made here, and what sharing devices needs.
+    """Variables for processes that this process starts: the answers of its probes, and what sharing devices needs.
 
-    Asked for when ranks are started, which is after :func:`current` has been asked.
+    This is called when ranks start, after the first call of :func:`current`.
     """
     found = {events.PROBED_VARIABLE: json.dumps(_answers)} if _answers else {}
     for answer in _answers.values():
@@ -202,10 +204,10 @@ def environment() -> Mapping[str, str]:
 
 @functools.cache
 def _probe(device_type: str, backend: str) -> dict:
-    """Ask a device what it can do, in a process that ends afterwards.
+    """Find out what a device can do, in a separate process.
 
-    A fresh interpreter, since the asking process may fork later and must not have started the device's runtime. It
-    takes many seconds on some, so the answer is recorded, and the dispatcher hands it to the files that come later.
+    That process is a fresh interpreter, because this process may fork later and must not start the device's runtime. On
+    some devices the probe takes many seconds, so the answer is recorded, and the dispatcher passes it to later files.
     """
     what = f"{device_type} {backend}"
     told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
@@ -245,7 +247,7 @@ def _resolve(asked_type: str | None, backend: str | None, ranks: int | None) -> 
 
 
 def _visible(device_type: str, backend: str | None) -> bool:
-    """Whether the accelerator that torch was built for is there; a vendor that describes its own answers for it."""
+    """Whether the accelerator that torch was built for is visible. If its vendor describes it, the vendor decides."""
     vendor = vendors.load(device_type)
     if vendor is not None and vendor.describe is not None:
         return True
@@ -255,15 +257,15 @@ def _visible(device_type: str, backend: str | None) -> bool:
 def current() -> Accelerator:
     """The device under test.
 
-    Chosen by ``TORCH_FSDP_TESTS_DEVICE``, ``_BACKEND`` and ``_RANKS``; by default torch's accelerator where one is
-    visible, else the CPU. Raises :class:`ConfigurationError` with one sentence when the wish cannot be met.
+    ``TORCH_FSDP_TESTS_DEVICE``, ``_BACKEND`` and ``_RANKS`` select it. The default is torch's accelerator if one is
+    visible, else the CPU. Raises :class:`ConfigurationError` with one sentence if the device is not available.
     """
     ranks = _asked_ranks()
     return _resolve(os.environ.get(DEVICE_VARIABLE) or None, os.environ.get(BACKEND_VARIABLE) or None, ranks)
 
 
 def initialised() -> bool:
-    """Whether the runtime of an accelerator runs in this process already, so that its forks would break."""
+    """Whether an accelerator's runtime is running in this process, so that its forks would not work."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return False

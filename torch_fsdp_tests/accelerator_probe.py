@@ -1,7 +1,7 @@
-"""What a device can do, found out by doing it, in a process of its own.
+"""Finds out what a device can do by trying it, in a separate process.
 
-The asking process may fork later, and then must not have started the device's runtime. So :func:`ask` starts this
-module as a program. It answers with one line of JSON, and starts itself again for two ranks that share a device::
+A process that may fork later must not start the device's runtime. So :func:`ask` starts this module as a program. It
+answers with one line of JSON, and starts itself again for two ranks that share a device::
 
     python -m torch_fsdp_tests.accelerator_probe DEVICE BACKEND
     python -m torch_fsdp_tests.accelerator_probe DEVICE BACKEND MEETING_FILE RANK
@@ -27,17 +27,17 @@ from torch_fsdp_tests.vendors import ConfigurationError
 PROBE_LIMIT = 240  # seconds; the first start of a device runtime on a large machine can take half a minute
 FORK_LIMIT = 60  # seconds for a forked process to compute something on the device
 SHARE_LIMIT = 60  # seconds for two processes to exchange tensors of one device
-ROOM_ENOUGH = 4  # devices from which on it does not matter whether ranks can share one: most tests want no more
+ROOM_ENOUGH = 4  # with this many devices it does not matter whether ranks can share one
 assert 2 * SHARE_LIMIT >= FORK_LIMIT and FORK_LIMIT + 2 * SHARE_LIMIT < PROBE_LIMIT
 
-# What two ranks that share a GPU need from NCCL, which knows it since 2.27 or so; an older one pays it no attention.
+# The variable that lets two ranks share a GPU over NCCL. NCCL before 2.27 or so ignores it.
 _SHARE_VARIABLES = {"nccl": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 
 
 def ask(device_type: str, backend: str) -> dict:
-    """What :func:`describe` finds out, in a fresh interpreter that ends afterwards.
+    """The result of :func:`describe`, from a fresh interpreter that ends afterwards.
 
-    Raises :class:`ConfigurationError` with the reason when the device cannot be used.
+    Raises :class:`ConfigurationError` with the reason if the device cannot be used.
     """
     command = [sys.executable, "-m", __spec__.name, device_type, backend]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -52,7 +52,7 @@ def ask(device_type: str, backend: str) -> dict:
 
 
 def _works(attempt: Callable[[], object]) -> bool:
-    """Whether an attempt on the device succeeds; any failure means that the capability is absent."""
+    """Whether an attempt on the device succeeds. Any failure means that the capability is missing."""
     try:
         return attempt() is not False
     except Exception:
@@ -60,7 +60,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 
 def describe(device_type: str, backend: str) -> dict:
-    """What a device can do, found by doing it. Runs in the probing process only."""
+    """Find out what a device can do by trying it. Runs only in the separate process."""
     forks = _works(lambda: _computes_after_fork(device_type))  # first, while nothing here has touched the device
     try:
         module = torch.get_device_module(device_type)
@@ -94,9 +94,9 @@ def describe(device_type: str, backend: str) -> dict:
 
 
 def _computes_after_fork(device_type: str) -> bool:
-    """Whether a forked process can use the device, where its parent has asked for no more than its type.
+    """Whether a forked process can use the device, if its parent has only asked for the device type.
 
-    That is what a test process has done when it forks the server of its ranks.
+    A test process is in the same state when it forks the rank server.
     """
     torch.accelerator.current_accelerator()
     child = os.fork()
@@ -107,20 +107,20 @@ def _computes_after_fork(device_type: str) -> bool:
 
 
 def _exit_status(child: int, limit: float) -> int | None:
-    """That of a child process of ours, which is killed at the limit; None then."""
+    """The exit status of a child process. At the limit the child is killed, and the result is None."""
     give_up = time.monotonic() + limit
     while time.monotonic() < give_up:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)  # the wait for a child has no limit of its own before pidfds
+        time.sleep(0.01)  # without pidfds, a wait for a child has no timeout
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
 
 
 def _shares_a_device(device_type: str, backend: str, variables: Mapping[str, str]) -> bool:
-    """Whether two processes can exchange tensors of the first device by all that FSDP calls."""
+    """Whether two processes can exchange tensors of the first device with all collectives that FSDP calls."""
     with tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-") as folder:
         command = [sys.executable, "-m", __spec__.name, device_type, backend, f"{folder}/meeting"]
         ranks = [
@@ -137,7 +137,7 @@ def _shares_a_device(device_type: str, backend: str, variables: Mapping[str, str
 
 
 def _exchange(device_type: str, backend: str, meeting: str, rank: int) -> None:
-    """One of the two processes of :func:`_shares_a_device`. Raises when a result is wrong or cannot be had."""
+    """One of the two processes of :func:`_shares_a_device`. Raises if a result is wrong or missing."""
     device = torch.device(device_type, 0)
     torch.get_device_module(device_type).set_device(device)
     timeout = datetime.timedelta(seconds=SHARE_LIMIT / 2)
@@ -157,7 +157,7 @@ def _exchange(device_type: str, backend: str, meeting: str, rank: int) -> None:
 
 
 def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
-    """Whether a buffer of symmetric memory can be had and found by its group, here of one rank."""
+    """Whether a group of one rank can allocate symmetric memory and set it up."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     _connect(backend)
@@ -166,7 +166,7 @@ def _has_symmetric_memory(device: torch.device, backend: str) -> bool:
 
 
 def _connect(backend: str) -> None:
-    """Make a process group of this process alone, once."""
+    """Make a process group with only this process, once."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -184,4 +184,4 @@ if __name__ == "__main__":
         _exchange(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
         print(json.dumps(describe(*sys.argv[1:3])), flush=True)
-    os._exit(0)  # how a runtime and a backend leave is not the question, and gloo of torch 2.9 may abort
+    os._exit(0)  # skip the clean-up of runtime and backend, because gloo of torch 2.9 may abort in it

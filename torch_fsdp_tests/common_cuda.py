@@ -1,8 +1,8 @@
-"""What upstream's test files ask about CUDA, answered when they ask.
+"""Upstream's names about CUDA, which are computed when they are used.
 
-Every name is served by ``__getattr__``: the first two from the device under test, the others from torch, only when that
-device is CUDA. Asking for a compute capability starts the CUDA runtime; a test file that does so at import loses the
-cheap start of its ranks.
+``__getattr__`` computes every name: the first two from the device under test, the others from torch if that device is
+CUDA. A compute capability starts the CUDA runtime. If a test file uses one at import, its ranks no longer start
+quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXACTLY = re.compile(r"IS_SM(\d+)")
 
 
 def get_compute_capability() -> tuple[int, int]:
-    """Compute capability of the current CUDA device as (major, minor); (0, 0) when CUDA is not under test."""
+    """The compute capability of the current CUDA device as (major, minor), or (0, 0) if CUDA is not under test."""
     return torch.cuda.get_device_capability() if has_devices("cuda") else (0, 0)
 
 

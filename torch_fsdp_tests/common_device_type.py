@@ -1,7 +1,7 @@
-"""Test classes made for the device under test, with upstream's generated names.
+"""Makes test classes for the device under test, with upstream's generated names.
 
-Upstream makes a class for each kind of device that it finds at import, and asks the devices for that. Here one class is
-made, for the device that :mod:`torch_fsdp_tests.accelerator` names, and no device is asked.
+Upstream asks the devices at import, and makes a class for each type that it finds. Here one class is made, for the
+device that :mod:`torch_fsdp_tests.accelerator` names, and no device is touched.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Names = str | Iterable[str] | None
 
 
 class DeviceTypeTestBase:
-    """What an instantiated class knows of its device, beside what its generic class gives it."""
+    """What an instantiated class knows about its device, in addition to its generic class."""
 
     device_type: str = ""
 
     @classmethod
     def get_primary_device(cls) -> str:
-        """The device of rank 0, as text: ``cpu`` where devices have no index, else with index 0."""
+        """The device of rank 0 as text. It has index 0, or no index if devices have none (``cpu``)."""
         return str(accelerator.current().device(0))
 
     @classmethod
@@ -89,7 +89,7 @@ def instantiate_device_type_tests(
     reason = _left_out(device_type, except_for, only_for)
     name = generic_test_class.__name__ + device_type.upper()
     namespace = {
-        # Before the class is made: a base that keeps a list of its subclasses reads these at once.
+        # Set these before the class is made, because a base class may read them at once.
         "__module__": generic_test_class.__module__,
         "__qualname__": name,
         "__doc__": generic_test_class.__doc__,
@@ -100,8 +100,8 @@ def instantiate_device_type_tests(
         for attribute, test in vars(generic_test_class).items()
         if attribute.startswith("test") and callable(test)
     }
-    # No loader takes None for a test. What is inherited would lack its arguments; and it cannot be deleted from the
-    # generic class, of which other classes may have been made.
+    # Loaders ignore None. The inherited tests would lack their arguments, and they cannot be deleted from the generic
+    # class, because other classes may have been made from it.
     namespace |= dict.fromkeys(generic_tests)
     made = type(name, (DeviceTypeTestBase, generic_test_class), namespace)
     for attribute, test in generic_tests.items():
@@ -118,12 +118,12 @@ def _names(value: Names) -> list[str]:
 
 
 def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | None:
-    """Why the tests of a class are not for this device, in words; None when they are."""
+    """The reason why the tests of a class are not for this device, or None."""
     excepted, only = _names(except_for), _names(only_for)
     both = set(excepted) & set(only)
     if both:
-        raise AssertionError(f"the device types {', '.join(sorted(both))} stand both in except_for and in only_for")
-    # Test files call a vendor's device by the name of torch's spare slot.
+        raise AssertionError(f"the device types {', '.join(sorted(both))} are both in except_for and in only_for")
+    # Test files use the name of torch's spare slot for a vendor's device.
     called = {device_type, "privateuse1"} if device_type == privateuse1_name() else {device_type}
     environment_only = _names(os.environ.get(ONLY_FOR_VARIABLE))
     if called & set(_names(os.environ.get(EXCEPT_FOR_VARIABLE))):
@@ -140,7 +140,7 @@ def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | Non
 
 
 def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tuple[str, Test]]:
-    """The tests of one generic method under their new names."""
+    """The tests of one generic method, under their new names."""
     recipe = getattr(test, RECIPE, _unchanged)
     by_device = getattr(test, "dtypes", None)
     device_type = made.device_type  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tupl
         full_name = "_".join(filter(None, (name, suffix, device_type, *dtype_names)))
         takes = inspect.signature(variant).parameters
         argument = next((each for each in ("device", "devices") if each in takes), None)
-        # Decorators may look at the arguments, also at the device, of which only the type is known yet.
+        # Decorators may read the arguments, including the device, of which only the type is known here.
         known = arguments if argument is None else {**arguments, argument: device_type}
         yield full_name, bound_test(_with_device(variant, argument), arguments, decorators(known))
 
@@ -162,7 +162,7 @@ def _unchanged(test: Test, generic_cls: type, device_cls: type | None) -> Iterat
 
 
 def _with_device(test: Test, argument: str | None) -> Test:
-    """The test with its device given at the time of the call, when the rank that runs it is known."""
+    """Pass the device at the time of the call, when the rank is known."""
     if argument is None:
         return test
 
@@ -172,7 +172,7 @@ def _with_device(test: Test, argument: str | None) -> Test:
             given: str | list[str] = self.get_all_devices()
         else:
             rank = getattr(self, "rank", 0)
-            # In the process that waits for the ranks, a test case's rank is negative.
+            # In the parent, a test case's rank is negative.
             given = str(accelerator.current().device(max(rank, 0) if isinstance(rank, int) else 0))
         return test(self, *args, **{argument: given}, **kwargs)
 
@@ -191,7 +191,7 @@ def _over_dtypes(entries: Sequence[Any]) -> Callable[..., Iterator[Variant]]:
 class dtypes:
     """Make a test for each dtype, given as ``dtype``, or for each tuple of dtypes, given as ``dtypes``.
 
-    With ``device_type`` the list holds on that device only, in place of the general one. For classes that
+    With ``device_type`` the list replaces the general one on that device. For classes that
     :func:`instantiate_device_type_tests` instantiates.
     """
 
@@ -218,7 +218,7 @@ dtypesIfHPU = functools.partial(dtypes, device_type="hpu")
 
 
 def _skip_when(refuses: Callable[[Any], str | None]) -> Callable[[Any], Any]:
-    """A decorator that asks the test case, when the test runs, for a reason to skip."""
+    """A decorator that gets the reason to skip from the test case when the test runs."""
 
     def decorate(fn: Any) -> Any:
         @functools.wraps(fn)
@@ -234,7 +234,7 @@ def _skip_when(refuses: Callable[[Any], str | None]) -> Callable[[Any], Any]:
 
 
 class skipIf:
-    """Skip on a device type (or some; by default any) when ``dep`` is true, or when it names an attribute that is."""
+    """Skip on some device types (default: all) if ``dep`` is true, or if it names an attribute that is true."""
 
     def __init__(self, dep: bool | str, reason: str, device_type: Names = None) -> None:
         self.dep = dep
@@ -276,22 +276,22 @@ onlyMPS = onlyOn("mps")
 
 
 def onlyPRIVATEUSE1(fn: Any) -> Any:
-    """Skip except on the device that an extension has put into torch's spare slot."""
+    """Skip unless the device is one that an extension has put into torch's spare slot."""
     return onlyOn(privateuse1_name())(fn)
 
 
 def onlyAccelerator(fn: Any) -> Any:
-    """Skip where the ranks compute on the processor itself."""
+    """Skip if the device under test is the CPU."""
     return _skip_when(lambda _: "only for accelerators" if accelerator.current().is_host else None)(fn)
 
 
 def onlyNativeDeviceTypes(fn: Any) -> Any:
-    """Accepted as upstream's, which leaves out devices that are none of torch's own. Every device runs it here."""
+    """Does nothing, and exists for compatibility. Upstream's skips on devices that are not torch's own."""
     return fn
 
 
 class deviceCountAtLeast:
-    """Give a test the list ``devices`` of all visible devices, and skip when there are fewer than so many."""
+    """Pass the list ``devices`` of all visible devices to a test, and skip if there are fewer than this number."""
 
     def __init__(self, num_required_devices: int) -> None:
         self.num_required_devices = num_required_devices

@@ -1,6 +1,6 @@
 """Models of several parts, to which tests apply FSDP, DDP or checkpointing part by part.
 
-Stands where ``torch/testing/_internal/common_dist_composable.py`` stands, as far as tests use it. Names are upstream's.
+Replaces the used parts of ``torch/testing/_internal/common_dist_composable.py``. Names are upstream's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _DIM = 100
 
 
 class UnitModule(nn.Module):
-    """Three linear layers of ``dim`` features with ReLUs between and behind them, but for the last."""
+    """Three linear layers of ``dim`` features, with a ReLU after all but the last."""
 
     def __init__(self, device: torch.device, dim: int = _DIM) -> None:
         super().__init__()
@@ -26,9 +26,9 @@ class UnitModule(nn.Module):
 
 
 class CompositeParamModel(nn.Module):
-    """A linear layer, two :class:`UnitModule`, and a parameter and a persistent buffer of the root's own.
+    """A linear layer, two :class:`UnitModule`, and the root's own parameter and persistent buffer.
 
-    Differs from upstream's in that ``dim`` can be less than 100.
+    Differs from upstream's: ``dim`` can be less than 100.
     """
 
     def __init__(self, device: torch.device, dim: int = _DIM) -> None:

@@ -1,8 +1,8 @@
 """The stream between a test file's process and the dispatcher: both ends, standard library only.
 
-The dispatcher names an inherited descriptor in an environment variable. The process of the test file takes it
-(:func:`attach`) and writes one JSON object a line; what the tests print goes elsewhere and never matters. Without a
-stream every function here does nothing, so a test file behaves the same when it is run by hand.
+The dispatcher passes the number of an inherited descriptor in an environment variable. The process of the test file
+takes the descriptor (:func:`attach`) and writes one JSON object per line. What tests print goes elsewhere. Without a
+stream every function here does nothing, so a test file behaves the same if it is run by hand.
 
 The lines, by their ``event``: ``announced`` (``tests``: ids in the order in which they will run), ``started`` and
 ``ended`` (one test, or a fixture that failed), ``note`` and ``facts`` (about the running test, or about the file when
@@ -27,23 +27,23 @@ from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, V
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"
-PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # what one process recorded as ``probed``, for others
+PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # passes on what one process recorded as ``probed``
 
 _MODULE_PREFIX = "__main__."
 
 # --- the test file's end ----------------------------------------------------------------------------------------------
 
 _descriptor: int | None = None
-_owner = 0  # id of the process that attached; a fork of it must not speak in its name
+_owner = 0  # id of the process that attached; its forks must not write to the stream
 _running: str | None = None  # id of the test that runs
 _file_facts: dict[str, Any] = {}
 _watcher: Callable[[str | None], None] | None = None
 
 
 def attach() -> bool:
-    """Take the descriptor that the dispatcher left, so that no process started from here inherits it or its name.
+    """Take the dispatcher's descriptor, so that no process started from here inherits it or the variable.
 
-    False when there is none. Raises ``ValueError`` for a variable that names no open descriptor.
+    Returns False if there is none. Raises ``ValueError`` if the variable does not name an open descriptor.
     """
     global _descriptor, _owner
     text = os.environ.pop(DESCRIPTOR_VARIABLE, None)
@@ -52,7 +52,7 @@ def attach() -> bool:
     try:
         os.set_inheritable(int(text), False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{DESCRIPTOR_VARIABLE} is {text!r}, which is no open descriptor") from error
+        raise ValueError(f"{DESCRIPTOR_VARIABLE} is {text!r}, which is not an open descriptor") from error
     _descriptor, _owner = int(text), os.getpid()
     return True
 
@@ -63,7 +63,7 @@ def attached() -> bool:
 
 
 def detach() -> None:
-    """Close this process' copy of the stream, for a process that was forked off the test process. May be repeated."""
+    """Close this process' copy of the stream. For a process that was forked from the test process. May be repeated."""
     global _descriptor
     os.environ.pop(DESCRIPTOR_VARIABLE, None)
     if _descriptor is not None:
@@ -72,7 +72,7 @@ def detach() -> None:
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Write one event. The dispatcher's death is not this process' business: then the stream is closed quietly."""
+    """Write one event. If the dispatcher has died, the stream is closed silently."""
     if not attached() or _descriptor is None:
         return
     data = json.dumps({"event": event, **fields}, default=str).encode() + b"\n"
@@ -84,14 +84,14 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Say something that is no verdict, such as a leak, of the running test or else of the file."""
+    """Add a note, such as a leak, to the running test, or to the file if no test runs."""
     emit("note", test=_running, text=text)
 
 
 def record(**fields: Any) -> None:
-    """Attach facts to the running test (ranks, executed subtests) or else to the file (torch, device, backend, ranks).
+    """Attach facts to the running test (ranks, executed subtests), or to the file (torch, device, backend, ranks).
 
-    Values must be what JSON can carry; anything else is sent as its ``str``. A later fact of the same name wins.
+    Values that JSON cannot represent are sent as their ``str``. A later fact replaces an earlier one of the same name.
     """
     if _running is None:
         _file_facts.update(fields)
@@ -104,18 +104,18 @@ def file_facts() -> Mapping[str, Any]:
 
 
 def test_name(test: unittest.TestCase) -> str:
-    """``Class.test`` for a test of the file that runs, the full id for one that was imported from elsewhere."""
+    """``Class.test`` for a test of the running file, or the full id for a test that was imported from elsewhere."""
     return test.id().removeprefix(_MODULE_PREFIX)
 
 
 def watch(watcher: Callable[[str | None], None]) -> None:
-    """Have a function told of every test that begins, here and in ranks that are forked off; of its end by None."""
+    """Call a function for every test that begins, here and in forked ranks. The end of a test is reported as None."""
     global _watcher
     _watcher = watcher
 
 
 def enter(test_id: str | None) -> None:
-    """Tell whoever watches of the test that this process runs from here on, by unittest's id of it."""
+    """Tell the watching functions the unittest id of the test that this process runs from now on."""
     if _watcher is not None:
         _watcher(None if test_id is None else test_id.removeprefix(_MODULE_PREFIX))
 
@@ -130,12 +130,12 @@ def tests_in(suite: Iterable[Any]) -> Iterator[unittest.TestCase]:
 
 
 class Suite(unittest.TestSuite):
-    """unittest's suite, which also says whose fixture it was that failed or skipped."""
+    """unittest's suite, which also reports whose fixture failed or skipped."""
 
     def _createClassOrModuleLevelException(
         self, result: Any, exc: BaseException, method_name: str, parent: str, info: Any = None
     ) -> None:
-        # unittest itself hands these two on as one text.
+        # unittest itself passes these two on as one text.
         result.fixture = Fixture(method_name, "" if parent in sys.modules else parent.removeprefix(_MODULE_PREFIX))
         super()._createClassOrModuleLevelException(result, exc, method_name, parent, info)  # type: ignore[misc]
 
@@ -152,7 +152,7 @@ class Fixture(NamedTuple):
 
 
 def _verdict_on(test: Any, error: BaseException, state: State, phase: Phase | None = None) -> Verdict:
-    """What an exception means: what it says itself, else ``state``, in the phase that its traceback shows."""
+    """The verdict for an exception: its own if it has one, else ``state`` with the phase that its traceback shows."""
     verdict = getattr(error, VERDICT, None)
     if isinstance(verdict, Verdict):
         return verdict
@@ -160,7 +160,7 @@ def _verdict_on(test: Any, error: BaseException, state: State, phase: Phase | No
 
 
 def _phase_of(test: Any, trace: TracebackType | None) -> Phase:
-    """Whether unittest was calling the test method or something around it."""
+    """Whether unittest called the test method or a fixture."""
     calls_body = getattr(type(test), "_callTestMethod", None)
     while trace is not None:
         if trace.tb_frame.f_code is getattr(calls_body, "__code__", None):
@@ -177,12 +177,12 @@ def _ended(name: str, verdict: Verdict, text: str = "", scope: Scope = Scope.TES
 
 
 class Reporting(unittest.TestResult):
-    """Mixed in before any result class: sends each test's outcome, and lets that class go on as if alone."""
+    """A mix-in for any result class. It sends each test's outcome, and does not change what the class does."""
 
-    announced: Mapping[str, list[str]] = {}  # tests still to come, by class, for a class fixture that skips them all
+    announced: Mapping[str, list[str]] = {}  # pending tests by class, for a class fixture that skips them all
     fixture = Fixture("", "")  # the last one that failed or skipped
-    fail_fast = False  # whether the first failure is the end of the file
-    forgiven: Collection[str] = ()  # tests that are listed as failing, whose failure is not
+    fail_fast = False  # whether the first failure ends the file
+    forgiven: Collection[str] = ()  # tests that are listed as failing, so their failure does not count
 
     def startTest(self, test: unittest.TestCase) -> None:
         global _running
@@ -220,16 +220,18 @@ class Reporting(unittest.TestResult):
             self.stop()
 
     def _concluded(self) -> Verdict:
-        """The verdict on a test of which unittest reported none: one cut short, or one whose subtests skipped."""
+        """The verdict on a test for which unittest reported none: it was interrupted, or its subtests skipped."""
         error = sys.exc_info()[0]
         if error is not None:
-            return Verdict(State.ERROR, f"cut short by {error.__name__}")
+            return Verdict(State.ERROR, f"interrupted by {error.__name__}")
         if self._subtests_skipped and not self._subtests:
             return Verdict(State.SKIPPED, next(iter(self._subtests_skipped)))
         return Verdict(State.PASSED)
 
     def _take(self, verdict: Verdict, text: str = "") -> None:
-        """Keep the worst of what unittest reports of one test, and all texts but one that the ranks tell as well."""
+        """Keep the worst outcome that unittest reports for one test, and all texts except those that the ranks report
+        too.
+        """
         if self._verdict is None or verdict.state.is_worse_than(self._verdict.state):
             self._verdict = verdict
         if verdict.ranks and not self._ranks:
@@ -265,7 +267,7 @@ class Reporting(unittest.TestResult):
 
     def addSkip(self, test: Any, reason: str) -> None:
         if _running is None and isinstance(test, unittest.TestCase) and not hasattr(test, "_subDescription"):
-            self.startTest(test)  # Python 3.12.1 and 3.13.0a3 only end a test that is skipped by its decorator
+            self.startTest(test)  # Python 3.12.1 and 3.13.0a3 end a test that its decorator skips, but never start it
         super().addSkip(test, reason)
         if _running is None:
             self._skip_fixture(reason)
@@ -297,21 +299,21 @@ class Reporting(unittest.TestResult):
 
 
 class EventResult(Reporting, unittest.TextTestResult):
-    """unittest's own result class, and the events beside it: what ``TextTestRunner.resultclass`` becomes."""
+    """unittest's result class, which also sends events. ``TextTestRunner.resultclass`` is set to it."""
 
 
 # --- the dispatcher's end ---------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Turns the bytes of one stream into events. What is no event is kept in ``garbage`` and never raises."""
+    """Turns the bytes of one stream into events. Anything else is kept in ``garbage``, and does not raise."""
 
     def __init__(self) -> None:
         self._rest = b""
         self.garbage: list[bytes] = []
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The events that these bytes complete."""
+        """Return the events that are complete with these bytes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         found = []
         for line in lines:

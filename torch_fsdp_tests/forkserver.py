@@ -1,8 +1,8 @@
-"""A process that has everything imported and forks others on request: what all such servers share.
+"""A process that has imported everything and forks others on request. This module has what all such servers share.
 
-An import of torch takes seconds and a fork takes milliseconds. Which requests there are, and what becomes of a child,
-is up to the server: that of the ranks (:mod:`torch_fsdp_tests.ranks.server`) keeps its children and watches them, that
-of the dispatcher (:mod:`torch_fsdp_tests.dispatch.forkserver`) hands them over to it.
+An import of torch takes seconds, and a fork takes milliseconds. Each server defines its requests, and what happens to a
+child. The rank server (:mod:`torch_fsdp_tests.ranks.server`) keeps its children and watches them. The dispatcher's
+server (:mod:`torch_fsdp_tests.dispatch.forkserver`) hands them over to the dispatcher.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torch_fsdp_tests.messages import Connection
 
 
 def interpreter() -> list[str]:
-    """This interpreter with its flags, as multiprocessing starts it."""
+    """The command line of this interpreter with its flags, as multiprocessing starts it."""
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def start_fresh(
     entry: Sequence[str], descriptors: Sequence[int], environment: Mapping[str, str], **options: Any
 ) -> int:
-    """Start a fresh interpreter that keeps some descriptors. Returns its process id; the caller has to wait for it."""
+    """Start a fresh interpreter that keeps some descriptors. Returns its process id; the caller must wait for it."""
     process = subprocess.Popen([*interpreter(), *entry], pass_fds=descriptors, env=environment, **options)
     process.returncode = 0  # so that subprocess does not wait for it
     return process.pid
 
 
 def preload(modules: Iterable[str]) -> list[str]:
-    """Import what the children would, and leave it out of their garbage collection, which would copy every page.
+    """Import what the children need, and freeze it: a garbage collection in a child would copy every page.
 
     Returns a sentence for each module that cannot be imported.
     """
@@ -47,17 +47,18 @@ def preload(modules: Iterable[str]) -> list[str]:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            remarks.append(f"{module} cannot be imported, so every process will try for itself: {error}")
+            remarks.append(f"{module} cannot be imported in advance, so every process will import it itself: {error}")
     gc.collect()
     gc.freeze()
     return remarks
 
 
 class ForkServer:
-    """The server's end of the control connection. To be made first of all, so that no death of the requester is missed.
+    """The server's end of the control connection. Create it before anything else, so that it cannot miss the
+    requester's death.
 
-    The server ends with its requester. Most such deaths are seen at the connection; a signal of the kernel tells of one
-    whose end of it lives on in some process that the requester has forked.
+    The server ends with its requester. It usually notices the requester's death because the connection closes. If a
+    process that the requester forked still holds the connection, a signal from the kernel reports the death.
     """
 
     requests: tuple[type, ...] = ()
@@ -69,16 +70,16 @@ class ForkServer:
         self.wakeup, self._alarm = os.pipe()
         for descriptor in (self.wakeup, self._alarm):
             os.set_blocking(descriptor, False)
-        self._handlers = {  # none does anything: the signals are for the wake-up alone
+        self._handlers = {  # no handler does anything; the signals only wake the server up
             number: signal.signal(number, lambda *_: None) for number in (signal.SIGCHLD, signal.SIGHUP)
         }
-        host.hear_of_parents_death(signal.SIGHUP)  # comes when the forking thread ends, so only the process' id counts
+        host.hear_of_parents_death(signal.SIGHUP)  # comes when the forking thread ends, so only the process id counts
         signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
 
     def serve(self) -> Any:
-        """Obey one request after the other. Returns None once the requester is gone.
+        """Serve one request after the other. Returns None when the requester is gone.
 
-        Returns in a child too, when :meth:`obey` does so there with a value: that value.
+        In a child it returns the value that :meth:`obey` returned there.
         """
         poll = select.poll()
         for descriptor in (self.control.fileno(), self.wakeup):
@@ -96,18 +97,18 @@ class ForkServer:
         return None
 
     def obey(self, request: Any) -> Any:
-        """Do what a request asks for. Returns None in the server."""
+        """Carry out a request. Returns None in the server."""
         raise NotImplementedError
 
     def collect(self) -> None:
-        """Take note of children that have ended: all signals up to now are dealt with."""
+        """Note the children that have ended. All signals so far have been handled."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wakeup, 1 << 12)
 
     def fork(self, keep: Iterable[int]) -> int:
-        """As :func:`os.fork`. The child has nothing of the server's own, and keeps only these of the request's files.
+        """Like :func:`os.fork`. The child closes the server's files, and keeps only these files of the request.
 
-        Whoever waited for the end of another one's connection would wait for ever if a child held a copy of it.
+        If a child kept a copy of a connection, nobody would notice that the connection was closed.
         """
         pid = os.fork()
         if pid == 0:

@@ -1,7 +1,7 @@
-"""What the operating system offers, in one place.
+"""The services of the operating system, in one place.
 
-Linux is complete. macOS has neither ``/proc`` nor a parent-death signal and does not let a process that has loaded
-the system frameworks go on after a fork, so there every rank is a fresh interpreter. Windows is refused.
+Linux has all of them. macOS has no ``/proc`` and no parent-death signal, and a process that has loaded the system
+frameworks cannot continue after a fork, so every rank is a fresh interpreter there. Windows is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MACOS = sys.platform == "darwin"
 
 REFUSAL = "torch_fsdp_tests runs on Linux and, on the CPU, on macOS; not on Windows (WSL 2 counts as Linux)"
 
-LOOPBACK = "127.0.0.1"  # by number: "localhost" is a name, which not every container resolves
+LOOPBACK = "127.0.0.1"  # not "localhost", which some containers cannot resolve
 
 SHARED_MEMORY = "/dev/shm/"
 
@@ -36,25 +36,25 @@ _SIOCGIFADDR = 0x8915  # ioctl(2) request, from <linux/sockios.h>
 
 
 def refuse_unsupported() -> None:
-    """Leave with one sentence and exit status 2 where the suite cannot run at all."""
+    """Exit with one sentence and status 2 if the suite cannot run on this system."""
     if sys.platform == "win32":
         print(REFUSAL, file=sys.stderr)
         sys.exit(2)
 
 
 def stacks_signal() -> signal.Signals:
-    """The signal by which a rank is asked for its stacks. The first thing that Windows lacks, so it is refused here."""
+    """The signal that asks a rank for its stacks. Windows does not have it, so Windows is refused here."""
     refuse_unsupported()
     return signal.SIGUSR1
 
 
 def can_fork() -> bool:
-    """True where a process that has imported torch may fork and both sides go on."""
+    """Whether a process that has imported torch may fork."""
     return LINUX
 
 
 def loopback_interface() -> str:
-    """Name of the network interface on which the ranks of one machine find each other."""
+    """The name of the network interface on which the ranks of one machine meet."""
     return "lo" if LINUX else "lo0"
 
 
@@ -84,22 +84,22 @@ def _prctl(option: int, value: int) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends.
+    """Let the kernel kill this process when the thread that forked it ends.
 
-    The parent may have died between the fork and this call, and then no signal ever comes; so its id is compared
-    afterwards. ``parent`` is the id of the process that forked this one. A no-op where the kernel has no such service.
+    If the parent died between the fork and this call, no signal ever comes, so its id is compared afterwards.
+    ``parent`` is the id of the process that forked this one. Does nothing if the kernel has no such service.
     """
     if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
         os._exit(1)
 
 
 def hear_of_parents_death(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that forked it ends, on Linux."""
+    """On Linux, let the kernel send this process a signal when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> bool:
-    """Make this process the new parent of descendants whose own parent leaves; False where that does not exist."""
+    """Make this process the new parent of descendants whose parent exits. Returns False if that is not possible."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -109,10 +109,10 @@ def shows_processes() -> bool:
 
 
 def children() -> list[int]:
-    """Process ids of the living children of this process, adopted ones included; empty where that cannot be read.
+    """The process ids of this process' living children, including adopted ones. Empty if they cannot be read.
 
-    The kernel lists them by the thread that forked them. One that ends leaves its children to another, whose list may
-    have been read just before: so one look can miss them, and two that agree do not.
+    The kernel lists children by the thread that forked them. When a thread ends, another one gets its children, and
+    that one's list may have been read before. So one reading can miss them, but two equal readings cannot.
     """
     found, before = _children_by_thread(), None
     while found != before:
@@ -131,7 +131,7 @@ def _children_by_thread() -> set[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; it can still be waited for. False where that cannot be seen."""
+    """Whether a child of this process has ended. It can still be waited for. False if that cannot be read."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return False
     try:
@@ -141,20 +141,20 @@ def has_ended(pid: int) -> bool:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process in one line, for a report; its id where it cannot be read."""
+    """The command line of a process in one line, for a report, or its id if that cannot be read."""
     words: list[bytes] = []
     for _ in range(10):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if any(words) or has_ended(pid):
             break
-        time.sleep(0.005)  # it is in the middle of its exec, when the kernel shows nothing
+        time.sleep(0.005)  # during its exec the kernel shows nothing
     line = b" ".join(words).decode(errors="backslashreplace").strip()
     return f"{pid} ({line[:120]})" if line else str(pid)
 
 
 def holds_file_below(pid: int, directory: Path) -> bool:
-    """Whether a process has a file in this directory open; False where that cannot be seen."""
+    """Whether a process has a file in this directory open. False if that cannot be read."""
     for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor).startswith(f"{directory}/"):
@@ -163,7 +163,7 @@ def holds_file_below(pid: int, directory: Path) -> bool:
 
 
 def end_strays(directory: Path, spared: Collection[int]) -> list[str]:
-    """Kill children, adopted ones included, that keep their temporary or open files in a directory; name them."""
+    """Kill children, including adopted ones, with temporary or open files in a directory. Returns their commands."""
     marker = f"TMPDIR={directory}".encode()
     ended = []
     for pid in children():
@@ -177,20 +177,20 @@ def end_strays(directory: Path, spared: Collection[int]) -> list[str]:
 
 
 def is_servant(command: str) -> bool:
-    """Whether a command line is that of a helper which Python or torch starts by itself: no test's doing."""
+    """Whether a command line is that of a helper that Python or torch starts by itself."""
     return is_tracker(command) or any(name in command for name in _SERVANTS)
 
 
 def is_tracker(command: str) -> bool:
     """Whether a command line is that of multiprocessing's resource tracker.
 
-    Once the last process that it serves is gone it removes what they left in shared memory, and ends.
+    After the last process that it serves is gone, it removes what they left in shared memory, and ends.
     """
     return "multiprocessing.resource_tracker" in command
 
 
 def shared_memory() -> set[str]:
-    """The names of all files in shared memory; empty where that is no folder."""
+    """The names of all files in shared memory. Empty if that is not a folder."""
     try:
         return set(os.listdir(SHARED_MEMORY))
     except OSError:
@@ -203,7 +203,7 @@ def shared_memory_of(pids: set[int]) -> list[Path]:
 
 
 def head_and_tail(path: Path, limit: int, start: int = 0) -> str:
-    """The text of a file from byte ``start`` on; of more than ``limit`` bytes only the first and the last half."""
+    """The text of a file from byte ``start``. Of more than ``limit`` bytes, only the head and the tail."""
     half = limit // 2
     with path.open("rb") as file:
         left_out = file.seek(0, os.SEEK_END) - start - 2 * half
@@ -216,14 +216,14 @@ def head_and_tail(path: Path, limit: int, start: int = 0) -> str:
 
 
 def ended_children(options: int = 0) -> Iterator[tuple[int, int]]:
-    """Process id and wait status of every child that has ended by now, or has stopped if the options ask for that."""
+    """The process id and wait status of every child that has ended, or with these options has stopped."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG | options)) != (0, 0):
             yield found
 
 
 def exit_status(leaving: SystemExit) -> int:
-    """The exit status that the interpreter itself would give."""
+    """The exit status that the interpreter would return."""
     if leaving.code is None:
         return 0
     return leaving.code & 0xFF if isinstance(leaving.code, int) else 1

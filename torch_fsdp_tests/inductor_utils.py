@@ -1,7 +1,8 @@
-"""Can ``torch.compile`` really compile here? Asked when a name is asked for, and once.
+"""Finds out whether ``torch.compile`` can really compile here. It does so once, when a name of this module is first
+used.
 
-A compiler that is installed but cannot build an extension of this Python is of no use to inductor, so it is made to
-build one. Where upstream asks torch for any GPU, the device under test decides here.
+An installed compiler is useless to inductor if it cannot build an extension of this Python, so this module lets it
+build one. Upstream asks torch for any GPU. Here the device under test decides.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SOURCE = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_ma
 
 @functools.cache
 def why_no_host_compiler() -> str | None:
-    """Why inductor could compile nothing for the host, in words; None when a small extension was built."""
+    """The reason why inductor cannot compile for the host, or None if a small extension could be built."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
@@ -46,16 +47,16 @@ def why_no_host_compiler() -> str | None:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or [
                 f"exit status {done.returncode}"
             ]
-            return f"the C++ compiler builds no extension: {errors[0]}"
+            return f"the C++ compiler cannot build an extension: {errors[0]}"
     return None
 
 
 @functools.cache
 def why_no_device_compiler() -> str | None:
-    """Why inductor could compile nothing for the device under test, in words; None when it can."""
+    """The reason why inductor cannot compile for the device under test, or None if it can."""
     found = device_under_test()
     if found is None or found.is_host:
-        return "the device under test is no accelerator"
+        return "the device under test is not an accelerator"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from torch.utils._triton import has_triton
@@ -70,7 +71,7 @@ def has_device_compiler(device_type: str) -> bool:
 
 
 def _gpu_type() -> str:
-    # Upstream's fallback too: test files build device strings of it before they skip.
+    # This is upstream's fallback too: test files build device strings from it before they skip.
     found = device_under_test()
     return "cuda" if found is None or found.is_host else found.type
 
@@ -90,17 +91,17 @@ _ANSWERS: dict[str, Callable[[], object]] = {
 
 
 def requires_gpu() -> Callable[[Any], Any]:
-    """Skip where inductor cannot compile for the device under test."""
+    """Skip if inductor cannot compile for the device under test."""
     return lazy_skip_if(lambda: why_no_device_compiler() is not None, "needs an accelerator that inductor compiles for")
 
 
 def requires_triton() -> Callable[[Any], Any]:
-    """Skip where triton does not work. As upstream's, written with parentheses."""
+    """Skip if triton does not work. Like upstream's, it is used with parentheses."""
     return requires_gpu()
 
 
 def requires_host_compiler(fn: Any) -> Any:
-    """Skip where inductor cannot compile for the host, and say why."""
+    """Skip if inductor cannot compile for the host, and say why."""
 
     @functools.wraps(fn)
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Whether somebody else has made the ranks already: torchrun, srun, or another launcher that sets torchrun's variables.
+"""Finds out whether torchrun, srun, or another launcher with torchrun's variables, has made the ranks.
 
-Only the rule is here; what such ranks then do is in :mod:`torch_fsdp_tests.ranks.launched` for one test file, and in
+This module only has the rule. What such ranks do is in :mod:`torch_fsdp_tests.ranks.launched` for one test file, and in
 :mod:`torch_fsdp_tests.dispatch.agents` for a run of many. A launch is meant
 
 - when torchrun's own ``TORCHELASTIC_RUN_ID`` stands in the environment beside the five variables of every launcher
@@ -63,7 +63,7 @@ class Launch:
 
 
 def from_environment(environment: Mapping[str, str]) -> Launch | None:
-    """The launch that the variables describe, None where none is meant. Raises :class:`LaunchError` with the remedy."""
+    """The launch that the variables describe, or None. Raises :class:`LaunchError`, which says what to do."""
     wish = environment.get(LAUNCHED_VARIABLE)
     if wish not in (None, "", "0", "1"):
         raise LaunchError(f"{LAUNCHED_VARIABLE} is {wish!r}: it can be 1 (a launcher made the ranks) or 0 (none did)")
@@ -117,15 +117,15 @@ def first_host(nodes: str) -> str:
 
 @functools.cache
 def found() -> Launch | None:
-    """The launch that this process is part of, by its environment when this was first asked."""
+    """The launch of this process, according to its environment at the first call."""
     return from_environment(os.environ)
 
 
 def forget_variables() -> None:
-    """Take the launcher's variables out of the environment, once the launch is known.
+    """Remove the launcher's variables from the environment, after the launch is known.
 
-    They describe this process for its whole life; a rank of a test that wants fewer, and a program that a test starts,
-    would read them as their own.
+    They describe this process. A rank of a test with fewer ranks, or a program that a test starts, must not take them
+    for its own.
     """
     for name in (*_NEEDED, *_OTHERS, *_SLURM[:2], *(name for name in os.environ if name.startswith("TORCHELASTIC_"))):
         os.environ.pop(name, None)

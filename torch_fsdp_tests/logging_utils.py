@@ -1,4 +1,4 @@
-"""Tests of what torch logs, with the settings given as in ``TORCH_LOGS``.
+"""Helpers for tests of torch's logs, with settings as in ``TORCH_LOGS``.
 
 torch keeps its log settings in ``torch._logging._internal``, which has no public way to save and restore
 them; everything here goes through its functions ``_get_log_state``, ``_set_log_state`` and ``_init_logs``.
@@ -27,7 +27,7 @@ _PREFIXES = {logging.DEBUG: "+", logging.INFO: "", logging.ERROR: "-"}
 
 @contextlib.contextmanager
 def preserve_log_state() -> Iterator[None]:
-    """Begin with torch's default log settings, and put back those that were in force."""
+    """Start with torch's default log settings, and restore the previous ones afterwards."""
     before = torch_logs._get_log_state()
     torch_logs._set_log_state(torch_logs.LogState())
     try:
@@ -39,7 +39,7 @@ def preserve_log_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_settings(settings: str) -> Iterator[None]:
-    """Log as ``TORCH_LOGS=<settings>`` would have it, in this process and those started from the block."""
+    """Log as with ``TORCH_LOGS=<settings>``, in this process and in those that the block starts."""
     with preserve_log_state(), unittest.mock.patch.dict(os.environ, {"TORCH_LOGS": settings}):
         torch_logs._init_logs()
         yield
@@ -47,7 +47,7 @@ def log_settings(settings: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_api(**settings: Any) -> Iterator[None]:
-    """Log as ``torch._logging.set_logs(**settings)`` has it."""
+    """Log as after ``torch._logging.set_logs(**settings)``."""
     with preserve_log_state():
         torch._logging.set_logs(**settings)
         yield
@@ -56,7 +56,7 @@ def log_api(**settings: Any) -> Iterator[None]:
 def kwargs_to_settings(**kwargs: Any) -> str:
     """The ``TORCH_LOGS`` text that means the same as these arguments of ``torch._logging.set_logs``.
 
-    Raises ``ValueError`` for a level other than DEBUG, INFO and ERROR, which the text cannot say.
+    Raises ``ValueError`` for a level other than DEBUG, INFO and ERROR, which the text cannot express.
     """
     modules = kwargs.pop("modules", {})
     words = []
@@ -113,9 +113,8 @@ def _run(case: LoggingTestCase, fn: Callable[..., None], setting: contextlib.Abs
 
 
 class LoggingTestCase(TestCase):
-    """Tests that look at log records. Compiled code is forgotten before and after each test.
-
-    For a whole process's log use :meth:`run_process_no_exception` with ``TORCH_LOGS`` in its environment.
+    """Tests that look at log records. Compiled code is discarded before and after each test. For the log of a whole
+    process use :meth:`run_process_no_exception` with ``TORCH_LOGS`` in its environment.
     """
 
     _exit_stack: contextlib.ExitStack
@@ -126,9 +125,9 @@ class LoggingTestCase(TestCase):
 
         super().setUpClass()
         cls._exit_stack = contextlib.ExitStack()
-        # torch leaves times and process ids out of its log lines while this variable is set.
+        # While this variable is set, torch's log lines have no times and process ids.
         cls._exit_stack.enter_context(unittest.mock.patch.dict(os.environ, {"___LOG_TESTING": ""}))
-        # A test of the log of an error wants the error logged, not raised.
+        # A test of an error's log needs the error logged, and not raised.
         cls._exit_stack.enter_context(torch._dynamo.config.patch(suppress_errors=True, verbose=False))
 
     @classmethod
@@ -144,11 +143,11 @@ class LoggingTestCase(TestCase):
         self.addCleanup(torch._dynamo.reset)
 
     def hasRecord(self, records: Records, m: str) -> bool:
-        """Whether a record's message holds this text."""
+        """Whether a record's message contains this text."""
         return any(m in record.getMessage() for record in records)
 
     def getRecord(self, records: Records, m: str) -> logging.LogRecord:
-        """The one record whose message holds this text; fails when there is none or more than one."""
+        """The only record whose message contains this text. Fails if there is none or more than one."""
         found = [record for record in records if m in record.getMessage()]
         if len(found) != 1:
             messages = [record.getMessage() for record in (found or records)]
@@ -157,13 +156,12 @@ class LoggingTestCase(TestCase):
 
     @contextlib.contextmanager
     def _handler_watcher(self, record_list: Records) -> Iterator[None]:
-        """Collect what torch's handlers would print inside the block.
+        """Collect what torch's handlers print inside the block.
 
-        Differs from upstream's in that it is not printed as well, where it would stand between the name of the test and
-        its outcome.
+        Differs from upstream's: it is not printed too, because it would appear between the test's name and its outcome.
         """
-        # Only the loggers that torch has registered have handlers, and a handler's own filter decides which artifacts
-        # it lets through; so the handlers stay, and only the last thing they do is replaced.
+        # Only the loggers that torch has registered have handlers, and a handler's filter decides which artifacts pass.
+        # So the handlers stay, and only their last step is replaced.
         with contextlib.ExitStack() as stack:
             for name in torch_logs.log_registry.get_log_qnames():
                 for handler in logging.getLogger(name).handlers:
@@ -175,13 +173,13 @@ LogContext = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def logs_to_string(module: str, log_option: str) -> tuple[io.StringIO, LogContext]:
-    """A stream, and a function whose context switches the artifact on and writes what ``module`` logs of it there."""
+    """Return a stream, and a function whose context enables the artifact and writes ``module``'s logs of it there."""
     (stream,), context = multiple_logs_to_string(module, log_option)
     return stream, context
 
 
 def multiple_logs_to_string(module: str, *log_options: str) -> tuple[list[io.StringIO], LogContext]:
-    """:func:`logs_to_string` for several artifacts, with a stream for each."""
+    """Like :func:`logs_to_string`, for several artifacts with a stream each."""
     streams = [io.StringIO() for _ in log_options]
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Messages between processes: frozen dataclasses over a socket, both ends and the standard library only.
 
 A message is one line of JSON that names its type. Each end of a connection says which types it expects, and anything
-else that arrives is an error with words. A message with a field ``descriptors`` takes the open files of that name along
-(over a Unix socket); the receiver finds its own numbers for them there.
+else is an error that says what arrived. A message with a field ``descriptors`` carries these open files (over a Unix
+socket), and the receiver finds its own numbers for them there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 _INT = array.array("i")  # as the kernel passes descriptors
-# Seconds without a sign of life after which another machine is taken to be gone. Twice as many can pass where something
-# is sent to it shortly before: the kernel counts anew then.
+# Seconds of silence after which another machine counts as gone. It can take twice as long if something is sent to the
+# machine shortly before, because the kernel then starts to count again.
 SILENCE_LIMIT = 14
 MOST_DESCRIPTORS = 250  # in one message; the kernel passes 253 (SCM_MAX_FD)
 
 
 class MessageError(ValueError):
-    """What came over a connection is not a message that this end expects."""
+    """This end does not expect what arrived over a connection."""
 
 
 def encode(message: Any) -> bytes:
@@ -42,7 +42,7 @@ def _plain(value: Any) -> Any:
 
 
 def decode(line: bytes, expected: Iterable[type]) -> Any:
-    """The message in a line. Raises :class:`MessageError` when it is none of the ``expected`` types."""
+    """The message in a line. Raises :class:`MessageError` if it has none of the ``expected`` types."""
     try:
         name, fields = json.loads(line)
     except (ValueError, TypeError) as error:
@@ -61,7 +61,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def from_data(hint: Any, data: Any) -> Any:
-    """What an annotation, such as a dataclass, makes of JSON data. Raises what comes when they do not fit."""
+    """Convert JSON data to the type of an annotation, such as a dataclass. Raises an error if they do not fit."""
     inner = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Union | types.UnionType:
@@ -82,10 +82,10 @@ def from_data(hint: Any, data: Any) -> Any:
 
 
 class Connection:
-    """One end of a connection, and the types of message that it expects.
+    """One end of a connection, with the types of messages that it expects.
 
-    A process that watches others reads with :meth:`arrived`, which never waits: one that stops in the middle of a
-    message cannot hold it up. A process that has nothing else to do reads with :meth:`receive`, which waits.
+    A process that watches others reads with :meth:`arrived`, which never waits, so a process that stops in the middle
+    of a message cannot block it. A process with nothing else to do reads with :meth:`receive`, which waits.
     """
 
     def __init__(self, end: socket.socket, expected: Iterable[type], limit: int | None = None) -> None:
@@ -118,12 +118,12 @@ class Connection:
         self._end.sendall(line[sent:])
 
     def tell(self, message: Any) -> None:
-        """As :meth:`send`, but nothing happens when the other side is gone: whoever listens to it will hear that."""
+        """Like :meth:`send`, but does nothing if the other side is gone. Its reader will notice that."""
         with contextlib.suppress(OSError):
             self.send(message)
 
     def arrived(self) -> Iterator[Any]:
-        """Every whole message that is there already, read as it is asked for; ``closed`` when no more can come."""
+        """Yield every complete message that has arrived. Sets ``closed`` if no more can come."""
         while True:
             while b"\n" in self._pending:
                 yield self._next()
@@ -131,18 +131,18 @@ class Connection:
                 return
 
     def receive(self) -> Any | None:
-        """The next message, waited for; None when the other side has left. The socket's own time-out is an error."""
+        """Wait for the next message. Returns None if the other side has closed. The socket's timeout is an error."""
         while b"\n" not in self._pending:
             if not self._read(0):
                 return None
         return self._next()
 
     def _read(self, flags: int) -> bool:
-        """Whether anything has come."""
+        """Read, and return whether anything has arrived."""
         if self.closed:
             return False
         try:
-            # As socket.recv_fds, which takes no notice of flags.
+            # Like socket.recv_fds, which ignores flags.
             room = 1 << 16 if self._limit is None else self._limit + 1 - len(self._pending)
             data, extras, _, _ = self._end.recvmsg(room, socket.CMSG_LEN(MOST_DESCRIPTORS * _INT.itemsize), flags)
         except (BlockingIOError, TimeoutError):
@@ -174,10 +174,10 @@ class Connection:
 
 
 def watch_for_loss(end: socket.socket, limit: int = SILENCE_LIMIT) -> None:
-    """Have the kernel end a connection whose other side is silent for ``limit`` seconds.
+    """Let the kernel end a connection whose other side is silent for ``limit`` seconds.
 
-    When nothing is under way it asks now and then whether the other side is there. It does not ask while it waits for
-    data to be acknowledged, and would go on for many minutes without the limit of its own that TCP has for that.
+    On an idle connection the kernel regularly checks that the other side exists. It does not do so while it waits for
+    data to be acknowledged, which could take many minutes. TCP has a separate limit for that.
     """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,6 +1,6 @@
-"""How long the ranks of a test may take, how they start and how many there are, by the environment; without torch.
+"""Environment variables for the time limit, the start method and the number of ranks. Does not import torch.
 
-The dispatcher and ``run_tests()`` check the variables before any test, and the harness does when it reads them.
+The dispatcher and ``run_tests()`` check the variables before any test. The harness checks them when it reads them.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ MOST_RANKS = 65536  # of one test; more than any launcher makes
 
 
 def timeout(environment: Mapping[str, str]) -> int:
-    """Seconds that the ranks of a test may take. Raises :class:`ConfigurationError` for what is no such number."""
+    """The time limit for the ranks of a test in seconds. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(TIMEOUT_VARIABLE)
     return whole(TIMEOUT_VARIABLE, text, LONGEST_TIMEOUT) if text else DEFAULT_TIMEOUT
 
 
 def start(environment: Mapping[str, str]) -> str | None:
-    """How ranks are to start, None where nothing is said. Raises :class:`ConfigurationError` for anything else."""
+    """The start method for ranks, or None for the default. Raises :class:`ConfigurationError` for an invalid value."""
     asked = environment.get(START_VARIABLE) or None
     if asked not in (None, *STARTS):
-        raise ConfigurationError(f"{START_VARIABLE} is {asked!r}: it can be fork or spawn")
+        raise ConfigurationError(f"{START_VARIABLE} is {asked!r}: it must be fork or spawn")
     return asked
 
 
 def ranks(environment: Mapping[str, str]) -> int | None:
-    """Ranks of a test that states no number, None where nothing is said. Raises :class:`ConfigurationError`."""
+    """The default number of ranks of a test, or None. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(RANKS_VARIABLE)
     return whole(RANKS_VARIABLE, text, MOST_RANKS) if text else None
 
 
 def whole(variable: str, text: str, most: int) -> int:
-    """The whole number from 1 to ``most`` in a variable. Raises :class:`ConfigurationError` for anything else."""
+    """The whole number from 1 to ``most`` in a variable. Raises :class:`ConfigurationError` for an invalid value."""
     if not (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
         raise ConfigurationError(f"{variable} is {text[:40]!r}: give a whole number from 1 to {most}")
     return int(text)
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigurationError` for a variable that any test with ranks would refuse."""
+    """Raise :class:`ConfigurationError` if a variable has a value that tests with ranks would refuse."""
     timeout(environment), start(environment), ranks(environment)

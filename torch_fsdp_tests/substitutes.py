@@ -44,9 +44,10 @@ _installed: contextlib.ExitStack | None = None
 
 
 def install(device: Accelerator) -> None:
-    """Put the substitutes in place that ``device`` needs, for this whole process. Again, or for a full device: nothing.
+    """Install the substitutes that ``device`` needs, for the whole process. Does nothing the second time, or if none is
+    needed.
 
-    Meant for a rank, which ends with its test; :func:`uninstall` takes them back. Safe from several threads.
+    Meant for a rank, which ends with its test. :func:`uninstall` removes them. Several threads may call it.
     """
     global _installed
     with _lock:
@@ -61,7 +62,7 @@ def install(device: Accelerator) -> None:
 
 
 def uninstall() -> None:
-    """Put back what :func:`install` replaced; nothing if it was not called."""
+    """Restore what :func:`install` replaced. Does nothing if it was not called."""
     global _installed
     with _lock:
         if _installed is not None:
@@ -70,7 +71,7 @@ def uninstall() -> None:
 
 
 def _refuse_fsdp1(gone: torch_names.NameIsGone, undo: contextlib.ExitStack) -> None:
-    """Skip whoever makes an FSDP1 model, which needs the substitute that this torch does not let us make."""
+    """Skip tests that make an FSDP1 model, because the substitute for it cannot be made with this torch."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise gone
@@ -110,8 +111,9 @@ def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) ->
 
 
 def _has_offloaded_gradient(handle: Any) -> bool:
-    """Whether ``.grad`` is what an earlier step left in host memory. Under ``no_sync`` it is the device's, and
-    unsharded."""
+    """Whether ``.grad`` is an offloaded gradient of an earlier step. Under ``no_sync`` it is on the device, and
+    unsharded.
+    """
     flat_param = handle.flat_param
     if flat_param.grad is None:
         return False

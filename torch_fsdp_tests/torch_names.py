@@ -1,7 +1,8 @@
-"""Names of torch that torch does not promise to keep, looked up when a test asks for them.
+"""Private names of torch, which are looked up when a test uses them.
 
-A test file that imports a private name breaks as a whole when torch renames it. A name that is looked up here costs
-only the tests that use it: they skip, and the reason says which name is gone and which file of ours to mend.
+If a test file imports a private name and torch renames it, the whole file breaks. If the name is looked up here
+instead, only the tests that use it are affected: they skip, and the reason says which name is gone and which file to
+update.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class NameIsGone(unittest.SkipTest):
 
 
 def module(name: str) -> Any:
-    """The module of that name, as an object that imports it, and finds each attribute, when it is used.
+    """Return an object that stands for the module of that name. It imports the module when an attribute is used.
 
-    Reading an attribute that the installed torch lacks raises :class:`NameIsGone`. Setting one sets it in the module,
-    so ``mock.patch.object`` works.
+    To read an attribute that the installed torch lacks raises :class:`NameIsGone`. To set one sets it in the module, so
+    ``mock.patch.object`` works.
     """
     return _LateModule(name, sys._getframe(1).f_code.co_filename)
 
@@ -65,10 +66,10 @@ class _LateModule:
 
 
 def attribute(owner: Any, name: str) -> Any:
-    """``owner.name``, where ``owner`` is an object or a class of torch.
+    """Return ``owner.name``, where ``owner`` is an object or a class of torch.
 
-    Raises :class:`NameIsGone` where FSDP does not know the name any more. Where it does and this object lacks the
-    attribute, the ``AttributeError`` is a finding of the test.
+    Raises :class:`NameIsGone` if FSDP's code no longer mentions the name. If FSDP mentions it but this object lacks the
+    attribute, the ``AttributeError`` fails the test, as it should.
     """
     try:
         return getattr(owner, name)
@@ -79,14 +80,14 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def set_attribute(owner: Any, name: str, value: object) -> None:
-    """Set ``owner.name``. Raises :class:`NameIsGone` where FSDP does not know the name any more."""
+    """Set ``owner.name``. Raises :class:`NameIsGone` if FSDP's code no longer mentions the name."""
     if name not in _names_in_fsdp():
         raise _gone(name, sys._getframe(1).f_code.co_filename)
     setattr(owner, name, value)
 
 
 def patched(owner: Any, name: str, *replacement: Any, **kwargs: Any) -> Any:
-    """``mock.patch.object`` for an attribute that torch may have renamed: :class:`NameIsGone` where it has."""
+    """Like ``mock.patch.object``, but raises :class:`NameIsGone` if torch has renamed the attribute."""
     found = owner if isinstance(owner, _LateModule) else None
     if found is not None:
         getattr(found, name)
@@ -102,7 +103,7 @@ def _caller() -> str:
 def _gone(name: str, asked_in: str) -> NameIsGone:
     path = Path(asked_in)
     shown = path.relative_to(_CHECKOUT) if path.is_relative_to(_CHECKOUT) else path
-    return NameIsGone(f"the installed torch has no {name}, which {shown} asks for: mend it there")
+    return NameIsGone(f"the installed torch has no {name}, which {shown} uses: update that file")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A tensor made of two: every operation runs on both parts."""
+"""A tensor that consists of two tensors. Every operation runs on both."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _ALIKE = ("device", "layout", "requires_grad", "dtype", "shape")
 class TwoTensor(torch.Tensor):
     """Wrapper subclass with the parts ``a`` and ``b``, which agree in shape, strides, offset, dtype, device and layout.
 
-    Outside it looks like ``a``, or has the given ``outer_size`` and ``outer_stride``. An operation is run on the ``a``
-    of all operands and on their ``b``; results that are no tensors are taken from the run on ``a``.
-
-    Raises ``AssertionError`` when the parts disagree.
+    From outside it looks like ``a``, or has the given ``outer_size`` and ``outer_stride``. An operation runs once on
+    the ``a`` of all operands and once on their ``b``. Results that are not tensors come from the run on ``a``. Raises
+    ``AssertionError`` if the parts disagree.
     """
 
     a: torch.Tensor
@@ -82,7 +81,7 @@ class TwoTensor(torch.Tensor):
         outer_stride: Sequence[int] | None,
     ) -> TwoTensor:
         if meta is not None:
-            raise AssertionError(f"a TwoTensor is flattened without context, and this one came with {meta!r}")
+            raise AssertionError(f"a TwoTensor is flattened without context, but this one has the context {meta!r}")
         return TwoTensor(inner_tensors["a"], inner_tensors["b"], outer_size, outer_stride)
 
     @classmethod
@@ -98,12 +97,12 @@ class TwoTensor(torch.Tensor):
         out_a, out_b = run("a"), run("b")
         out = pytree.tree_map(lambda a, b: cls(a, b) if isinstance(a, torch.Tensor) else a, out_a, out_b)
         if not isinstance(func, torch._ops.OpOverload):
-            return out  # a higher-order operator has no schema that would tell what aliases what
+            return out  # a higher-order operator has no schema that says which results are aliases
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 class TwoTensorMode(TorchDispatchMode):
-    """Inside this mode, functions that make tensors from nothing make :class:`TwoTensor` with two equal parts."""
+    """In this mode, factory functions return a :class:`TwoTensor` with two equal parts."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
-"""What is known of each vendor's devices without importing torch, and where to find the rest.
+"""What is known about each vendor's devices without importing torch, and where to find the rest.
 
-The dispatcher lends devices by it, and the harness asks it for the device under test. A vendor's package adds a
-:class:`Vendor` under the entry point group ``torch_fsdp_tests.accelerators``, named as its device type.
+The dispatcher uses it to lend devices, and the harness uses it to describe the device under test. A vendor's package
+adds a :class:`Vendor` to the entry point group ``torch_fsdp_tests.accelerators``, under the name of its device type.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ RANKS_VARIABLE = "TORCH_FSDP_TESTS_RANKS"
 
 
 class ConfigurationError(ValueError):
-    """The device, backend or number of ranks that was asked for cannot be had. The message says what to do."""
+    """The requested device, backend or number of ranks is not available. The message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vendor:
-    """One kind of device, as its vendor declares it. The module that holds it must not import torch.
+    """A vendor's declaration of a device type. Its module must not import torch.
 
     ``visibility_variables`` are the environment variables that restrict which devices a process sees; the first one is
-    set where the caller has set none. ``count_devices`` says how many there are when no variable tells.
+    set if the caller has set none. ``count_devices`` returns the number of devices if no variable is set.
 
-    ``describe`` names a function as ``package.module:function``. It is imported late, so it may import torch; it takes
+    ``describe`` names a function as ``package.module:function``. It is imported late, so it may import torch. It takes
     ``backend`` and ``ranks``, each of which may be None, and returns an
     :class:`~torch_fsdp_tests.accelerator.Accelerator`. Without it torch itself is asked.
 
@@ -52,7 +52,7 @@ class Vendor:
 
 
 def _nodes(pattern: str) -> Callable[[], int]:
-    """Counts devices by their nodes in the file system."""
+    """Return a function that counts devices by their nodes in the file system."""
     return lambda: len(glob.glob(pattern))
 
 
@@ -60,7 +60,7 @@ _DRI, _NVIDIA = _nodes("/dev/dri/renderD*"), _nodes("/dev/nvidia[0-9]*")
 
 BUILT_IN = (
     Vendor("cuda", ("CUDA_VISIBLE_DEVICES",), _NVIDIA, "nccl", torch_build="cuda"),
-    # ROCm builds of torch call their devices by CUDA's name.
+    # ROCm builds of torch use CUDA's name for their devices.
     Vendor(
         "cuda", ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), _DRI, "nccl", torch_build="hip"
     ),
@@ -76,21 +76,21 @@ def installed() -> Mapping[str, EntryPoint]:
     """The entry points of installed packages, by device type."""
     if not any(map(_is_for_us, sys.path)):
         return {}
-    import importlib.metadata  # not at import: it takes longer than a whole plan may, and hardly anyone needs it
+    import importlib.metadata  # imported late, because it takes longer than a whole plan, and is rarely needed
 
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def _is_for_us(folder: str) -> bool:
-    """Whether a folder of packages has one with an entry point for us."""
+    """Whether a folder of packages has one with an entry point of this group."""
     files = glob.glob(os.path.join(glob.escape(folder), "*-info", "entry_points.txt"))
     return any(f"[{ENTRY_POINTS}]" in Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def load(device_type: str) -> Vendor | None:
-    """What an installed package declares of a device type; None where none does.
+    """The declaration of a device type by an installed package, or None.
 
-    Raises :class:`ConfigurationError` when the package cannot be imported or declares something else.
+    Raises :class:`ConfigurationError` if the package cannot be imported or declares something else.
     """
     entry = installed().get(device_type)
     if entry is None:

@@ -1,7 +1,7 @@
-"""What became of a test and of each of its ranks, as plain values, and the words for it. Standard library only.
+"""The outcome of a test and of each of its ranks, as plain values with their descriptions. Standard library only.
 
-A verdict goes from the ranks to unittest on the exception that it becomes, from there over the event stream to the
-dispatcher, and into every report. No step on that way reads a text to learn what happened.
+A verdict travels from the ranks to unittest on an exception, from there over the event stream to the dispatcher, and
+into every report. No step parses text to find out what happened.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-DEATH_NEWS = 1.0  # seconds that the news of a rank's death may come after what it caused
-VERDICT = "verdict"  # the attribute of an exception that holds what it means, where that is more than its type
+DEATH_NEWS = 1.0  # seconds by which the news of a rank's death may be later than its consequences
+VERDICT = "verdict"  # the attribute with the verdict of an exception
 LINE_LIMIT = 300  # characters of what is to be one line
 
 
 class State(str, enum.Enum):
-    """What became of a test, or of one rank of it. Where a test has several, the last in this order counts."""
+    """The outcome of a test, or of one of its ranks. If a test has several, the last in this order counts."""
 
     PASSED = "passed"
     EXPECTED_FAILURE = "expected failure"
@@ -25,13 +25,13 @@ class State(str, enum.Enum):
     KNOWN_FAILURE = "known failure"  # it failed, and is listed as failing
     SKIPPED = "skipped"
     NOT_RUN = "not run"
-    STILL_RUNNING = "still running"  # a rank that was ended because another one had gone wrong
+    STILL_RUNNING = "still running"  # a rank that was killed because another one had failed
     UNEXPECTED_SUCCESS = "unexpected success"
     LEFT_BEHIND = "left something behind"  # a leak, where leaks are failures
     FAILED = "failed"  # an assertion of the test did not hold
     ERROR = "error"  # anything else was raised
     TIMED_OUT = "timed out"
-    CRASHED = "crashed"  # a process died of a signal, or left with a status that nobody asked for
+    CRASHED = "crashed"  # a process was killed by a signal, or exited with an unexpected status
     HARNESS_ERROR = "harness error"  # the harness or the dispatcher could not do its work; the test is not to blame
 
     @property
@@ -51,12 +51,12 @@ class Phase(str, enum.Enum):
     """Where a test went wrong."""
 
     BODY = "body"
-    FIXTURE = "fixture"  # what stands around the body: set-up, tear-down, a clean-up
+    FIXTURE = "fixture"  # the code around the body: set-up, tear-down, a clean-up
     HARNESS = "harness"
 
 
 class Scope(str, enum.Enum):
-    """Whom a result concerns: one test, a class by one of its fixtures, or the whole file."""
+    """What a result is about: one test, a class (one of its fixtures), or the whole file."""
 
     TEST = "test"
     CLASS = "class"
@@ -65,24 +65,24 @@ class Scope(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """What became of one rank of a test."""
+    """The outcome of one rank of a test."""
 
     rank: int
     state: State
     phase: Phase | None = None  # of what it raised
-    said: str = ""  # how it came out by its own account; empty when it never said
+    said: str = ""  # the outcome that the rank reported; empty if it reported none
     exception: str = ""  # type of what it raised
-    message: str = ""  # first line of what that says, or the reason of a skip
+    message: str = ""  # the first line of the exception's message, or the reason of a skip
     text: str = ""  # the traceback, or the stacks of a rank that died or was killed
     output: str = ""
-    seconds: float = 0.0  # that its test took by its own account
-    at: float = 0.0  # second of the test at which its outcome or its end became known
+    seconds: float = 0.0  # the time of its test, as it reported
+    at: float = 0.0  # the second of the test at which its outcome or its end became known
     exit_code: int | None = None
     signal: str | None = None  # name of the one that ended it
-    stopped: bool = False  # it was found stopped, by SIGSTOP or the like
-    killed: bool = False  # by the harness, since its test was over
-    limit: float | None = None  # seconds that it was given, when it took them all
-    expected_code: int | None = None  # with which it was to leave and did not
+    stopped: bool = False  # it was stopped, by SIGSTOP or the like
+    killed: bool = False  # by the harness, because its test was over
+    limit: float | None = None  # the time limit in seconds, if the rank reached it
+    expected_code: int | None = None  # the expected exit code, if it had another one
     host: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class RankResult:
         return self.said in (State.FAILED.value, State.ERROR.value)
 
     def headline(self, plural: bool = False) -> str:
-        """What it did, to follow ``rank 1``, or ``ranks 0 and 1`` where those did the same."""
+        """What the rank did, to follow ``rank 1``, or ``ranks 0 and 1`` if both did the same."""
         expected = "" if self.expected_code is None else f"; exit code {self.expected_code} was expected"
         return self._deed("were" if plural else "was", "they" if plural else "it") + expected
 
@@ -111,13 +111,14 @@ class RankResult:
         return told + end + ("" if self.said else " before reporting anything")
 
     def in_one_line(self) -> str:
-        """What it did, with the first line of what it raised."""
+        """What the rank did, with the first line of its exception."""
         return f"{self.headline()} {self.exception}: {self.message}".rstrip(": ") if self.raised else self.headline()
 
     def cause_key(self) -> tuple[bool, bool, float]:
-        """For the order of causes: a rank that only waited explains nothing, and one that skipped explains little.
+        """The key for the order of causes. A rank that only waited explains nothing, and one that skipped explains
+        little.
 
-        A death reaches the test process by way of the server; the others may tell sooner that their peer is gone.
+        The server reports deaths to the test process, so other ranks may report earlier that their peer is gone.
         """
         died = not self.said and not self.killed
         waited = self.killed and not self.said
@@ -130,7 +131,7 @@ def by_cause(ranks: Iterable[RankResult]) -> list[RankResult]:
 
 
 def rank_rows(ranks: Sequence[RankResult]) -> list[tuple[str, ...]]:
-    """A small table of what each rank did, and when; the titles come first."""
+    """A small table of what each rank did, and when. The titles come first."""
     rows: list[tuple[str, ...]] = [("rank", "state", "at", "what it did", "host")] if ranks else []
     for rank in ranks:
         rows.append((str(rank.rank), rank.state.value, f"{rank.at:.1f} s", rank.in_one_line(), rank.host))
@@ -139,16 +140,16 @@ def rank_rows(ranks: Sequence[RankResult]) -> list[tuple[str, ...]]:
 
 
 def tell(ranks: Sequence[RankResult], text: str = "") -> str:
-    """Everything that the ranks of one test have to say, and below it what was raised around them."""
+    """The reports of all ranks of a test, and below them what was raised around them."""
     return "\n\n".join([*_paragraphs(ranks), *[text] * bool(text)])
 
 
 def _paragraphs(ranks: Sequence[RankResult]) -> Iterable[str]:
-    """A paragraph for those that say the same, the first cause first, and then what they printed."""
+    """A paragraph for each group of ranks with the same report, the first cause first, and then their output."""
     same: dict[tuple[str, str], list[RankResult]] = {}
     bad = by_cause(ranks)
     for rank in bad:
-        text = rank.text or "no Python stack could be had from it" * (rank.killed and not rank.raised)
+        text = rank.text or "no Python stack is available" * (rank.killed and not rank.raised)
         same.setdefault((rank.headline(), text), []).append(rank)
     for (_, text), alike in same.items():
         who = ranks_in_words([rank.rank for rank in alike])
@@ -176,7 +177,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The verdict on a test: its state, why in one line, where, and rank by rank unless it passed or skipped."""
+    """The verdict on a test: its state, the reason in one line, the phase, and all ranks if it failed."""
 
     state: State
     reason: str = ""
@@ -189,13 +190,13 @@ class Verdict:
 
     @property
     def is_from_body(self) -> bool:
-        """Whether an exception of the test's body is the cause, and no rank died as well."""
+        """Whether an exception of the test's body is the cause, and no rank died."""
         died = any(rank.state is State.CRASHED and not rank.said for rank in self.ranks)
         return self.state in (State.FAILED, State.ERROR) and self.phase is Phase.BODY and not died
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that an exception has to say, cut where it is long, also of one that cannot be shown."""
+    """The first line of an exception's message, shortened if it is long. Works for exceptions that cannot be shown."""
     try:
         return next((line for line in str(error).splitlines() if line.strip()), "")[:LINE_LIMIT]
     except Exception as broken:
@@ -203,5 +204,5 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The type of an exception and the first line that it has to say."""
+    """The type of an exception, and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""Conditions on versions of torch, as lists of tests and the registry of defects state them."""
+"""Conditions on versions of torch, as in lists of tests and in the registry of defects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def version_fits(version: str, conditions: str) -> bool:
     for text in conditions.split(","):
         match = _CONDITION.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no version condition such as >=2.10")
+            raise ValueError(f"{text!r} is not a version condition such as >=2.10")
         wanted = _numbers(match[2])
         if not _COMPARE[match[1]](have[: len(wanted)], wanted):
             return False

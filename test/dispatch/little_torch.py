@@ -1,4 +1,4 @@
-"""The source of a torch of a few little modules, which stands in for the installed one."""
+"""The source of a fake torch with a few small modules, which replaces the installed one."""
 
 import textwrap
 from pathlib import Path
@@ -48,7 +48,7 @@ SOURCES = {
 
 
 def write_sources(folder: Path, **changed: tuple[str, str]) -> None:
-    """A torch of little modules; with ``_core=(old, new)`` as that module would be with one text for another."""
+    """Write a fake torch of small modules. With ``_core=(old, new)`` one text in that module is replaced."""
     for name, text in SOURCES.items():
         text = textwrap.dedent(text)
         old, new = changed.get(Path(name).stem, ("", ""))
@@ -59,7 +59,7 @@ def write_sources(folder: Path, **changed: tuple[str, str]) -> None:
 
 
 def modules_of(root: Path) -> dict[str, Module]:
-    """What a map has of its modules: all but the one that no test enters."""
+    """The modules in its map: all except the one that no test enters."""
     found = {}
     for name in ("fsdp", "fsdp._core", "fsdp.api", "tensor", "tensor.used"):
         path = root / "distributed" / name.replace(".", "/")

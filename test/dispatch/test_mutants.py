@@ -190,7 +190,7 @@ class TestOperators(unittest.TestCase):
                     self.assertEqual(found, expected)
 
     def test_every_change_of_the_installed_fsdp_changes_something(self):
-        """All of them in words; some, as many as time allows, in what they are compiled to."""
+        """All changes differ in their text, and as many as time allows differ in their bytecode."""
         found = list(mutant.all_of(options.PACKAGE, on_host=True))
         self.assertGreater(len(found), 5000)
         for each in found:
@@ -524,8 +524,8 @@ class TestCommand(CommandCase):
             (["--package", "no_such_fsdp"], "there is no package no_such_fsdp"),
             (["--map", empty], "is not a map of what tests reach"),
             (["--module", "nothing"], "no mutant is selected"),
-            (["--sample", "0"], "argument --sample: 0 is not a number above 0"),
-            (["--sample", "3", "--mutant", "x"], "--mutant and --sample exclude each other"),
+            (["--sample", "0"], "argument --sample: 0 is not a number greater than 0"),
+            (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),
             (["-i", "nowhere"], "unknown test 'nowhere'"),
         ):
             with self.subTest(arguments):
@@ -574,7 +574,7 @@ class TestOfTorch(CommandCase):
 
 class TestInterrupted(CommandCase):
     def test_nothing_is_lost_or_left_and_the_rest_follows(self):
-        """The second mutant waits for ever, and so do the processes that it starts."""
+        """The second mutant waits forever, and so do the processes that it starts."""
         waits = """
         from vendor_fsdp import sizes
         class TestWaits(unittest.TestCase):

@@ -1,4 +1,4 @@
-"""What functions a file has, the map of what tests reach, and what a change means in its terms."""
+"""The functions of a file, the map of what tests reach, and how a change is looked up in it."""
 
 import dataclasses
 import io
@@ -240,7 +240,7 @@ class TestMap(unittest.TestCase):
 
 
 class SourcesCase(unittest.TestCase):
-    """A torch of little modules, and a map of it: one test shards, another one takes a step."""
+    """A fake torch of small modules, and a map of it: one test shards, and another one takes a step."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -358,7 +358,7 @@ class TestChanges(SourcesCase):
         (self.folder / "d.patch").write_text(textwrap.dedent(text))
         found = self.change(str(self.folder / "d.patch"))
         self.assertEqual(set(found.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
-        self.assertEqual(found.remarks, ("outside of what the map covers, and left out: a/torch/nn/linear.py",))
+        self.assertEqual(found.remarks, ("ignored, because the map does not cover it: a/torch/nn/linear.py",))
 
     def test_standard_input(self):
         text = Path(self.diff(_core=("return 2", "return 3"))).read_text()
@@ -374,7 +374,7 @@ class TestChanges(SourcesCase):
         (tree / "torch/distributed/fsdp/_core.py").write_text("def (")
         found = self.change(str(tree))
         self.assertIn(CORE, found.names)
-        self.assertRegex(found.remarks[0], "torch/distributed/fsdp/_core.py is not Python")
+        self.assertRegex(found.remarks[0], "torch/distributed/fsdp/_core.py is not valid Python")
 
     def test_what_has_changed_since_it_was_recorded(self):
         self.assertEqual(Changes(self.map, self.root).since_recorded(), Change(()))
@@ -388,13 +388,13 @@ class TestChanges(SourcesCase):
         no_diff = self.folder / "words"
         no_diff.write_text("--\nwords\n")
         for what, words in {
-            "torch.distributed.fsdp._cor.shard": r"is no name in the map.*nearest: .*_core.shard",
-            "torch.distributed.fsdp.never_heard": "is no name in the map",
-            "nonsense": "is no name in the map",
-            "torch/nn/linear.py": "has nothing of the file torch/nn/linear.py; it covers torch/distributed/fsdp, ",
+            "torch.distributed.fsdp._cor.shard": r"is not a name in the map.*nearest: .*_core.shard",
+            "torch.distributed.fsdp.never_heard": "is not a name in the map",
+            "nonsense": "is not a name in the map",
+            "torch/nn/linear.py": "does not have the file torch/nn/linear.py; it covers torch/distributed/fsdp, ",
             "__init__.py": "can mean torch/distributed/fsdp/__init__.py or torch/distributed/tensor/__init__.py",
-            "_core.py:90": "has the lines 1 to 25, and 90-90 was asked for",
-            "_core.py:9-7": "has the lines 1 to 25, and 9-7 was asked for",
+            "_core.py:90": "has only the lines 1 to 25, not 90-90",
+            "_core.py:9-7": "has only the lines 1 to 25, not 9-7",
             "absent.diff": "there is no file absent.diff",
             str(no_diff): "is not a unified diff",
             str(self.folder): "holds no torch/distributed/fsdp to compare with",
@@ -427,7 +427,7 @@ class TestSelection(SourcesCase):
     def test_what_is_said(self):
         found = select([f"{CORE}.shard", f"{CORE}.gather", f"{CORE}.new", "elsewhere.f", f"{CORE}.shard"], self.map)
         self.assertEqual((found.functions, found.unreached), (4, (f"{CORE}.gather", "elsewhere.f")))
-        self.assertEqual(found.remarks, (f"not in the map: {CORE}.new; taken for them are the tests of {CORE}",))
+        self.assertEqual(found.remarks, (f"not in the map: {CORE}.new; the tests of {CORE} run instead",))
 
     def test_files_and_classes_keep_together_in_the_order_of_their_first_test(self):
         names = ["b B.1", "a A.1", "b C.1", "b B.2", "c D.1"]

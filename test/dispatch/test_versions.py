@@ -144,7 +144,7 @@ class TestVersions(VersionsCase):
         self.assertEqual(self.log.read_text(), "xxxy")
 
     def test_what_has_changed_is_done_again(self):
-        """A test of FSDP is repeated for itself alone; the suite's own tests are repeated after each change."""
+        """A test file of FSDP is repeated only if it changed. The suite's own tests are repeated after each change."""
         log = "open(os.environ['LOG'], 'a').write('{}')\n"
         names = {"distributed/test_a": "a", "distributed/test_b": "b", "test_c": "c"}
         environment = f"9.1.0={self.environment('9.1.0')}"
@@ -153,7 +153,7 @@ class TestVersions(VersionsCase):
         self.write({"distributed/test_b": log.format("B") + body("pass", "pass")})
         self.run_command(environment)
         self.assertEqual((self.log.read_text(), self.result()["rows"][0]["passed"]), ("abcBc", 4), self.err)
-        self.assertIn("going on after 1 of 3 files", self.err)
+        self.assertIn("continuing after 1 of 3 files", self.err)
         self.write({"distributed/shared.py": ""})
         self.run_command(environment)
         self.assertEqual(self.log.read_text(), "abcBcaBc")
@@ -191,7 +191,7 @@ class TestVersions(VersionsCase):
         self.assertEqual(self.result()["rows"][0]["passed"], 2)
 
     def test_version_without_an_environment(self):
-        """It has a row, and costs the others nothing; what is known of it from before is kept."""
+        """It has a row, and does not affect the others. Its earlier results are kept."""
         self.write({"test_x": PASS})
         environments = [f"1={self.environment('9.1.0')}", f"2={self.environment('9.2.0')}"]
         self.run_command(*environments)
@@ -234,7 +234,8 @@ class TestVersions(VersionsCase):
         self.assertRegex(text, r"(?s)^before\n<!--.*\| 9\.1\.0 \|.*-->\nafter\n$")
         self.assertNotIn("old", text)
         page.write_text(texts.BEGIN)
-        self.assertIn("has not both of the lines", self.refused(f"9.1.0={self.environment('9.1.1')}", "--write", page))
+        environment = self.environment("9.1.1")
+        self.assertIn("does not have both of the lines", self.refused(f"9.1.0={environment}", "--write", page))
 
 
 class TestRefusals(VersionsCase):
@@ -244,15 +245,15 @@ class TestRefusals(VersionsCase):
         (self.root / "empty").mkdir()
         one = f"9.1.0={environment}"
         cases: list[tuple[list[object], str]] = [
-            (["1.x=2.x"], "'2.x' is neither a version such as 2.15.0"),
-            ([f"1={self.root / 'empty'}"], "is no environment"),
+            (["1.x=2.x"], "'2.x' is not a version such as 2.15.0"),
+            ([f"1={self.root / 'empty'}"], "is not an environment"),
             ([one, one], "two versions are called 9.1.0"),
-            ([one, "--again", "9.3.0"], "9.3.0 is none of the versions 9.1.0"),
+            ([one, "--again", "9.3.0"], "9.3.0 is not one of the versions 9.1.0"),
             ([one, "-i", "test_z"], "unknown test 'test_z'"),
-            ([f"9.2.0={environment}"], "9.2.0 is to be torch 9.2.0, and .* has torch 9.1.0"),
+            ([f"9.2.0={environment}"], "9.2.0 should be torch 9.2.0, but .* has torch 9.1.0"),
             ([one, "--python", self.root / "none", "--nonsense"], "unrecognized arguments: --nonsense"),
             ([], "no version is named, and there are no results"),
-            (["-i", "test_x"], "no version is named, so nothing is run"),
+            (["-i", "test_x"], "no version is named, so nothing runs"),
         ]
         for arguments, words in cases:
             with self.subTest(words):
@@ -261,7 +262,7 @@ class TestRefusals(VersionsCase):
     def test_options_that_are_not_handed_on(self):
         self.write({"test_x": PASS})
         self.handed_on = ["--list"]
-        self.assertIn("--list of run_test.py cannot be handed on", self.refused(f"1={self.environment('9.1.0')}"))
+        self.assertIn("--list of run_test.py cannot be used here", self.refused(f"1={self.environment('9.1.0')}"))
 
     def test_environment_that_lacks_something(self):
         self.write({"test_x": PASS})
@@ -278,7 +279,7 @@ class TestRefusals(VersionsCase):
         environment = f"1={self.environment('9.1.0')}"
         first = self.start(environment)
         self.wait_for(self.log.exists, first)
-        self.assertIn("another run writes into", self.refused(environment))
+        self.assertIn("another run is writing to", self.refused(environment))
         first.send_signal(signal.SIGINT)
         first.communicate()
 
@@ -322,7 +323,7 @@ class TestGoingOn(VersionsCase):
         (self.root / f"environments/.scratch-{gone.pid}-x").mkdir()  # as after a power cut
         self.run_command(self.version)
         self.assertEqual((self.code, self.result()["rows"][0]["passed"]), (0, 2), self.err)
-        self.assertIn("going on after 1 of 2 files", self.err)
+        self.assertIn("continuing after 1 of 2 files", self.err)
         self.assertRegex(self.log.read_text(), r"^ab\d+\.b\d+\.$")
         self.run_command(self.version)
         self.assertIn("has been run already", self.err)
@@ -340,10 +341,10 @@ class TestGoingOn(VersionsCase):
                 code, seconds = self.stop(number)
                 self.assertEqual(code, status, self.err)
                 self.assertLess(seconds, 8)
-                self.assertIn("the same command goes on from here", self.err)
+                self.assertIn("the same command continues", self.err)
                 self.run_command()
                 self.assertEqual(self.code, 3, self.err)
-                self.assertIn("broken off: 1 of 2 files", self.err)
+                self.assertIn("interrupted: 1 of 2 files", self.err)
                 self.check_that_it_goes_on()
                 self.doCleanups()
                 self.setUp()
@@ -356,7 +357,7 @@ class TestGoingOn(VersionsCase):
 
 class TestEnvironments(VersionsCase):
     def test_made_once_and_kept(self):
-        """By a real pip, from a folder of wheels that have next to nothing in them."""
+        """With a real pip, from a folder of almost empty wheels."""
         says = "f'{torch.__version__} {sys.dont_write_bytecode}.'"
         self.write({"test_x": f"import torch\nopen(os.environ['LOG'], 'a').write({says})\n" + PASS})
         wheels = self.root / "wheels"
@@ -372,14 +373,14 @@ class TestEnvironments(VersionsCase):
         self.assertEqual(self.log.read_text(), "9.1.0 False.")
         (made,) = self.root.glob("environments/*/made.json")
         self.run_command("9.1.0", *pip, "--again", env=alone)
-        self.assertIn("the environment is there", self.err)
+        self.assertIn("the environment exists", self.err)
         made.unlink()  # as if it had been half made
         self.run_command("9.1.0", *pip, env=alone)
         self.assertIn("removing", self.err)
         self.assertTrue(made.exists(), self.err)
 
     def make(self, kind: Kind, what: str, answers: dict[str, tuple[int, str]], given: str = sys.executable) -> Maker:
-        """A maker on whose commands the answers are given by a word that they have; the first that fits counts."""
+        """A maker whose commands get canned answers by a word in the command. The first match counts."""
 
         class Answering:
             commands: list[list[str]] = []
@@ -515,7 +516,7 @@ class TestTable(unittest.TestCase):
         self.assertEqual([*found.unasked], ["FINE"])
 
     def test_facts_of_this_torch(self):
-        """All that the suite knows of the installed torch is asked, and answered."""
+        """Every fact about the installed torch can be determined."""
         from torch_fsdp_tests import torch_facts
 
         answers = facts.answer()

@@ -383,7 +383,7 @@ class TestSingleProc(DynamoTest):
         """Guards on what FSDP manages are its own, and take no number for a constant; or they are those of any module.
 
         Upstream looks at the text of the guards. A number that changes shows what they mean: as a constant it is
-        compiled anew each time.
+        compiled again each time.
         """
         seen: list[Any] = []
         counting, ref_model = CountingBackend(), self._plain(CountsCalls())

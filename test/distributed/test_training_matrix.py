@@ -129,7 +129,7 @@ class Layers(nn.Module):
 
 
 class Features(NamedTuple):
-    """What is switched on in a training, in whatever layout."""
+    """What is switched on in a training, in any layout."""
 
     mixed_precision: bool = False
     offload: bool = False

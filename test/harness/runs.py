@@ -1,4 +1,4 @@
-"""Runs of the test files in ``inputs``, whose outcome other tests look at. Not a test file.
+"""Runs of the test files in ``inputs``, whose outcome other tests check. This is not a test file.
 
 A run is what ``python FILE ARGUMENTS`` does, in a process of its own. Most begin as a fork of one process that has
 imported torch and of this project only what it needs to fork, since the import takes longer than what is looked at; a

@@ -1,4 +1,4 @@
-"""A device that is not the host in anything that torch can tell, for a machine that has none.
+"""A device that torch cannot tell from a real one, for machines without any.
 
 ``inputs/abacus`` holds its library, in C++, which torch loads by itself: a device type with an allocator, indices,
 streams, generators and a backend of its own, whose memory is the host's. No test file knows of it, and nothing of the
@@ -50,7 +50,7 @@ assert torch.accelerator.current_accelerator() == torch.device("abacus")
 
 def why_not() -> str | None:
     if not TEST_WITH_SLOW:
-        return "a C++ compiler takes a minute for the device; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+        return "a C++ compiler takes a minute for the device; PYTORCH_TEST_WITH_SLOW=1 runs it"
     return why_no_host_compiler()
 
 

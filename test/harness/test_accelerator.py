@@ -1,4 +1,4 @@
-"""The device under test as a value: what it answers, and where the answer comes from."""
+"""The device under test as a value: its answers, and where they come from."""
 
 import contextlib
 import os
@@ -201,7 +201,7 @@ class TestProbe(TestCase):
         shared = self.described(Module(1), _shares_a_device=True)
         self.assertEqual(shared["variables"], variables)
         self.assertEqual(self.described(Module(1), "gloo", _shares_a_device=True)["variables"], {})
-        # Nobody asks where there is room enough, since the answer costs two starts of the device's runtime.
+        # With enough devices this is not probed, because the probe starts the device's runtime twice.
         self.assertEqual(self.described(Module(4), _shares_a_device=True)["capabilities"], [])
         with unittest.mock.patch.dict(accelerator._answers, {"xpu nccl": shared}, clear=True):
             self.assertLessEqual(variables.items(), accelerator.environment().items())

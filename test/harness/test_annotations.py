@@ -1,4 +1,4 @@
-"""Every helper of the tests is annotated: read from the syntax trees. Whether the annotations hold is mypy's part."""
+"""Every helper of the tests is annotated, according to the syntax trees. mypy checks the annotations."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The models, patches and comparisons that FSDP tests are made of: each does what it says, and each can fail."""
+"""The models, patches and comparisons of FSDP tests. Each one does what it says, and each check can fail."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class TestLayers(TestCase):
 
 
 def not_averaged(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """A reduce-scatter that keeps this rank's own part and hears nobody."""
+    """A reduce-scatter that keeps this rank's own part, and ignores the others."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     output.copy_(input.chunk(world_size)[rank] * world_size)
 
@@ -548,7 +548,7 @@ class TestPatches(PatchTests, FSDPTest):
             with common_fsdp.patch_all_reduce(mock.Mock()):
                 if self.rank == 1:
                     raise RuntimeError("here alone")
-                # As long as nobody takes part for rank 1, the others wait here.
+                # The others wait here until rank 1 takes part.
                 dist.barrier()
         if self.rank == 1:
             self.assertLess(time.monotonic() - start, 5)

@@ -1,5 +1,6 @@
-"""The registry of torch's defects: the command, each script by itself, each defect gone under a repair, and the tests
-of the suite that name a defect."""
+"""The registry of torch's defects: the command, each script, each defect under its repair, and the tests of the suite
+that show a defect.
+"""
 
 import ast
 import collections
@@ -143,7 +144,7 @@ class TestCommand(TestCase):
         """The command exits with 1 and names it."""
         done = run("fsdp2_divides_twice", beside=REPAIRED, REPAIRED_DEFECTS="fsdp2_divides_twice")
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        self.assertIn("not as expected: fsdp2_divides_twice is absent, present before", done.stdout)
+        self.assertIn("not as expected: fsdp2_divides_twice is absent, and present was expected", done.stdout)
 
     def test_selection(self):
         status, out, _ = said("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
@@ -171,7 +172,7 @@ class TestCommand(TestCase):
                 self.assertIn(words, err)
 
     def test_issue(self):
-        """The text for torch's tracker has what a maintainer asks for."""
+        """The text for torch's tracker has what a maintainer needs."""
         done = run("--issue", "fsdp2_extension_gets_one_payload")
         self.assertEqual(done.returncode, 0, done.stderr)
         for words in (

@@ -1,4 +1,4 @@
-"""The life of a group of ranks in a place without any process: what it makes of events, in whatever order they come."""
+"""A group of ranks in a place without processes: how it handles events in any order."""
 
 import collections
 import selectors
@@ -17,7 +17,7 @@ AT_ONCE = 20  # seconds, also on a machine with much to do
 
 
 class Nowhere:
-    """A place whose processes do what the test says, and which remembers what they were told."""
+    """A place whose processes do what the test says, and which records their orders."""
 
     file_name = "nowhere"
 
@@ -87,7 +87,7 @@ class TestGroup(TestCase):
         self.assertEqual(place.asked, ["end", "close"])
 
     def test_nobody_is_let_go_after_the_limit(self):
-        """Rank 1 hangs, and rank 0 waits for it. What comes once stacks have been asked for counts no more."""
+        """Rank 1 hangs, and rank 0 waits for it. What comes after stacks have been requested does not count."""
         place = Nowhere()
         made = self.group(2, place)
         place.events.append(protocol.Waits(0))
@@ -106,7 +106,7 @@ class TestGroup(TestCase):
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
     def test_causes_are_in_the_order_in_which_they_came_about(self):
-        """Not in that in which they were heard."""
+        """Not in the order in which they were heard."""
         place = Nowhere(starts=False)
         made = self.group(2, place)
         error = Outcome(0, Kind.ERROR, "consequence")

@@ -1,4 +1,4 @@
-"""No module of the package imports one that stands higher: read from the syntax trees, imports inside functions too."""
+"""No module of the package imports one from a higher layer. The syntax trees show imports inside functions too."""
 
 import ast
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 PACKAGE = Path(torch_fsdp_tests.__path__[0])
 
-# The lowest first. Names of one line may import each other. What is not listed stands above all. The longest name that
-# fits a module counts.
+# The lowest layer comes first. Names on one line may import each other. Everything that is not listed is above all
+# layers. The longest name that matches a module counts.
 LAYERS = [
     {"capabilities", "events", "messages", "verdict"},
     {"host", "installation", "launcher", "peers", "forkserver", "reach", "settings", "vendors", "version_ranges"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"distributed.common_state_dict"},  # upstream's place for what stands on all of the above
 ]
 TOP = len(LAYERS)
-# The dispatcher never imports torch, so it stands on the lowest alone.
+# The dispatcher never imports torch, so it may only import the lowest layers.
 OF_DISPATCH = LAYERS[0] | LAYERS[1] | {"dispatch"}
 
 

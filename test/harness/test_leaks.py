@@ -40,7 +40,7 @@ def started() -> dict[str, Run]:
     return {
         "many": Run(INPUTS / "many.py"),
         "strict": Run(FAULTS, *strict, TORCH_FSDP_TESTS_STRICT_LEAKS="1"),
-        # Each class by itself, since what several tests left is said once and they are counted.
+        # Each class runs separately, because a leak of several tests is reported once with their number.
         **{cls: Run(FAULTS, cls) for cls in (*LEAKING, *OTHERS)},
     }
 
@@ -52,7 +52,7 @@ def ended(name: str) -> Run:
 
 @IN_SIGHT
 class TestLeaks(TestCase):
-    """What a test leaves is named at it, undone, and changes no verdict."""
+    """What a test leaves behind is reported at the test and undone, and does not change its verdict."""
 
     @parametrize("cls", LEAKING)
     def test_named(self, cls):

@@ -90,7 +90,7 @@ class InductorTest(TestCase):
             self.addCleanup(probe.cache_clear)
 
     def test_a_compiler_is_asked_to_compile(self):
-        for compiler, reason in (("no-such-compiler", "does not run"), ("false", "builds no extension")):
+        for compiler, reason in (("no-such-compiler", "does not run"), ("false", "cannot build an extension")):
             inductor_utils.why_no_host_compiler.cache_clear()
             with self.subTest(compiler=compiler), unittest.mock.patch.dict(os.environ, {"CXX": compiler}):
                 self.assertRegex(inductor_utils.why_no_host_compiler(), reason)

@@ -1,4 +1,4 @@
-"""What processes say to each other: typed values over a socket, and what happens when something else comes."""
+"""Messages between processes: typed values over a socket, and what happens if something else arrives."""
 
 import dataclasses
 import os

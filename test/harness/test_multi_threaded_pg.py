@@ -1,4 +1,4 @@
-"""The threaded process group: beside gloo on the same data, and where gloo has no answer beside plain arithmetic."""
+"""The threaded process group: compared with gloo on the same data, or with plain arithmetic if gloo cannot do it."""
 
 from __future__ import annotations
 

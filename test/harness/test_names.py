@@ -22,13 +22,13 @@ class TestNames(TestCase):
         ],
     )
     def test_a_part_of_the_harness_is_not_replaced(self, base, name, owner):
-        with self.assertRaisesRegex(TypeError, rf"TestX\.{name} would replace {owner}\.{name}"):
+        with self.assertRaisesRegex(TypeError, rf"TestX\.{name} would override {owner}\.{name}"):
             self.made(name, base)
 
     def test_nor_by_a_mixin_on_either_side(self):
         mixin = type("Mixin", (), {"_close": lambda self, group: None})
         for bases in ((mixin, FSDPTest), (FSDPTest, mixin)):
-            with self.assertRaisesRegex(TypeError, r"Mixin\._close would replace RankTestCase\._close"):
+            with self.assertRaisesRegex(TypeError, r"Mixin\._close would override RankTestCase\._close"):
                 type("TestX", bases, {})
 
     @parametrize("name", ["_run", "_spawn_processes", "_init_pg", "_helper", "__private", "record", "test_record"])
@@ -36,7 +36,7 @@ class TestNames(TestCase):
         self.made(name, FSDPTest)
 
     def test_what_the_harness_keeps_on_a_class_does_not_stand_in_the_way(self):
-        """A continuous class carries its ranks while its tests run, and unittest its clean-ups."""
+        """A continuous class has its ranks as an attribute while its tests run, and unittest adds its clean-ups."""
         first = self.made("test_x", MultiProcContinuousTest)
         first._group = first._last_test = None
         first.addClassCleanup(lambda: None)

@@ -1,4 +1,4 @@
-"""Parametrization: which tests come out of a class, under which names, and what they are called with."""
+"""Parametrization: the tests that a class gets, their names and their arguments."""
 
 from __future__ import annotations
 

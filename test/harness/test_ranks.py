@@ -1,4 +1,4 @@
-"""The verdict of the rank engine under every fault, seen from outside: outcome, words and time.
+"""The verdict of the rank engine under every fault, seen from outside: outcome, message and time.
 
 ``inputs/faults.py`` is run through the real command, twice for each of the three kinds of ranks: once for what hangs
 and takes its limit of 2 s, once for the rest, which must not come near its limit of a minute. All runs go on side by
@@ -46,7 +46,7 @@ def only(kinds: str, words: str) -> dict[str, str]:
 P, T, S = (functools.partial(only, kind) for kind in "PTS")
 
 # Class, test, outcome, words. A case whose words are a mapping differs by kind, and is none of the kinds that it lacks.
-# DEAD stands for whom a crash of rank 1 befalls: the threads of a process die together.
+# DEAD stands for the ranks that a crash of rank 1 kills: the threads of a process die together.
 CASES: list[tuple[Any, ...]] = [
     ("Deaths", "exit", "ERROR", "DEAD left with exit code 3 before reporting"),
     ("Deaths", "sys_exit", "ERROR", only("PS", "rank 1 of 2 left with exit code 5 before reporting")),
@@ -236,7 +236,7 @@ class TestVerdict(TestCase):
 
     @parametrize("kind", KINDS)
     def test_first_cause_comes_first(self, kind):
-        """What the others raise because one died or raised stands below that."""
+        """The consequences in other ranks are shown below the cause."""
         text = faults(kind).words[f"{kind}Words.test_one_raises"]
         self.assertRegex(text.split("-" * 70)[1].strip(), r"^torch_fsdp_tests.ranks.outcome.RanksFailed: rank 1 ")
         if kind != "Thread":
@@ -310,7 +310,7 @@ class TestRanksThatStay(TestCase):
 
 
 class TestConfiguration(TestCase):
-    """A wish that cannot be met is one sentence, before any rank starts."""
+    """A setting that cannot be used is refused in one sentence before any rank starts."""
 
     @parametrize(
         "variable,value,words",
@@ -324,7 +324,7 @@ class TestConfiguration(TestCase):
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "is 'abc': give a whole number from 1 to 604800"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "is '30.5': give a whole number"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "is '0': give a whole number"),
-            ("TORCH_FSDP_TESTS_START", "sideways", "it can be fork or spawn"),
+            ("TORCH_FSDP_TESTS_START", "sideways", "it must be fork or spawn"),
         ],
         name_fn=lambda variable, value, words: f"{variable.rsplit('_')[-1]}_{value[:9]}",
     )

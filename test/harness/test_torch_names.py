@@ -1,4 +1,4 @@
-"""torch's private names: looked up late, so that a rename inside torch costs the tests that use the name, and no file.
+"""torch's private names are looked up late, so that a rename inside torch only affects tests that use the name.
 
 ``inputs/renamed`` is a torch in which some names are others. What it cannot show: names of C++.
 """
@@ -27,7 +27,7 @@ FSDP2 = "distributed/_composable/fsdp/test_fully_shard_state"
 
 
 class TestRenamed(TestCase):
-    """Whole files of each folder, on a torch whose FSDP calls some things otherwise."""
+    """Whole files of each folder, on a torch with some renamed names in FSDP."""
 
     @parametrize(
         "file,names",
@@ -37,7 +37,7 @@ class TestRenamed(TestCase):
         ],
     )
     def test_a_file_skips_what_it_cannot_ask(self, file, names):
-        """Nothing fails and no test is lost; what needs a name says which one, and where to mend it."""
+        """Nothing fails and no test is lost. A test that needs a name says which one, and which file to update."""
         whole = self._run(file, "")
         renamed = self._run(file, names)
         self.assertEqual(whole["failed"], 0)
@@ -47,7 +47,7 @@ class TestRenamed(TestCase):
         count = sum(whole[each] for each in ("passed", "skipped"))
         self.assertEqual(sum(renamed[each] for each in ("passed", "skipped")), count, renamed["text"])
         self.assertIn("the installed torch has no ", renamed["text"])
-        self.assertIn("torch_fsdp_tests/fsdp/internals.py asks for: mend it there", renamed["text"])
+        self.assertIn("torch_fsdp_tests/fsdp/internals.py uses: update that file", renamed["text"])
 
     def _run(self, file: str, names: str) -> dict[str, Any]:
         done = run_beside(INPUTS / "renamed", ROOT / "run_test.py", "-i", file, "-v", RENAMED_IN_FSDP=names)
@@ -70,7 +70,7 @@ class TestNames(TestCase):
         with self.assertRaises(unittest.SkipTest) as skip:
             _ = late.gone
         self.assertIn("torch.distributed.fsdp._common_utils.gone", str(skip.exception))
-        self.assertIn("test/harness/test_torch_names.py asks for: mend it there", str(skip.exception))
+        self.assertIn("test/harness/test_torch_names.py uses: update that file", str(skip.exception))
 
     def test_a_patch_reaches_the_module(self):
         late = torch_names.module("torch.distributed.fsdp._common_utils")
@@ -81,7 +81,7 @@ class TestNames(TestCase):
         self.assertIs(real.clean_tensor_name, original)
 
     def test_an_attribute_that_torch_knows_may_be_missing(self):
-        """That an object lacks it is a finding, and no skip: torch has the name."""
+        """If torch has the name but an object lacks it, the test fails and does not skip."""
         with self.assertRaises(AttributeError):
             torch_names.attribute(object(), "_full_param_padded")
         with self.assertRaises(torch_names.NameIsGone):
@@ -158,7 +158,7 @@ class TestFacts(TestCase):
 
     def test_preloading_says_what_cannot_be_imported(self):
         (remark,) = forkserver.preload(["torch", "torch.no_such_module"])
-        words = "torch.no_such_module cannot be imported, so every process will try for itself: No module"
+        words = "torch.no_such_module cannot be imported in advance, so every process will import it itself: No module"
         self.assertIn(words, remark)
 
 

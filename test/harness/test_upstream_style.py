@@ -1,4 +1,4 @@
-"""A file in upstream's style: as one would be after its import prefix was renamed, and nothing else."""
+"""A file in upstream's style, as it looks after only its import prefix was changed."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""A device that no module of this project has heard of: its vendor's package is all that it takes.
+"""A device that no module of this project knows: its vendor's package is all that it needs.
 
 ``inputs/vendor`` holds such a package, as an installation would put it beside torch: its modules, and the file that
 names its entry point. What its device cannot show, since its tensors are the processor's, is tensors of a type of their
@@ -48,7 +48,7 @@ def installed(**variables: str) -> Iterator[None]:
 
 class TestNewDevice(TestCase):
     def test_a_whole_file_runs_on_it(self):
-        """By the dispatcher, with options: every test of a file that was written before the device was known."""
+        """With the dispatcher and options: every test of a file that was written before the device existed."""
         done = run_beside(VENDOR, ROOT / "run_test.py", "--device", NAME, "--ranks", 3, "-i", FILE, "-v")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn(f"device {NAME}, backend gloo, ranks 3, devices shared", done.stdout)
@@ -57,7 +57,7 @@ class TestNewDevice(TestCase):
         self.assertGreaterEqual(int(passed), written)
 
     def test_its_ranks_find_their_devices_in_its_own_way(self):
-        """By hand, with variables: four ranks of a test that wants four, on two devices, each bound by the vendor."""
+        """Without the dispatcher, with variables: a test with four ranks on two devices, each bound by the vendor."""
         variables = {"TORCH_FSDP_TESTS_DEVICE": NAME, "TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
         done = run_beside(VENDOR, ROOT / "test" / f"{FILE}.py", "-k", "FourRanks", **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -65,7 +65,7 @@ class TestNewDevice(TestCase):
         self.assertEqual(bound, {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")})
 
     def test_the_dispatcher_lends_what_its_vendor_counts(self):
-        """By the variable that the vendor declares, and without torch."""
+        """With the variable that the vendor declares, and without torch."""
         found = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
         found += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"
         done = run_beside(VENDOR, "-c", found, NAME)

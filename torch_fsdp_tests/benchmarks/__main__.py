@@ -13,7 +13,7 @@ BENCHMARKS = {
 
 
 def main(argv: list[str]) -> int:
-    """Hand over to the benchmark that the first word names; 2 for an unknown one."""
+    """Run the benchmark that the first argument names. Returns 2 for an unknown one."""
     if not argv or argv[0] not in BENCHMARKS:
         known = "\n".join(f"  {name:9s} {words}" for name, words in BENCHMARKS.items())
         asked = f"unknown benchmark {argv[0]!r}" if argv and argv[0] not in ("-h", "--help") else "which benchmark?"

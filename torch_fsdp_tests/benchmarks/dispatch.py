@@ -1,6 +1,6 @@
-"""How good the plan is: its makespan against the lower bound and against upstream's policy, and the time to plan.
+"""Measures the plan: its makespan compared with the lower bound and with upstream's policy, and the planning time.
 
-Upstream's policy for distributed files is one after the other, whatever number of devices each of them uses.
+Upstream runs distributed files one after the other, whatever number of devices each of them uses.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             suites = [_drawn_jobs(draw, recorded, count) for _ in range(ROUNDS)]
             _row(f"{count} drawn from these, {ROUNDS} suites", suites, asked.devices)
     else:
-        print("no recorded times: run_test.py --save-times DIR makes them, --test-times reads them")
+        print("no recorded times: run_test.py --save-times DIR records them, and --test-times reads them")
     for count in (54, 200, 1000):
         draw = random.Random(count)
         suites = [_random_jobs(draw, count, asked.devices) for _ in range(ROUNDS)]

@@ -99,7 +99,7 @@ class Run:
             self._stamps = [line.split() for line in stamps.read_text().splitlines()]
         entered = sum(1 for stage, _, _ in self._stamps if stage == "stepped")  # by all ranks of all tests
         if entered != ranks * tests:
-            raise SystemExit(f"{prefix} ran {entered} of {ranks * tests} ranks, so its time means nothing")
+            raise SystemExit(f"{prefix} ran {entered} of {ranks * tests} ranks, so its time is meaningless")
 
     def tests(self) -> list[dict[str, float]]:
         """Seconds of each stage of each test, up to the slowest rank's end of the stage, in order."""
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a world size instead of the table")
     options = parser.parse_args(argv)
     if options.tests < 2 or options.pairs < 1 or min(options.ranks) < 1:
-        parser.error("it takes 2 tests, 1 pair and 1 rank at the least")
+        parser.error("it needs at least 2 tests, 1 pair and 1 rank")
     if not options.json:
         print(f"{_machine()}; {options.tests} tests a file, medians of {options.pairs} pairs (their least and most)\n")
         print("| ranks | s per further test: ours | upstream | ratio | s per file: ours | upstream | ratio |")

@@ -1,6 +1,5 @@
-"""Test cases with ranks, what such tests may require, and how to run many configurations in one set of ranks.
-
-Stands where ``torch/testing/_internal/common_distributed.py`` stands.
+"""Test cases with ranks, decorators for what a test needs, and subtests that share their ranks. This package replaces
+``torch/testing/_internal/common_distributed.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the three kinds of test cases with ranks have in common.
 
-The test method that unittest calls in the parent is replaced on the instance: there it waits for the ranks and
-turns their reports into one outcome; in a rank it is the test itself. ``setUp``, ``tearDown``, cleanups and class
-fixtures run once, in the parent.
+In the parent, the test method of the instance is replaced by one that waits for the ranks and turns their reports into
+one outcome. In a rank it is the test itself. ``setUp``, ``tearDown``, cleanups and class fixtures run once, in the
+parent.
 """
 
 from __future__ import annotations
@@ -45,22 +45,26 @@ __unittest = True
 
 try:
     TIMEOUT_DEFAULT = settings.timeout(os.environ)  # seconds a test
-except ConfigurationError:  # which run_tests() tells in a sentence; an import could only raise
+except ConfigurationError:  # run_tests() reports a bad value in a sentence; an import could only raise
     TIMEOUT_DEFAULT = settings.DEFAULT_TIMEOUT
 TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that need more
 
 
 def get_timeout(test_id: str) -> int:
-    """Seconds that a test's ranks may take, counted from their fork. ``test_id`` is what ``TestCase.id()`` gives.
+    """The time limit for a test's ranks in seconds, counted from their fork. ``test_id`` is what ``TestCase.id()``
+    returns.
 
-    Differs from upstream's: 120 where nothing is said (there 300), and the environment is read at each call. Raises
-    :class:`~torch_fsdp_tests.vendors.ConfigurationError` when ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is no whole number.
+    Differs from upstream's: the default is 120 and not 300, and the environment is read at each call. Raises
+    :class:`~torch_fsdp_tests.vendors.ConfigurationError` if ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` is not a whole
+    number.
     """
     return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], settings.timeout(os.environ))
 
 
 class _Tally(threading.local):
-    """Subtests of the test that runs in this rank, which may be a thread: how many ran, which skipped and why."""
+    """Counts the subtests of the test that runs in this rank: how many ran, and which skipped and why. A rank may be a
+    thread.
+    """
 
     def __init__(self) -> None:
         self.ran = 0
@@ -71,9 +75,9 @@ _tally = _Tally()
 
 
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
-    """Run a test in a rank, count its subtests, and return what came of it.
+    """Run a test in a rank, count its subtests, and return its outcome.
 
-    A test all of whose subtests skipped has skipped. Lets ``SystemExit`` pass and nothing else.
+    If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function.
     """
     _tally.__init__()  # type: ignore[misc]
 
@@ -88,9 +92,9 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
 
 @contextlib.contextmanager
 def named_leaks(assignment: Assignment) -> Iterator[None]:
-    """Undo what the block leaves behind in this rank's process, and name it to the test process.
+    """Undo what the block leaves behind in this rank's process, and report it to the test process.
 
-    Threads cannot be ended; a rank that has some left takes no further test.
+    Threads cannot be ended, so a rank with threads left runs no further test.
     """
     belongings = Belongings()
     changes: list[str] = []
@@ -111,7 +115,7 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 
 
 def raise_verdict(verdict: Verdict) -> None:
-    """Raise what a verdict says; return when the test passed."""
+    """Raise the exception that a verdict stands for; return if the test passed."""
     if verdict.state is State.SKIPPED:
         raise unittest.SkipTest(verdict.reason)
     if verdict.state is not State.PASSED:
@@ -119,18 +123,18 @@ def raise_verdict(verdict: Verdict) -> None:
 
 
 class RankTestCase(TestCase):
-    """Base of the test cases whose tests run in ranks. See the module's docstring for what runs where.
+    """The base class of all test cases whose tests run in ranks. The module's docstring says what runs where.
 
-    ``rank`` is -1 in the parent. Upstream has no such base: there each kind of ranks joins them in its own way.
-    Making one raises ``ValueError`` for a method that the class does not have.
+    ``rank`` is -1 in the parent. Upstream has no such base class. The constructor raises ``ValueError`` if the class
+    does not have the method.
     """
 
     MAIN_RANK = -1
     rank: int = MAIN_RANK
 
-    @functools.cached_property  # which, unlike a property, a test may replace by assignment
+    @functools.cached_property  # unlike a property, a test may replace it by assignment
     def device(self) -> torch.device:
-        """The device of this rank: of the type under test, with an index where such devices have one."""
+        """The device of this rank. It has the type under test, and an index if devices of this type have one."""
         return accelerator.current().device(self.rank)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -148,7 +152,9 @@ class RankTestCase(TestCase):
             raise ValueError(f"{type(self).__qualname__} has no test method {method_name!r}")
 
     def join_or_run(self, fn: Callable) -> types.MethodType:
-        """The method that stands for the test ``fn``: in the parent it waits for the ranks, in a rank it is ``fn``."""
+        """Return the method that replaces the test ``fn``. In the parent it waits for the ranks, and in a rank it is
+        ``fn``.
+        """
 
         @functools.wraps(fn)
         @enters_test
@@ -164,15 +170,17 @@ class RankTestCase(TestCase):
         raise NotImplementedError
 
     def _ask_requirements(self, world_size: int) -> None:
-        """Raise what can be known before any rank starts: ``SkipTest``, or an error for a senseless world size."""
+        """Check what can be checked before any rank starts. Raises ``SkipTest``, or an error for an impossible world
+        size.
+        """
         if world_size < 1:
             stated = f"{type(self).__qualname__} has a world size of {world_size}"
-            raise_verdict(Verdict(State.ERROR, f"{stated}: state one of 1 or more in its world_size", Phase.FIXTURE))
+            raise_verdict(Verdict(State.ERROR, f"{stated}: set its world_size to 1 or more", Phase.FIXTURE))
         test = getattr(type(self), self._testMethodName)
         skip_unless([*requirements_of(test), lambda: accelerator.current().lacks_room_for(world_size)])
 
     def _conclude(self, reports: Sequence[RankReport], limit: float, expected_code: int = 0) -> None:
-        """Raise what the ranks' reports amount to; return when the test passed in every rank."""
+        """Raise the verdict on the ranks' reports; return if the test passed in every rank."""
         if SHOW_VARIABLE in os.environ:
             for report in reports:
                 if report.output:
@@ -181,7 +189,7 @@ class RankTestCase(TestCase):
         raise_verdict(judge(reports, limit, SKIP_CODES, expected_code))
 
     def _record(self, reports: Sequence[RankReport]) -> None:
-        """Tell the dispatcher how wide the test was and how many of its subtests ran, and which skipped and why."""
+        """Tell the dispatcher the test's world size, how many of its subtests ran, and which skipped and why."""
         outcomes = [report.outcome for report in reports if report.outcome is not None]
         most = max(outcomes, key=lambda outcome: len(outcome.skipped_subtests), default=None)
         skipped = collections.Counter(most.skipped_subtests if most is not None else ())
@@ -189,7 +197,7 @@ class RankTestCase(TestCase):
         events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped))
 
     def _close(self, group: RankGroup) -> None:
-        """End a group and name what its ranks left behind, once; a failure of the test under the strict setting."""
+        """End a group, and report once what its ranks left behind. With the strict setting a leak fails the test."""
         group.close()
         self._name_leaks(group)
 
@@ -201,14 +209,13 @@ class RankTestCase(TestCase):
         state.notes.add(self.id(), leaks)
 
     def _run_body(self, test_name: str, **kwargs: Any) -> None:
-        """In a rank: the test method, and then the clean-ups that it has registered. All of them run.
-
-        Upstream's harness never runs those. The first exception of a clean-up is raised; it is none of the body's.
+        """In a rank, run the test method, and then all clean-ups that it registered. Upstream's harness never runs
+        those. The first exception of a clean-up is raised, and does not count as the body's.
         """
         try:
             getattr(self, test_name)(**kwargs)
         except Exception as error:
-            with contextlib.suppress(AttributeError):  # an exception with slots is taken for one of the surroundings
+            with contextlib.suppress(AttributeError):  # an exception with slots counts as one of the fixtures
                 setattr(error, BODY_MARK, True)
             raise
         finally:
@@ -232,11 +239,11 @@ class RankTestCase(TestCase):
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:
-        """In a rank: count the subtest, let a skip end only it, and put its parameters into a failure.
+        """In a rank, count the subtest, let a skip end only the subtest, and add its parameters to a failure.
 
-        Raises what the block raises, but for a skip. So a failure ends the rank's test, unlike in plain unittest and
-        upstream: the other ranks may wait in a collective of the failed subtest, and the next one's collectives would
-        be matched with those. In the parent it is unittest's.
+        Raises what the block raises, except for a skip. So a failure ends the rank's test, unlike in plain unittest and
+        upstream. The other ranks may still wait in a collective of the failed subtest, and would match it with a
+        collective of the next subtest. In the parent this method is unittest's.
         """
         if self.rank == self.MAIN_RANK:
             with super().subTest(*(() if msg is None else (msg,)), **params):

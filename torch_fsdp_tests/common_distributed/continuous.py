@@ -35,16 +35,17 @@ _MESH = "mesh_"  # begins the descriptions of the groups that torch.distributed.
 
 
 class MultiProcContinuousTest(RankTestCase):
-    """Every test runs in the same ``world_size`` rank processes with one process group, made for the class.
+    """Every test runs in the same ``world_size`` rank processes, with one process group that the class makes.
 
-    Worth it where starting a device is dear. The group's ranks start with the first test and leave after the last.
-    A test raises in the parent as those of :class:`MultiProcessTestCase` do; the class raises
-    :class:`~torch_fsdp_tests.ranks.RanksErred` when a rank dies after a test that it had passed.
+    This saves time if starting a device takes long. The ranks start with the first test and exit after the last. In the
+    parent, a test raises the same exceptions as one of :class:`MultiProcessTestCase`. The class raises
+    :class:`~torch_fsdp_tests.ranks.RanksErred` if a rank dies after it passed a test.
 
-    Differs from upstream's: a test that fails or skips never touches the next one, which gets new ranks (upstream skips
-    the rest of the class); what a test leaves changed in a rank is put back, and groups that it leaves are destroyed.
-    ``world_size``, where it is not stated, is that of the device under test (upstream: the number of devices, and a
-    skip where there is none). ``timeout`` is that of a collective. ``poison_pill`` is kept for its name and never set.
+    Differs from upstream's: a test that fails or skips never affects the next one, which gets new ranks (upstream skips
+    the rest of the class). Settings that a test changed in a rank are restored, and groups that it left open are
+    destroyed. The default ``world_size`` is that of the device under test (upstream's is the number of devices, and it
+    skips if there is none). ``timeout`` is that of a collective. ``poison_pill`` exists for compatibility, and is never
+    set.
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
@@ -61,22 +62,22 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def backend_str(cls) -> str | None:
-        """The backend of the process group, such as ``gloo``; None leaves the choice to torch, as upstream's does."""
+        """The backend of the process group, such as ``gloo``. None leaves the choice to torch, as in upstream's."""
         return None
 
     @classmethod
     def device_type(cls) -> str:
-        """The type of the device under test. Upstream's answers for the accelerator that torch finds, if any."""
+        """The type of the device under test. Upstream's is that of the accelerator that torch finds, if any."""
         return accelerator.current().type
 
     @classmethod
     def opts(cls, high_priority_stream: bool = False) -> Any:
-        """Options for the process group's backend; None, as upstream's, for those that the backend has anyway."""
+        """Options for the process group's backend. None stands for the backend's defaults, as in upstream's."""
         return None
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        """Make the process group in a rank; subclasses extend it with what every rank needs.
+        """Make the process group in a rank. Subclasses extend this method with what every rank needs.
 
         Differs from upstream's: its collectives give up after ``timeout``, and in any case before a test's limit does.
         Raises what ``init_process_group`` raises, as the first test's error.
@@ -113,7 +114,7 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def _end_group(cls) -> None:
-        """Let the ranks go, in order. What goes wrong with that is kept until the end of the class."""
+        """End the ranks in an orderly way. Problems are kept until the end of the class."""
         if cls._group is None:
             return
         group, cls._group = cls._group, None
@@ -127,7 +128,9 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def _conclude_class(cls) -> None:
-        """Raise what befell ranks after a test that had passed: no test can be blamed for it any more, the class is."""
+        """Raise what went wrong in ranks after a test had passed. It is reported for the class, because the test has
+        ended.
+        """
         cls._end_group()
         deaths = cls._late_deaths
         del cls._late_deaths
@@ -168,8 +171,8 @@ class MultiProcContinuousTest(RankTestCase):
 
             outcome = run_in_rank(rank, live)
             if outcome.kind not in (Kind.PASSED, Kind.SKIPPED):
-                # The others may wait for this rank in a collective. Its end is news to them, and the group is of no
-                # more use; to destroy it in order could take for ever.
+                # The others may wait for this rank in a collective, and learn of its end when it exits. The group is
+                # useless now, and to destroy it properly could take forever.
                 assignment.leave()
                 assignment.report(outcome)
                 return
@@ -179,9 +182,9 @@ class MultiProcContinuousTest(RankTestCase):
 
     @classmethod
     def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
-        """Run one test of the class in this rank, and its clean-ups; ``test_id`` ends in the method's name.
+        """Run one test of the class and its clean-ups in this rank. ``test_id`` ends in the method's name.
 
-        Subclasses extend it with what stands around every test. Raises what the test raises.
+        Subclasses extend this method with what every test needs before and after it. Raises what the test raises.
         """
         test_name = test_id.rsplit(".", 1)[-1]
         self = cls(test_name)
@@ -192,9 +195,9 @@ class MultiProcContinuousTest(RankTestCase):
 
 @contextlib.contextmanager
 def _same_groups(assignment: Assignment) -> Iterator[None]:
-    """Destroy the process groups that a test has made and left, and name them.
+    """Destroy the process groups that a test has left open, and report them.
 
-    Where the class' own group is gone the rank takes no further test. After a failure all stays as it is.
+    If the class' own group is gone, the rank runs no further test. After a failure nothing is destroyed.
     """
     before = list(c10d._world.pg_map)
     yield

@@ -1,4 +1,4 @@
-"""Modules that remember what their forward was given."""
+"""Modules that store the inputs of their forward."""
 
 from __future__ import annotations
 

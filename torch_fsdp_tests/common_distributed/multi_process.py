@@ -1,4 +1,4 @@
-"""Test cases whose ranks are processes, forked for one test and gone after it."""
+"""Test cases whose ranks are processes, which are forked for one test and exit after it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class MultiProcessTestCase(RankTestCase):
     """Every test runs in ``world_size`` rank processes, and passes when it passes in all of them.
 
     A subclass calls ``self._spawn_processes()`` in its ``setUp``. Each rank gets a fresh instance with ``rank`` and
-    ``file_name`` (an empty file for a rendezvous, shared by the ranks of the test) and runs the test method; the
-    process group is the test's own affair.
+    ``file_name`` (an empty file for a rendezvous, shared by the ranks of the test) and runs the test method. The test
+    makes its process group itself.
 
-    In the parent a test raises ``unittest.SkipTest`` when every rank skipped, otherwise, rank by rank in its words,
-    :class:`~torch_fsdp_tests.ranks.RanksFailed` (an ``AssertionError``: one of the test's did not hold),
-    :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised something else, died, or ran past its limit, or none was
-    started) or :class:`~torch_fsdp_tests.ranks.HarnessError` (the harness itself failed).
+    In the parent a test raises ``unittest.SkipTest`` if every rank skipped. Otherwise it raises an exception that
+    describes every rank: :class:`~torch_fsdp_tests.ranks.RanksFailed` (an ``AssertionError``: an assertion of the test
+    failed), :class:`~torch_fsdp_tests.ranks.RanksErred` (a rank raised something else, died, or ran past its limit, or
+    none was started) or :class:`~torch_fsdp_tests.ranks.HarnessError` (the harness itself failed).
 
-    Differs from upstream's: ranks are forked from a prepared server, not started as interpreters; the verdict hears
-    every rank, not the first; a test that starts no rank fails. Two attributes keep their meaning, but for all ranks:
-    ``special_return_code_checks`` (the exit code with which the ranks of a test are to leave, negative for a signal;
-    a test method's own function is the key) and ``skip_return_code_checks`` (the functions of tests whose ranks may
-    leave, or die, as they like).
+    Differs from upstream's: ranks are forked from a prepared server, and not started as interpreters. The verdict
+    counts every rank, and not only the first. A test that starts no rank fails. Two attributes keep their meaning, but
+    apply to all ranks. ``special_return_code_checks`` maps the function of a test to the exit code that its ranks must
+    have (negative for a signal). ``skip_return_code_checks`` has the functions of tests whose ranks may exit or die in
+    any way.
     """
 
     MAIN_PROCESS_RANK = RankTestCase.MAIN_RANK
-    TEST_ERROR_EXIT_CODE = 10  # upstream's name; a rank here reports its exception and leaves with 0
+    TEST_ERROR_EXIT_CODE = 10  # upstream's name; here a rank reports its exception and exits with 0
 
     file_name: str = ""
     _group: RankGroup | None = None
@@ -49,18 +49,16 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere.
-
-        A subclass states a fixed number as a class attribute, ``world_size = 2``, and has a property of its own where
-        the number depends on the test.
+        """The number of ranks. The default is that of the device under test (4 on the CPU). Upstream's is always 4. A
+        subclass sets a fixed number as a class attribute, ``world_size = 2``. If the number depends on the test, the
+        subclass defines a property.
         """
         return accelerator.current().ranks
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """Whether a process group that the test leaves open is destroyed without a word, as upstream's does it.
-
-        Otherwise it is a leak, which is named.
+        """Whether a process group that the test leaves open is destroyed silently, as upstream does. Otherwise it is
+        reported as a leak.
         """
         return True
 
@@ -71,9 +69,8 @@ class MultiProcessTestCase(RankTestCase):
 
     @property
     def collective_timeout(self) -> float:
-        """Seconds after which a collective should give up, so that it speaks before the test's own limit does.
-
-        Not upstream's, where a group has torch's own timeout: half an hour with gloo.
+        """The timeout of a collective in seconds. It is shorter than the test's limit, so that the collective can
+        report first. Upstream has no such property, and uses torch's timeout: half an hour with gloo.
         """
         return get_timeout(self.id()) * COLLECTIVE_SHARE
 
@@ -91,9 +88,9 @@ class MultiProcessTestCase(RankTestCase):
     def _spawn_processes(self) -> None:
         """Start the ranks of the current test.
 
-        Raises ``unittest.SkipTest`` when a requirement is not met, :class:`~torch_fsdp_tests.ranks.RanksErred` for a
-        world size below 1, :class:`~torch_fsdp_tests.ranks.HarnessError` when the ranks cannot be started, and
-        :class:`~torch_fsdp_tests.accelerator.ConfigurationError` when the device that was asked for cannot be had.
+        Raises ``unittest.SkipTest`` if a requirement is not met, :class:`~torch_fsdp_tests.ranks.RanksErred` for a
+        world size below 1, :class:`~torch_fsdp_tests.ranks.HarnessError` if the ranks cannot be started, and
+        :class:`~torch_fsdp_tests.accelerator.ConfigurationError` if the requested device is not available.
         """
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
@@ -101,7 +98,7 @@ class MultiProcessTestCase(RankTestCase):
         self.addCleanup(self._close, group)
         self.processes, self.file_name = group.processes, group.file_name
 
-    _fork_processes = _spawn_processes  # upstream has both; how ranks are started is not the test's choice here
+    _fork_processes = _spawn_processes  # upstream has both; here a test does not choose how ranks are started
 
     def _start_processes(self, proc: object) -> None:
         self._spawn_processes()
@@ -110,7 +107,7 @@ class MultiProcessTestCase(RankTestCase):
         self._join_processes(fn)
 
     def _join_processes(self, fn: Callable) -> None:
-        """Wait for the ranks and raise what they amount to (see the class). ``fn`` is the test's own function."""
+        """Wait for the ranks and raise their verdict (see the class). ``fn`` is the function of the test."""
         if self._group is None:
             self._no_ranks("_spawn_processes")
         limit = get_timeout(self.id())
@@ -132,9 +129,10 @@ class MultiProcessTestCase(RankTestCase):
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
-        """Run one test in the current process as ``rank``. Subclasses override it to build what every rank needs.
+        """Run one test in the current process as ``rank``. Subclasses override this method to build what every rank
+        needs.
 
-        ``parent_pipe`` is there for upstream's signature and always None: what the test raises is reported from here.
+        ``parent_pipe`` exists for upstream's signature, and is always None. What the test raises is reported from here.
         """
         self = cls(test_name)
         self.rank = rank
@@ -142,10 +140,10 @@ class MultiProcessTestCase(RankTestCase):
         self.run_test(test_name, parent_pipe)
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:
-        """Seed, run the test method, name what it leaves, and close the process group that it may have left open.
+        """Seed, run the test method, report its leaks, and close the process group if the test left it open.
 
-        After a failure the group stays as it is: the other ranks may be in a collective that would never end. One that
-        was there before the test is the affair of whoever made it.
+        After a failure the group stays open, because the other ranks may be in a collective that would never end. A
+        group that existed before the test stays open too.
         """
         set_rng_seed()
         found = dist.is_initialized()
@@ -163,9 +161,9 @@ class MultiProcessTestCase(RankTestCase):
 
 
 class DistributedTestBase(MultiProcessTestCase):
-    """Ranks that make their process group themselves with :meth:`create_pg`, for a device that the test is given.
+    """Tests that make their process group with :meth:`create_pg`, for a device that the test receives.
 
-    As upstream's, ``WORLD_SIZE`` stands in the environment while a test runs, and the group is destroyed after it.
+    As in upstream's, ``WORLD_SIZE`` is set in the environment while a test runs, and the group is destroyed after it.
     """
 
     def setUp(self) -> None:
@@ -178,10 +176,11 @@ class DistributedTestBase(MultiProcessTestCase):
         os.environ.pop("WORLD_SIZE", None)
 
     def backend(self, device: str) -> str:
-        """The backend for a device such as ``cuda:0``: the one under test for the device under test, else torch's own.
+        """The backend for a device such as ``cuda:0``. For the device under test it is the backend under test, else
+        torch's default.
 
-        Upstream's knows three accelerators by name. Raises ``RuntimeError`` for what torch does not take for a device
-        and ``ValueError`` for a device that has no backend.
+        Upstream's knows three accelerators by name. Raises ``RuntimeError`` if torch does not know the device, and
+        ``ValueError`` if the device has no backend.
         """
         kind = torch.device(device).type
         current = accelerator.current()
@@ -190,9 +189,9 @@ class DistributedTestBase(MultiProcessTestCase):
     def create_pg(self, device: str, world_size: int | None = None) -> dist.ProcessGroup:
         """Make the default group of all ranks (or of ``world_size``), bind the rank to its device, return the group.
 
-        Differs from upstream's: its collectives give up before the test's limit does, the rank is bound to the device
-        that the harness gives it, and torch's default device is put back after the test. Raises what
-        ``init_process_group`` raises.
+        Differs from upstream's: its collectives time out before the test does, the rank is bound to the device that the
+        harness gives it, and torch's default device is restored after the test. Raises what ``init_process_group``
+        raises.
         """
         world_size = self.world_size if world_size is None else world_size
         store = dist.FileStore(self.file_name, world_size)
@@ -206,9 +205,10 @@ class DistributedTestBase(MultiProcessTestCase):
         return dist.distributed_c10d._get_default_group()
 
     def rank_to_device(self, device: str) -> dict[int, list[int]]:
-        """Device indices by rank; ranks share devices in turn when they outnumber them.
+        """The device indices of each rank. If there are more ranks than devices, ranks share them in turn.
 
-        Differs from upstream's where no device is visible: every rank has index 0 (there a ``ZeroDivisionError``).
+        Differs from upstream's if no device is visible: every rank has index 0, where upstream raises
+        ``ZeroDivisionError``.
         """
         count = max(torch.get_device_module(device).device_count(), 1)
         return {rank: [rank % count] for rank in range(self.world_size)}

@@ -1,7 +1,7 @@
 """Test cases whose ranks are threads of one process.
 
-That process is forked for the test like any rank, so a thread that hangs can be killed, a crash has a name, patches
-do not outlive the test, and neither autograd nor OpenMP ever runs in the process that forks.
+That process is forked for the test like any rank. So a thread that hangs can be killed, a crash is reported, patches
+end with the test, and neither autograd nor OpenMP runs in the process that forks.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __unittest = True
 
 @contextlib.contextmanager
 def _one_fake_mode_at_a_time() -> Iterator[None]:
-    """Let one thread at a time be in the fake mode in which DTensor finds out the shape of a result.
+    """Let only one thread at a time enter the fake mode in which DTensor computes the shape of a result.
 
-    torch has a lock for it since 2.13, which does nothing until a harness with threads puts a real one in its place
-    (``torch.distributed.tensor._sharding_prop``); older versions have none.
+    Since 2.13 torch has a placeholder for a lock, which a harness with threads replaces by a real one
+    (``torch.distributed.tensor._sharding_prop``). Older versions have none.
     """
     if not torch_facts.LOCKS_FAKE_MODE:
         yield
@@ -62,11 +62,12 @@ def _one_fake_mode_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _device_guard_that_outlives_threads() -> Iterator[None]:
-    """Let this thread, not those of the ranks, install the device guard that fake tensors need where no CUDA device is.
+    """Install the device guard that fake tensors need without a CUDA device, in this thread and not in a rank's.
 
-    ``torch._C._ensureCUDADeviceGuardSet``, called whenever a fake mode is entered, puts a guard into a table of the
-    whole process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling
-    thread: the next caller reads it after that thread's end, and crashes. Two threads, one after the other, will do.
+    Every time torch enters a fake mode, ``torch._C._ensureCUDADeviceGuardSet`` puts a guard into a table of the whole
+    process. In torch 2.11.0 built with CUDA, on a machine without a device, that guard belongs to the calling thread.
+    The next caller reads it after that thread has ended, and crashes. Two threads that run one after the other are
+    enough.
     """
     if not torch_facts.INSTALLS_CUDA_DEVICE_GUARD:
         yield
@@ -79,12 +80,12 @@ def _device_guard_that_outlives_threads() -> Iterator[None]:
 def run_threads(
     world_size: int, body: Callable[[int], Outcome], limit: float | None = None, *, give_up: bool = False
 ) -> list[Outcome]:
-    """Run ``body(rank)`` in as many threads as there are ranks, over a threaded process group.
+    """Run ``body(rank)`` in one thread for each rank, over a threaded process group.
 
-    Returns what came of the ranks, in their order, and raises nothing of theirs. A rank that ends badly wakes the
-    others out of their collectives. Every wait inside a collective has a limit, by ``limit``, the seconds that the
-    whole test may take (by default what any test may). A thread that hangs elsewhere is waited for, since the process
-    it runs in has a limit too; with ``give_up``, for a process that has none, it is left to itself after ``limit``.
+    Returns the outcomes in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
+    their collectives. ``limit`` is the time limit of the whole test in seconds, and every wait inside a collective has
+    a limit that follows from it. A thread that hangs elsewhere is waited for, because its process has a limit too. In a
+    process without a limit, pass ``give_up``: then such a thread is abandoned after ``limit``.
     """
     outcomes: dict[int, Outcome] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -95,7 +96,7 @@ def run_threads(
     timeout = timedelta(seconds=limit * COLLECTIVE_SHARE)
 
     def connected(rank: int) -> Outcome:
-        accelerator.current().bind(0)  # or a DeviceMesh would choose one by the rank, in the threads that come first
+        accelerator.current().bind(0)  # otherwise a DeviceMesh would choose one by rank in the first threads
         dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
         return body(rank)
 
@@ -133,16 +134,16 @@ def run_threads(
 
 
 def _hanging(rank: int, thread: threading.Thread, limit: float) -> Outcome:
-    """What is known of a rank whose thread goes on: where it stands."""
+    """The outcome of a rank whose thread still runs, with its stack."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
-    kind, words = "TimeoutError", f"it still runs after {limit:g} s, and a thread cannot be ended; it stands here:"
+    kind, words = "TimeoutError", f"it still runs after {limit:g} s, and a thread cannot be killed; its stack is:"
     text = f"{kind}: {words}\n{stack}".rstrip()
     return Outcome(rank, Kind.ERROR, text, limit, from_body=True, exception=kind, message=words)
 
 
 def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
-    """As ``run_in_rank``, where leaving is no way out: a thread that calls ``sys.exit`` ends no process."""
+    """Like ``run_in_rank``, but ``SystemExit`` is an error, because it would not end the process from a thread."""
     try:
         return run_in_rank(rank, body)
     except SystemExit as leaving:
@@ -155,12 +156,13 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
 class MultiThreadedTestCase(RankTestCase):
     """Every test runs in ``world_size`` threads over an in-process group, and passes when it passes in all of them.
 
-    A subclass calls ``self._spawn_threads()`` in its ``setUp``, and puts what each rank needs before and after the test
-    into :meth:`perThreadSetUp` and :meth:`perThreadTearDown`. Global state, the random generator included, is shared
-    by all ranks of a test. A test raises in the parent as those of :class:`MultiProcessTestCase` do.
+    A subclass calls ``self._spawn_threads()`` in its ``setUp``, and overrides :meth:`perThreadSetUp` and
+    :meth:`perThreadTearDown` with what each rank needs before and after the test. All ranks of a test share global
+    state, including the random generator. In the parent, a test raises the same exceptions as one of
+    :class:`MultiProcessTestCase`.
 
-    Differs from upstream's: the threads live in a process of their own, ``threads`` holds that process, and clean-ups
-    that a rank registers are run.
+    Differs from upstream's: the threads run in a separate process, ``threads`` holds that process, and clean-ups that a
+    rank registers are run.
     """
 
     MAIN_THREAD_RANK = RankTestCase.MAIN_RANK
@@ -169,20 +171,21 @@ class MultiThreadedTestCase(RankTestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; by default that of the device under test (4 on the CPU). Upstream's is 4 everywhere.
-
-        Stated as in :class:`MultiProcessTestCase`.
+        """The number of ranks. The default is that of the device under test (4 on the CPU). Upstream's is always 4.
+        Subclasses set it as in :class:`MultiProcessTestCase`.
         """
         return accelerator.current().ranks
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """The device under test, which all ranks share and which is the current one of each thread."""
+        """The device under test. All ranks share it, and it is the current device of each thread."""
         return accelerator.current().device()
 
     @property
     def _current_test_name(self) -> str:
-        """The name of the test method: a property here and a method in :class:`MultiProcessTestCase`, as upstream."""
+        """The name of the test method. As upstream, this is a property here and a method in
+        :class:`MultiProcessTestCase`.
+        """
         return self._testMethodName
 
     def setUp(self) -> None:
@@ -191,13 +194,15 @@ class MultiThreadedTestCase(RankTestCase):
         self.threads: list = []
 
     def perThreadSetUp(self) -> None:
-        """Runs in each rank before the test, with the process group in place."""
+        """Runs in each rank before the test, when the process group exists."""
 
     def perThreadTearDown(self) -> None:
-        """Runs in each rank after the test, also after one that failed."""
+        """Runs in each rank after the test, even if the test failed."""
 
     def _spawn_threads(self) -> None:
-        """Start the ranks of the current test. Raises as :meth:`MultiProcessTestCase._spawn_processes` does."""
+        """Start the ranks of the current test. Raises the same exceptions as
+        :meth:`MultiProcessTestCase._spawn_processes`.
+        """
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
         group = self._group = RankGroup(type(self), self._current_test_name, world_size, threads=True)
@@ -205,7 +210,7 @@ class MultiThreadedTestCase(RankTestCase):
         self.threads = group.processes
 
     def _ask_requirements(self, world_size: int) -> None:
-        # The threads of all ranks share one device, so their number asks for none.
+        # All threads share one device, so the number of ranks does not matter.
         super()._ask_requirements(min(world_size, 1))
 
     def _join_ranks(self, fn: Callable) -> None:
@@ -237,7 +242,7 @@ class MultiThreadedTestCase(RankTestCase):
         self.run_test_with_threaded_pg(test_name, rank, world_size)
 
     def run_test_with_threaded_pg(self, test_name: str, rank: int, world_size: int) -> None:
-        """The test method between its per-thread fixtures, and then the clean-ups that any of the three registered."""
+        """Run the test method between its per-thread fixtures, and then the clean-ups that the three registered."""
         try:
             self.perThreadSetUp()
             try:
@@ -248,15 +253,14 @@ class MultiThreadedTestCase(RankTestCase):
             self._run_cleanups()
 
     def assertEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
-        """As ``assertEqual``, but only where this is ``rank``: the ranks share one random generator.
-
-        The other ranks compare nothing, as upstream's do.
+        """Like ``assertEqual``, but only in this rank, because the ranks share one random generator. As in upstream's,
+        the other ranks compare nothing.
         """
         if self.rank == rank:
             self.assertEqual(x, y, msg)
 
     def assertNotEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
-        """As ``assertNotEqual``, but only where this is ``rank``. See :meth:`assertEqualOnRank`."""
+        """Like ``assertNotEqual``, but only in this rank. See :meth:`assertEqualOnRank`."""
         if self.rank == rank:
             self.assertNotEqual(x, y, msg)
 
@@ -264,12 +268,12 @@ class MultiThreadedTestCase(RankTestCase):
 def spawn_threads_and_init_comms(
     func: Callable | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = 4
 ) -> Callable:
-    """Decorate a test method of an ordinary test case to run in ``world_size`` threads with a threaded group.
+    """Run a test method of an ordinary test case in ``world_size`` threads with a threaded process group.
 
-    The method skips when every rank does, and raises the verdict on all of them otherwise: ``RanksFailed``, an
-    ``AssertionError``, or ``RanksErred``, a ``RuntimeError``, with the text of each rank that did not pass. After
-    ``timeout`` seconds, shortly before which collectives give up, a rank that hangs is an error too, and its stack is
-    shown. As upstream's, the threads are those of the test process itself, so one that hangs lives on in it.
+    The method skips if every rank skips. If a rank fails, it raises ``RanksFailed`` (an ``AssertionError``) or
+    ``RanksErred`` (a ``RuntimeError``), with the text of each rank that did not pass. Collectives time out shortly
+    before ``timeout`` seconds. A rank that hangs for longer is an error too, and its stack is shown. As in upstream's,
+    the threads belong to the test process itself, so a thread that hangs stays in it.
     """
     if func is None:
         return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)

@@ -1,8 +1,8 @@
-"""What a test needs before it can run, declared where the test is and judged before any rank starts.
+"""Decorators that say what a test needs. They are checked before any rank starts.
 
-A decorator of this module leaves a requirement on the function or class: a callable that returns, in words, why the
-test cannot run here, or None. The rank-hosting test cases ask them all in the parent, so that a skip costs no process
-and its reason arrives as written. The wrapped function asks again when somebody calls it without such a test case.
+A decorator of this module attaches a requirement to the function or class: a callable that returns the reason why the
+test cannot run here, or None. Test cases with ranks check all requirements in the parent, so a skip costs no process.
+The wrapped function checks them again if it is called without such a test case.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ _REQUIREMENTS = "__requirements__"
 
 
 class TestSkip(NamedTuple):
-    """An exit code by which a rank says that it skips, and what the code means.
+    """An exit code that means that a rank skips, and the reason.
 
-    The codes of :data:`TEST_SKIPS` are upstream's, so that the decorators of others are understood; none of ours leaves
-    by one.
+    The codes of :data:`TEST_SKIPS` are upstream's, so that decorators from elsewhere work. No decorator here uses them.
     """
 
     exit_code: int
     message: str
 
 
-TestSkip.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever pytest makes of its name
+TestSkip.__test__ = False  # type: ignore[attr-defined]  # pytest would take it for a test because of its name
 
 
 TEST_SKIPS: dict[str, TestSkip] = {
@@ -53,7 +52,7 @@ TEST_SKIPS: dict[str, TestSkip] = {
     "nccl": TestSkip(76, "torch was built without NCCL"),
     "skipIfRocm": TestSkip(78, "not for ROCm"),
     "no_peer_access": TestSkip(79, "the devices cannot reach each other's memory"),
-    "generic": TestSkip(86, "skipped in the ranks, which gave no reason in words"),
+    "generic": TestSkip(86, "the ranks skipped without a reason"),
     "odd_worldsize": TestSkip(87, "the world size is odd"),
     "importerror": TestSkip(88, "an import is missing"),
     "no_accelerator": TestSkip(89, "no accelerator is available"),
@@ -63,10 +62,10 @@ SKIP_CODES: dict[int, str] = {skip.exit_code: skip.message for skip in TEST_SKIP
 
 
 def requires(*reasons: Reason) -> Callable[[Decorated], Decorated]:
-    """Decorate a test function or a test class with reasons not to run, asked late and in the parent.
+    """Decorate a test function or a test class with requirements, which are checked late and in the parent.
 
-    Each reason is called without arguments and returns a sentence, or None. The test, or the class' ``setUpClass``,
-    raises ``unittest.SkipTest`` with all that speak against it.
+    Each one is called without arguments, and returns a reason not to run or None. The test, or the class'
+    ``setUpClass``, raises ``unittest.SkipTest`` with all reasons.
     """
 
     def decorate(decorated: Decorated) -> Decorated:
@@ -96,50 +95,50 @@ def _on_class(cls: Any, reasons: tuple[Reason, ...]) -> Any:
 
 
 def skip_unless(reasons: Iterable[Reason]) -> None:
-    """Raise ``unittest.SkipTest`` with every reason that speaks against the test; return when there is none."""
+    """Raise ``unittest.SkipTest`` with all reasons not to run; return if there is none."""
     found = [reason for ask in reasons if (reason := ask()) is not None]
     if found:
         raise unittest.SkipTest("; ".join(dict.fromkeys(found)))
 
 
 def requirements_of(function: Callable) -> list[Reason]:
-    """The requirements that decorators have left on a test function."""
+    """The requirements that decorators have attached to a test function."""
     return list(getattr(function, _REQUIREMENTS, ()))
 
 
 def needs(*facts: Fact) -> Callable[[Decorated], Decorated]:
-    """Skip unless the installed torch does all this (facts of :mod:`torch_fsdp_tests.torch_facts`)."""
+    """Skip unless all these facts of :mod:`torch_fsdp_tests.torch_facts` hold for the installed torch."""
     return requires(*(fact.lacks for fact in facts))
 
 
 def requires_capability(*names: str) -> Callable[[Decorated], Decorated]:
     """Skip unless the device under test has all these capabilities (names of ``accelerator.CAPABILITIES``).
 
-    Raises ``KeyError``, when the test is asked for, for a name that is no capability.
+    The check raises ``KeyError`` for a name that is not a capability.
     """
     return requires(lambda: accelerator.current().lacks(*names))
 
 
 def _devices() -> int | None:
-    """Devices of the accelerator under test; None on the CPU, which hosts any number of ranks."""
+    """The number of devices under test; None on the CPU, which has room for any number of ranks."""
     device = accelerator.current()
     return None if device.is_host else device.count
 
 
 def at_least_x_gpu(x: int) -> bool:
-    """Whether ``x`` accelerators of the kind under test are visible. False on the CPU, as upstream's.
+    """Whether ``x`` accelerators of the type under test are visible. As in upstream's, False on the CPU.
 
-    Upstream's counts devices of three kinds, whichever is under test.
+    Upstream's counts devices of three types, regardless of the one under test.
     """
     count = _devices()
     return count is not None and count >= x
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated], Decorated]:
-    """Skip unless ``x`` ranks find room: ``x`` devices, or devices that ranks can share, or the CPU.
+    """Skip unless there is room for ``x`` ranks: ``x`` devices, devices that ranks can share, or the CPU.
 
-    Differs from upstream's of the same name: the CPU is allowed unless ``allow_cpu=False`` says otherwise, and the
-    answer comes before any rank starts.
+    Differs from upstream's: the CPU is allowed unless ``allow_cpu=False``, and the check happens before any rank
+    starts.
     """
 
     def reason() -> str | None:
@@ -152,9 +151,9 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
 
 def requires_world_size(n: int) -> Callable[[Decorated], Decorated]:
-    """Ask for ``n`` ranks for one test; see :func:`get_required_world_size`. Skips where ``n`` find no room.
+    """Request ``n`` ranks for one test; see :func:`get_required_world_size`. Skip if there is no room for them.
 
-    Upstream's wants ``n`` CUDA devices, and asks when the file is imported.
+    Upstream's needs ``n`` CUDA devices, and checks when the file is imported.
     """
 
     def decorate(function: Decorated) -> Decorated:
@@ -166,23 +165,25 @@ def requires_world_size(n: int) -> Callable[[Decorated], Decorated]:
 
 
 def get_required_world_size(obj: Any, default: int) -> int:
-    """The world size that :func:`requires_world_size` asked for the current test of ``obj``, else ``default``.
+    """The world size that :func:`requires_world_size` requested for the current test of ``obj``, else ``default``.
 
-    ``obj`` is a test case. Upstream's returns ``default`` for whatever goes wrong, ours only where nothing was asked.
+    ``obj`` is a test case. Upstream's returns ``default`` after any error. This one does so only if nothing was
+    requested.
     """
     function = getattr(type(obj), getattr(obj, "_testMethodName", ""), None)
     return int(getattr(function, "_required_world_size", default))
 
 
 def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[Decorated], Decorated]:
-    """As :func:`skip_if_lt_x_gpu` without the CPU, but only when ``backend`` is nccl."""
+    """Like :func:`skip_if_lt_x_gpu` without the CPU, but only if ``backend`` is nccl."""
     return skip_if_lt_x_gpu(x, allow_cpu=False) if backend == "nccl" else requires()
 
 
 def skip_if_no_gpu(function: Decorated) -> Decorated:
     """Skip unless an accelerator is under test.
 
-    Upstream's also counts a device for each rank of ``WORLD_SIZE``; here the test cases ask for room for all ranks.
+    Upstream's also needs a device for each rank of ``WORLD_SIZE``. Here the test cases check that there is room for all
+    ranks.
     """
     return requires(
         lambda: "needs an accelerator; the device under test is the CPU" if accelerator.current().is_host else None
@@ -190,17 +191,17 @@ def skip_if_no_gpu(function: Decorated) -> Decorated:
 
 
 def skip_if_small_worldsize(function: Decorated) -> Decorated:
-    """Skip where the environment's ``WORLD_SIZE``, or without one the number of ranks under test, is 2 or less.
+    """Skip if ``WORLD_SIZE``, or without this variable the number of ranks under test, is 2 or less.
 
-    Upstream's wants 8 or more, for the sake of its CI.
+    Upstream's needs 8 or more, because of its CI.
     """
     return requires(lambda: "the world size is 2 or less" if _world_size_variable() <= 2 else None)(function)
 
 
 def skip_if_odd_worldsize(function: Decorated) -> Decorated:
-    """Skip where the environment's ``WORLD_SIZE``, or without one the number of ranks under test, is odd.
+    """Skip if ``WORLD_SIZE``, or without this variable the number of ranks under test, is odd.
 
-    Upstream's raises ``KeyError`` without one.
+    Upstream's raises ``KeyError`` without the variable.
     """
     return requires(lambda: "the world size is odd" if _world_size_variable() % 2 else None)(function)
 
@@ -214,24 +215,24 @@ def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Deco
 
 
 def requires_gloo() -> Callable[[Decorated], Decorated]:
-    """Skip where torch was built without gloo. Upstream's asks when the file is imported, as all of its kind do."""
+    """Skip if torch was built without gloo. Upstream's decorators of this kind check when the file is imported."""
     return _requires_backend("gloo", dist.is_gloo_available)
 
 
 def requires_ucc() -> Callable[[Decorated], Decorated]:
-    """Skip where torch was built without UCC."""
+    """Skip if torch was built without UCC."""
     return _requires_backend("ucc", dist.is_ucc_available)
 
 
 def requires_mpi() -> Callable[[Decorated], Decorated]:
-    """Skip where torch was built without MPI."""
+    """Skip if torch was built without MPI."""
     return _requires_backend("mpi", dist.is_mpi_available)
 
 
 def requires_nccl() -> Callable[[Decorated], Decorated]:
-    """Skip where the backend under test is nccl and torch was built without it.
+    """Skip if the backend under test is nccl and torch was built without it.
 
-    Differs from upstream's: with another backend under test it asks nothing, since the test then runs over that one.
+    Differs from upstream's: it does nothing if another backend is under test, because the test then uses that one.
     """
     return requires(
         lambda: (
@@ -243,10 +244,10 @@ def requires_nccl() -> Callable[[Decorated], Decorated]:
 
 
 def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decorated], Decorated]:
-    """Skip where the backend under test is an NCCL older than ``version``; ``msg`` says what for.
+    """Skip if the backend under test is an NCCL older than ``version``. ``msg`` says what needs the version.
 
-    ``version`` is as in ``torch.cuda.nccl.version()``: ``(2, 27)`` or longer. With another backend under test it asks
-    nothing (upstream's asks wherever CUDA is).
+    ``version`` has the form of ``torch.cuda.nccl.version()``: ``(2, 27)`` or longer. If another backend is under test,
+    this does nothing, while upstream's checks wherever there is CUDA.
     """
 
     def reason() -> str | None:
@@ -259,14 +260,14 @@ def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decor
 
 
 def requires_nccl_shrink() -> Callable[[Decorated], Decorated]:
-    """Skip where the backend under test is an NCCL that cannot shrink a group: one before 2.27."""
+    """Skip if the backend under test is an NCCL that cannot shrink a group, which is one before 2.27."""
     return requires_nccl_version((2, 27), "shrinking a process group")
 
 
 def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Callable[[Decorated], Decorated]:
-    """Skip unless the backend under test is one of ``backends``, by default any backend of an accelerator.
+    """Skip unless the backend under test is one of ``backends`` (default: any backend of an accelerator).
 
-    Upstream's asks whether torch was built with one of them, by default of three that it knows.
+    Upstream's checks whether torch was built with one of them, and its default is three that it knows.
     """
 
     def reason() -> str | None:
@@ -281,27 +282,27 @@ def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Call
 def requires_multicast_support() -> Callable[[Decorated], Decorated]:
     """Skip unless there is symmetric memory.
 
-    Upstream's asks the first CUDA device for multicast, a part of it that is not asked for here: the question would
-    start the device in the process that forks.
+    Upstream's checks whether the first CUDA device supports multicast, which is one part of symmetric memory. This one
+    does not, because the check would start the device in the process that forks.
     """
     return requires_capability("symmetric_memory")
 
 
 def skip_if_rocm_multiprocess(function: Decorated) -> Decorated:
-    """Skip where torch was built for ROCm. Upstream's asks when the file is imported."""
+    """Skip if torch was built for ROCm. Upstream's checks when the file is imported."""
     return requires(lambda: "not for ROCm" if torch.version.hip is not None else None)(function)
 
 
 def skip_if_win32() -> Callable[[Decorated], Decorated]:
-    """Skip on Windows (where this package refuses to run at all)."""
+    """Skip on Windows, where this package refuses to run anyway."""
     return requires(lambda: "not for Windows" if sys.platform == "win32" else None)
 
 
 def sm_is_or_higher_than(device: torch.device, major: int, minor: int) -> bool:
     """Whether a CUDA device has compute capability ``major.minor`` or higher.
 
-    As upstream's: True for any other kind of device, False for ROCm, whose numbers mean something else. Raises
-    ``RuntimeError`` for a device that is not there.
+    As in upstream's, True for any other type of device, and False for ROCm, whose numbers mean something else. Raises
+    ``RuntimeError`` if the device does not exist.
     """
     if device.type != "cuda":
         return True

@@ -19,13 +19,13 @@ def run_subtests(
 ) -> None:
     """Call ``test_fn`` once for every combination of the listed keyword values, each as a subtest of ``cls_inst``.
 
-    ``subtest_config`` maps the name of a keyword of ``test_fn`` to the values it is to take; ``test_args`` and
-    ``test_kwargs`` are passed on as they are. A barrier of the default group follows each subtest, and what torch
-    compiled is forgotten before and after it.
+    ``subtest_config`` maps the names of keywords of ``test_fn`` to their values. ``test_args`` and ``test_kwargs`` are
+    passed on unchanged. After each subtest the ranks meet in a barrier of the default group. Compiled code is discarded
+    before and after each subtest.
 
-    Raises ``ValueError`` when there is no combination to run, which would pass without testing anything; in a rank the
-    first failure of a subtest, after which no other is run. Differs from upstream's in both, in needing no default
-    group, and in not importing the compiler.
+    Raises ``ValueError`` if there is no combination to run, because such a test would pass without testing anything. In
+    a rank, it raises the first failure of a subtest, and runs no other subtest. It differs from upstream's in both. It
+    also needs no default group, and does not import the compiler.
     """
     combinations = list(itertools.product(*subtest_config.values()))
     if not combinations:
@@ -42,7 +42,7 @@ def run_subtests(
 
 
 def _forget_compiled() -> None:
-    """What one subtest compiled is not to serve the next."""
+    """Discard compiled code, so that the next subtest compiles its own."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -1,6 +1,6 @@
-"""Models, modes, patches and comparisons for tests of FSDP. One noun a module; tests import from the package.
+"""Models, modes, patches and comparisons for tests of FSDP. Tests import from this package, not from its modules.
 
-``DEVICE_TYPE``, ``DISTRIBUTED_BACKEND`` and ``DEVICE_COUNT`` are looked up when they are asked for, see :mod:`.device`.
+``DEVICE_TYPE``, ``DISTRIBUTED_BACKEND`` and ``DEVICE_COUNT`` are looked up when they are used, see :mod:`.device`.
 """
 
 from __future__ import annotations

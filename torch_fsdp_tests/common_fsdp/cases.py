@@ -1,4 +1,4 @@
-"""Test cases for FSDP: ranks with a process group and a device of their own."""
+"""Test cases for FSDP. Their ranks have a process group, and each rank has its device."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _barrier(device: torch.device) -> None:
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     """Every test runs in ``world_size`` rank processes, each with its device and the default process group.
 
-    ``world_size`` is that of the device under test (4 on the CPU), unless the class states ``world_size = 2``. On a
-    device without a runtime of its own the substitutes of :mod:`.substitutes` are in place. With a class attribute
-    ``fake_pg = True`` the group is fake.
+    ``world_size`` is that of the device under test (4 on the CPU), unless the class sets ``world_size = 2`` or the
+    like. On a device without a runtime of its own, the substitutes of :mod:`.substitutes` are installed. With a class
+    attribute ``fake_pg = True`` the group is fake.
     """
 
     def setUp(self) -> None:
@@ -43,7 +43,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     @property
     def world_size(self) -> int:
-        """The ranks of a test; a class attribute ``world_size = 2`` states a fixed number."""
+        """The number of ranks of a test. A class attribute ``world_size = 2`` sets a fixed number."""
         return accelerator.current().ranks
 
     @property
@@ -53,12 +53,12 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """False: the ranks end their group together, as they made it."""
+        """False: the ranks destroy their group together, as they made it."""
         return False
 
     @property
     def init_method(self) -> str:
-        """Where the ranks meet: a file of this test alone."""
+        """The URL at which the ranks meet: a file that belongs to this test."""
         return f"{FILE_SCHEMA}{self.file_name}"
 
     @classmethod
@@ -79,7 +79,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
                 world_size=int(self.world_size),
                 timeout=timedelta(seconds=self.collective_timeout),
             )
-        # No rank starts while another still connects, and none closes its group while another still uses it.
+        # No rank starts the test while another one still connects, or closes its group while another one still uses it.
         _barrier(mine)
         self.run_test(test_name, parent_pipe)
         if dist.is_initialized():
@@ -88,9 +88,8 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
 
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
-    """As :class:`FSDPTest`, but the ranks and their process group stay for all tests of the class.
-
-    A failure ends the ranks; the next test gets new ones.
+    """Like :class:`FSDPTest`, but the ranks and their process group stay for all tests of the class. A failure ends the
+    ranks, and the next test gets new ones.
     """
 
     @classmethod
@@ -118,13 +117,13 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
 
 @contextmanager
 def _between_barriers() -> Iterator[None]:
-    """The ranks begin and end a test together, with nothing compiled by an earlier one."""
+    """Begin and end a test with a barrier, and discard the compiled code of an earlier test."""
     mine = accelerator.current().device(dist.get_rank())
     _barrier(mine)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    if dist.is_initialized():  # a test that destroyed the group is told so by what looks for leaks
+    if dist.is_initialized():  # if a test destroyed the group, the check for leaks reports it
         _barrier(mine)
 
 
@@ -140,10 +139,10 @@ class FSDPTestMultiThread(MultiThreadedTestCase):
         run_subtests(self, *args, **kwargs)
 
     def perThreadSetUp(self) -> None:
-        """In each rank: the substitutes of :mod:`.substitutes`, and nothing compiled by an earlier test."""
+        """In each rank, install the substitutes of :mod:`.substitutes`, and discard compiled code."""
         substitutes.install(accelerator.current())
         torch._dynamo.reset()
 
     def perThreadTearDown(self) -> None:
-        """In each rank: what was compiled is forgotten."""
+        """In each rank, discard compiled code."""
         torch._dynamo.reset()

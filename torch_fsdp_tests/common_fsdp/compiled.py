@@ -1,4 +1,4 @@
-"""Running one FSDP2 test eagerly and once more with the modules' computation compiled."""
+"""Runs an FSDP2 test eagerly, and then again with the modules' computation compiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _PATCHED_NAME = "fully_shard"
 def fully_shard_with_compiled_compute(
     module: nn.Module, *args: Any, compile_compute_on_module: type | None = None, **kwargs: Any
 ) -> Any:
-    """``fully_shard(module, ...)`` and then ``module.compile()``, if it is of the given type or none is given."""
+    """Call ``fully_shard(module, ...)``, and then ``module.compile()`` if the module has the given type or no type is
+    given.
+    """
     sharded = torch.distributed.fsdp.fully_shard(module, *args, **kwargs)
     if compile_compute_on_module is None or isinstance(module, compile_compute_on_module):
         module.compile()
@@ -38,22 +40,22 @@ def fully_shard_with_compiled_compute(
 
 
 def _why_not_compiled() -> str | None:
-    """Why the compiled mode is left out for the device under test, in words, or None."""
+    """The reason why the compiled mode does not run for the device under test, or None."""
     if not accelerator.current().is_host:
         return None if _triton.has_triton() else f"Inductor needs Triton for {accelerator.current().type}"
     if not flags.TEST_WITH_SLOW:
-        return "a C++ compiler takes half a minute for each test; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+        return "a C++ compiler takes half a minute for each test; PYTORCH_TEST_WITH_SLOW=1 runs it"
     compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
     return None if any(map(shutil.which, compilers)) else "Inductor needs a C++ compiler for the CPU"
 
 
 def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callable[[Test], Test]:
-    """Decorate an FSDP2 test to run in every :class:`FullyShardMode`, one after the other.
+    """Run an FSDP2 test in every :class:`FullyShardMode`, one after the other.
 
-    In the compiled mode the global name ``fully_shard`` of the test's module stands for
-    :func:`fully_shard_with_compiled_compute`, so the test must call it by that name. Where Inductor cannot compile for
-    the device under test that mode is left out with a warning. Differs from upstream's: the CPU is compiled for where
-    slow tests are asked for, and what is patched is put back also when the test fails.
+    In the compiled mode, the global name ``fully_shard`` of the test's module is replaced by
+    :func:`fully_shard_with_compiled_compute`, so the test must call it by that name. If Inductor cannot compile for the
+    device under test, that mode is skipped with a warning. Differs from upstream's: code is compiled for the CPU too if
+    slow tests run, and patches are undone even if the test fails.
     """
     compiling = functools.partial(
         fully_shard_with_compiled_compute, compile_compute_on_module=compile_compute_on_module
@@ -77,7 +79,7 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
                     func(*args, **kwargs)
                 elif _PATCHED_NAME not in names:
                     raise AssertionError(
-                        f"{func.__module__} has no global {_PATCHED_NAME!r}: this would run eagerly twice"
+                        f"{func.__module__} has no global {_PATCHED_NAME!r}, so this test would run eagerly twice"
                     )
                 elif (reason := _why_not_compiled()) is not None:
                     warnings.warn(f"only the eager mode ran: {reason}")

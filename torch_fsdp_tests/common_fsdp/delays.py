@@ -1,4 +1,4 @@
-"""A device that is late, for tests of what waits for what."""
+"""Delays on the device, for tests of which operation waits for which."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _fsdp1_runtime = torch_names.module("torch.distributed.fsdp._runtime_utils")
 
 
 def delay_device(milliseconds: float) -> None:
-    """Occupy the device's current stream for a time.
-
-    Does nothing without a kernel that sleeps: were the calling thread to wait, the device would be done earlier, not
-    later, so that a delay would cost time and prove nothing.
+    """Keep the device's current stream busy for a time. Does nothing on a device without a sleep kernel: if the calling
+    thread waited instead, the device would finish earlier and not later, so the delay would prove nothing.
     """
     device = accelerator.current()
     if milliseconds > 0 and device.has("sleep_kernel"):
@@ -29,7 +27,7 @@ def delay_device(milliseconds: float) -> None:
 
 
 def delayed(function: Callable[..., Any], milliseconds: float) -> Callable[..., Any]:
-    """The function, with the device kept busy before each call."""
+    """Return a function that keeps the device busy before each call."""
 
     @functools.wraps(function)
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -40,17 +38,19 @@ def delayed(function: Callable[..., Any], milliseconds: float) -> Callable[..., 
 
 
 def _delaying(owner: Any, name: str, milliseconds: float) -> AbstractContextManager[object]:
-    """Inside the context, calls of ``owner.name`` come late. For ranks that are processes: threads would share it."""
+    """Inside the context, calls of ``owner.name`` are delayed. Only for ranks that are processes, because threads would
+    share the patch.
+    """
     if milliseconds <= 0:
         return contextlib.nullcontext()
     return mock.patch.object(owner, name, delayed(getattr(owner, name), milliseconds))
 
 
 def _delayed_reduce_scatter(milliseconds: float) -> AbstractContextManager[object]:
-    """Inside the context the gradients' reduce-scatters come late."""
+    """Inside the context, the gradients' reduce-scatters are delayed."""
     return _delaying(dist, torch_facts.reduce_scatter_name(), milliseconds)
 
 
 def _delayed_reshard(milliseconds: float) -> AbstractContextManager[object]:
-    """Inside the context FSDP1 frees unsharded parameters late; its runtime looks the function up at each call."""
+    """Inside the context, FSDP1 frees unsharded parameters late. Its runtime looks the function up at each call."""
     return _delaying(_fsdp1_runtime, "_reshard", milliseconds)

@@ -1,8 +1,8 @@
-"""Upstream's constants about the device under test, as names that are looked up late.
+"""Upstream's constants about the device under test. They are looked up when they are used.
 
 ``DEVICE_TYPE`` is its type without an index, ``DISTRIBUTED_BACKEND`` the backend between its ranks, and
-``DEVICE_COUNT`` the world size of a test that states none. Upstream computes them at import, and counts one rank on
-the CPU; here the CPU counts 4, and one device that several ranks share counts them all.
+``DEVICE_COUNT`` the default world size of a test. Upstream computes them at import, and its count for the CPU is 1.
+Here the CPU counts as 4, and a device that ranks share counts as the number of these ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def __getattr__(name: str) -> Any:
 
 
 def get_devtype() -> torch.device:
-    """The device under test without an index: for a rank, the device it is bound to."""
+    """The device under test without an index. For a rank, this is the device that it is bound to."""
     return torch.device(accelerator.current().type)
 
 
 def rank_device() -> torch.device:
-    """The device of the calling rank, with its index where devices are told apart; rank 0's without a process group."""
+    """The device of the calling rank, with an index if devices have one. Without a process group it is rank 0's."""
     return accelerator.current().device(dist.get_rank() if dist.is_initialized() else 0)

@@ -1,4 +1,4 @@
-"""A process group of the imagination."""
+"""A process group that does not communicate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class DummyProcessGroup:
-    """Answers for the rank and size it was made with and communicates with nobody."""
+    """Has the rank and size that it was made with, and communicates with nobody."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -24,7 +24,7 @@ class DummyProcessGroup:
         return self._size
 
     def allreduce(self, *args: Any, **kwargs: Any) -> mock.Mock:
-        """A work object whose future is done already, with the result 1. The tensors are left as they are."""
+        """Return a work object whose future has the result 1 already. The tensors do not change."""
 
         def get_future() -> torch.futures.Future:
             future: torch.futures.Future = torch.futures.Future()

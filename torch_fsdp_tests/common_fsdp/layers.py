@@ -1,4 +1,4 @@
-"""Small modules for FSDP2 tests, and those whose submodules FSDP1 is told to skip."""
+"""Small modules for FSDP2 tests, and models with submodules that FSDP1 skips."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _composable = torch_names.module("torch.distributed._composable")
 
 
 class MLP(nn.Module):
-    """Two linear layers, each before a ReLU: (..., dim) to (..., dim) by way of ``dim_multiplier * dim``.
+    """Two linear layers with a ReLU after each, from (..., dim) to (..., dim). The hidden size is ``dim_multiplier *
+    dim``.
 
     ``with_buffer`` adds a buffer of shape (dim,) to the output.
     """
@@ -57,15 +58,18 @@ class MLP(nn.Module):
         return out if self.buffer is None else out + self.buffer
 
     def reset_parameters(self) -> None:
-        """Draw the buffer anew, as materialising from the meta device needs; the layers reset themselves."""
+        """Draw the buffer again, which is needed after materialization from the meta device. The layers reset
+        themselves.
+        """
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 
 
 class MLPStack(nn.Sequential):
-    """Three MLPs, (..., mlp_dim) to the same; the hidden sizes of the outer two (3 * mlp_dim) split unevenly.
+    """Three MLPs, from (..., mlp_dim) to (..., mlp_dim). The hidden size of the outer two, 3 * mlp_dim, shards
+    unevenly.
 
-    ``with_seq_parallel`` appends a layer norm and has the last MLP hand its output over sharded along dimension 1.
+    ``with_seq_parallel`` adds a layer norm, and then the output of the last MLP is sharded along dimension 1.
     """
 
     def __init__(self, mlp_dim: int, *, with_seq_parallel: bool = False) -> None:
@@ -89,7 +93,7 @@ class MLPStack(nn.Sequential):
         """
         plan: dict[str, ParallelStyle] = {}
         for index in range(3):
-            # A plain local tensor would not know the size of an activation that splits unevenly.
+            # A plain local tensor does not know the full size of an activation that is sharded unevenly.
             plan[f"{index}.in_proj"] = ColwiseParallel(use_local_output=False)
             plan[f"{index}.out_proj"] = RowwiseParallel(use_local_output=False)
         plan["2.out_proj"] = RowwiseParallel(output_layouts=Shard(1)) if self.with_seq_parallel else RowwiseParallel()
@@ -105,7 +109,7 @@ class MLPStack(nn.Sequential):
 
 
 class DoubleLinear(nn.Module):
-    """Two linear layers side by side over (..., dim), for two outputs or for one unused layer.
+    """Two parallel linear layers over (..., dim), for two outputs or for one unused layer.
 
     With ``use_second_linear`` forward returns the pair of their ReLUs, else that of ``lin1`` alone.
     """
@@ -138,7 +142,7 @@ class SkipModule(nn.Module):
 
 
 class NestedLinear(nn.Module):
-    """One 10 by 10 layer on the device under test, wrapped as the surrounding ``enable_wrap`` says if ``fsdp_wrap``."""
+    """One 10 by 10 layer on the device under test. With ``fsdp_wrap`` the surrounding ``enable_wrap`` wraps it."""
 
     def __init__(self, fsdp_wrap: bool) -> None:
         super().__init__()
@@ -150,9 +154,9 @@ class NestedLinear(nn.Module):
 
 
 class SkipModel(nn.Module):
-    """Three 10 by 10 layers in a row: plain, one to be skipped, and a nested one that ``enable_wrap`` wraps.
+    """Three 10 by 10 layers in sequence: a plain one, one to skip, and a nested one that ``enable_wrap`` wraps.
 
-    ``double_nest`` has the layer inside the nested one wrapped too.
+    With ``double_nest`` the layer inside the nested one is wrapped too.
     """
 
     def __init__(self, double_nest: bool) -> None:

@@ -1,4 +1,4 @@
-"""In which ways a test model can be built, and what a training loop may ask of one."""
+"""The ways to build a test model, and the methods that a training loop needs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class FSDPTestModel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def get_loss(self, input: tuple[torch.Tensor, ...], output: Any) -> torch.Tensor:
-        """The scalar loss of what forward made of ``input``."""
+        """The scalar loss of forward's output for ``input``."""
 
     @abc.abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run backward from ``loss``, and whatever reduction of gradients the model does by itself."""
+        """Run backward from ``loss``, and reduce the gradients that the model reduces itself."""
 
     @staticmethod
     @abc.abstractmethod
     def init(*args: Any, **kwargs: Any) -> nn.Module:
-        """Build the model in the given init modes, wrapped as they say."""
+        """Build the model, and wrap and move it as the init modes say."""

@@ -1,4 +1,4 @@
-"""Linear layers, some of them wrapped by FSDP1 on their own: the model of most FSDP1 tests, and its relatives."""
+"""The model of most FSDP1 tests, and its variants: linear layers, some of which FSDP1 wraps separately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Wrapper = Callable[..., nn.Module]
 def _init_in_mode(
     build: Callable[[bool], nn.Module], fsdp_init_mode: FSDPInitMode, device_init_mode: DEVICEInitMode
 ) -> nn.Module:
-    """Call ``build(wrap_fsdp)`` as the modes say; a model that is to be moved last moves after it is wrapped."""
+    """Call ``build(wrap_fsdp)`` as the modes say. ``DEVICE_AFTER`` moves the model after it is wrapped."""
     if fsdp_init_mode not in (FSDPInitMode.NO_FSDP, FSDPInitMode.RECURSIVE):
         raise ValueError(f"unsupported FSDP init mode: {fsdp_init_mode}")
     wrap_fsdp = fsdp_init_mode is FSDPInitMode.RECURSIVE
@@ -36,7 +36,7 @@ def _init_in_mode(
 
 
 def _group_of_this_rank() -> dist.ProcessGroup:
-    """A new group that holds the calling rank alone. Other ranks need not take part, and each makes its own."""
+    """Make a group with only the calling rank. Each rank makes its own, and the others need not take part."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
@@ -44,7 +44,7 @@ class NestedWrappedModule(FSDPTestModel):
     """Five linear layers, (4, 8) to (4, 8), under the attribute ``module``.
 
     With ``wrap_fsdp`` the children 1 (two layers, the first of them wrapped again) and 2 are FSDP1 instances over
-    ``group``; the outer layers and the model itself are not. ``deterministic`` seeds with 0 first. Inputs differ by
+    ``group``. The outer layers and the model itself are not. ``deterministic`` seeds with 0 first. Inputs differ by
     rank.
     """
 
@@ -74,7 +74,7 @@ class NestedWrappedModule(FSDPTestModel):
         self.module = self._build(linear, _maybe_wrap, deterministic)
 
     def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
-        # Layers are made in the order of their names: with a seed, that order decides their values.
+        # Layers are made in the order of their names, because with a seed this order decides their values.
         return nn.Sequential(
             linear(8, 4),
             maybe_wrap(nn.Sequential(maybe_wrap(linear(4, 16)), linear(16, 16))),
@@ -103,9 +103,8 @@ class NestedWrappedModule(FSDPTestModel):
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Build the model; in ``RECURSIVE`` mode its inner layers are wrapped with ``fsdp_kwargs``, itself it is not.
-
-        Raises ``ValueError`` for another init mode, as the ``init`` of every model here.
+        """Build the model. In ``RECURSIVE`` mode its inner layers are wrapped with ``fsdp_kwargs``, but not the model
+        itself. Like the ``init`` of every model here, it raises ``ValueError`` for another init mode.
         """
 
         def build(wrap_fsdp: bool) -> nn.Module:
@@ -116,7 +115,7 @@ class NestedWrappedModule(FSDPTestModel):
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """A :class:`NestedWrappedModule` of which ``RECURSIVE`` wraps every submodule, over the default group."""
+    """A :class:`NestedWrappedModule` whose submodules are all wrapped in ``RECURSIVE`` mode, over the default group."""
 
     @staticmethod
     def init(
@@ -136,8 +135,8 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
 class NonUniformReqGradNWM(NestedWrappedModule):
     """A :class:`NestedWrappedModule` with its last two layers in one FSDP1 instance; only the last one trains.
 
-    With the original parameters in use both trainable ones lie in the shard of one rank, so that the gradient scaler
-    meets ranks with nothing to unscale.
+    With ``use_orig_params`` both trainable parameters are in the shard of one rank, so that the gradient scaler has
+    nothing to unscale on the others.
     """
 
     def _build(self, linear: Layer, maybe_wrap: Wrapper, deterministic: bool) -> nn.Sequential:
@@ -167,15 +166,14 @@ class NonUniformReqGradNWM(NestedWrappedModule):
             return NonUniformReqGradNWM(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
 
         model = _init_in_mode(build, fsdp_init_mode, device_init_mode)
-        # FSDP's own component of a name, if there is one, stands between the two numbers.
+        # FSDP's own part of a name, if there is one, is between the two numbers.
         NonUniformReqGradNWM._set_nonuniform_req_grad(model, r"module\.2\.(_fsdp_wrapped_module\.)?1\.")
         return model
 
 
 class ModuleWithDelay(FSDPTestModel):
-    """A test model after whose loss, and before each reduce-scatter of whose gradients, the device is kept busy.
-
-    What is measured in milliseconds is the device's time; see :func:`.delays.delay_device` for those that cannot sleep.
+    """A test model that keeps the device busy after the loss and before each reduce-scatter of the gradients. The
+    milliseconds are time on the device; see :func:`.delays.delay_device` for devices that cannot sleep.
     """
 
     def __init__(self, module: nn.Module, delay_after_loss_ms: int, delay_before_reduction_ms: int) -> None:
@@ -207,7 +205,7 @@ class ModuleWithDelay(FSDPTestModel):
         delay_before_reduction_ms: int,
         **model_kwargs: Any,
     ) -> ModuleWithDelay:
-        """Wrap what ``module_class.init`` makes of the other arguments."""
+        """Wrap the model that ``module_class.init`` returns for the other arguments."""
         model = module_class.init(*model_args, **model_kwargs)
         return ModuleWithDelay(model, delay_after_loss_ms, delay_before_reduction_ms)
 
@@ -238,7 +236,9 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
 
 
 class DummyDDP(nn.Module):
-    """Has the shape of DDP, the model under ``module``, and reduces nothing: for models that do it themselves."""
+    """Looks like DDP, with the model under ``module``, but reduces nothing. For models that reduce their gradients
+    themselves.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -251,10 +251,10 @@ class DummyDDP(nn.Module):
 class MixtureOfExperts(NestedWrappedModule):
     """Four linear layers, (4, 8) to (4, 8): child 1 is shared, child 2 an expert with parameters of each rank's own.
 
-    With ``wrap_fsdp`` the shared layer is an FSDP1 instance over ``group`` and the expert one over a group of its rank
-    alone; without, ``run_backward`` averages the gradients of all but the expert by hand. ``deterministic`` seeds the
-    expert with 42 plus the rank and the others with 0. ``delay_before_free_ms`` keeps the device busy before
-    resharding in forward.
+    With ``wrap_fsdp`` the shared layer is an FSDP1 instance over ``group``, and the expert is one over a group with
+    only its rank. Without it, ``run_backward`` averages all gradients except the expert's. ``deterministic`` seeds the
+    expert with 42 plus the rank and the others with 0. ``delay_before_free_ms`` keeps the device busy before resharding
+    in forward.
     """
 
     def __init__(

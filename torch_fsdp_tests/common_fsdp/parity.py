@@ -1,4 +1,4 @@
-"""Is a model that FSDP2 sharded still the model that it was?"""
+"""Compares a model that FSDP2 sharded with a replicated one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def check_sharded_parity(
 ) -> None:
     """Fail the test ``cls`` unless both modules have the same parameters and gradients.
 
-    Names and order must agree after each of ``prefixes_to_ignore`` is cut out of the sharded module's names; every
-    sharded parameter must be a DTensor whose local shard is that of the replicated one, and so must its gradient,
-    unless neither module has one. Buffers are not compared. No communication.
+    Names and order must agree after each of ``prefixes_to_ignore`` is removed from the sharded module's names. Every
+    sharded parameter must be a DTensor whose local shard equals that of the replicated parameter. The same holds for
+    its gradient, unless neither module has one. Buffers are not compared. Nothing is communicated.
 
-    Raises ``AssertionError`` that names the parameter and what differs. Differs from upstream's in that every rank
-    compares with its own replica, so that replicas which drifted apart are seen, that a missing gradient is named, and
-    that modules without parameters are an error. As upstream's it refuses placements (Shard(0), Shard(0)): FSDP
-    shards inside tensor parallelism's shards, ``distribute_tensor`` the other way round.
+    Raises ``AssertionError`` that names the parameter and what differs. Differs from upstream's: every rank compares
+    with its own replica, so that replicas that drifted apart are noticed. A missing gradient is named, and modules
+    without parameters are an error. As upstream's, it refuses the placements (Shard(0), Shard(0)): FSDP shards the
+    shards of tensor parallelism, and ``distribute_tensor`` does it the other way round.
     """
     replicated = dict(replicated_module.named_parameters())
     sharded = {_without(prefixes_to_ignore, name): param for name, param in sharded_module.named_parameters()}
@@ -54,7 +54,7 @@ def _check_names(cls: Any, replicated: list[str], sharded: list[str]) -> None:
 
 
 def _check_local(cls: Any, what: str, reference: torch.Tensor, found: Any, param: Any) -> None:
-    """Compare the local shard ``found`` with that of ``reference``, laid out as the DTensor ``param`` is."""
+    """Compare the local shard ``found`` with that of ``reference`` under the placements of the DTensor ``param``."""
     if not isinstance(found, DTensor):
         cls.fail(f"{what} is a {type(found).__name__} in the sharded module, not a DTensor")
     mesh, placements = param.device_mesh, param.placements

@@ -1,9 +1,9 @@
-"""Putting something else in the place of a collective, or of a step of FSDP2, for the length of a context.
+"""Contexts that replace a collective, or a step of FSDP2.
 
-Ranks may be threads, which share what is patched. So every rank enters and leaves a patch together: a barrier stands
-between reading the original and replacing it, and another one before it is put back. Of the replacements that threads
-bring, the last one written serves them all, so they should be alike. Each ``patch_*`` is therefore a
-collective over the default group; without a group there is one rank, and nobody to wait for.
+Ranks may be threads, which share what is patched. So all ranks enter and leave a patch together: there is a barrier
+between reading the original and replacing it, and another one before it is restored. If threads write different
+replacements, the last one is used by all, so they should be the same. Each ``patch_*`` is therefore a collective over
+the default group. Without a group there is one rank, and no barrier.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _meet() -> None:
 def swapped(write: Callable[[Any], None], original: Any, replacement: Any) -> Iterator[None]:
     """Call ``write(replacement)``, and ``write(original)`` at the end of the context.
 
-    An exception in the context restores at once, without the barrier that upstream's patches keep: the other ranks may
-    never come to it, and then a timeout would hide the exception.
+    After an exception the original is restored at once, without the barrier of upstream's patches. The other ranks may
+    never reach that barrier, and then a timeout would hide the exception.
     """
     _meet()
     write(replacement)
@@ -46,12 +46,12 @@ def swapped(write: Callable[[Any], None], original: Any, replacement: Any) -> It
 
 
 def debug_level(level: dist.DebugLevel) -> AbstractContextManager[None]:
-    """The debug level of ``torch.distributed``. FSDP1 keeps the one that it is built under."""
+    """Set the debug level of ``torch.distributed``. An FSDP1 instance keeps the level at which it was built."""
     return swapped(dist.set_debug_level, dist.get_debug_level(), level)
 
 
 def _patched(owner: Any, name: str, replacement: Replacement) -> AbstractContextManager[None]:
-    # Read from the owner's own dictionary: an attribute of a class would come back without its staticmethod.
+    # This reads the owner's dictionary, because the attribute of a class would come without its staticmethod.
     return swapped(functools.partial(setattr, owner, name), vars(owner)[name], replacement)
 
 
@@ -107,10 +107,11 @@ def reduce_scatter_with_assert(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``assert_fn`` on the output of a reduce-scatter, which is not filled yet, then the reduce-scatter itself.
+    """Call ``assert_fn`` on the output of a reduce-scatter, which has no values yet, and then the reduce-scatter
+    itself.
 
-    For use as a replacement, by ``functools.partial`` over the first three arguments; ``cls`` is the test and not used.
-    Raises ``AssertionError`` when the call has no output argument, since then nothing was checked.
+    To use it as a replacement, bind the first three arguments with ``functools.partial``. ``cls`` is the test, and is
+    not used. Raises ``AssertionError`` if the call has no output argument, because then nothing was checked.
     """
     output = args[0] if args else kwargs.get("output")
     if output is None:

@@ -22,8 +22,8 @@ def _assert_module_states(
 ) -> None:
     """Call ``assert_fn(rank 0's tensor, another rank's tensor)`` for every parameter and buffer and every other rank.
 
-    A collective over ``process_group``; the tensors are handed over in host memory. Raises ``AssertionError`` when
-    ranks differ in the names of their states, which upstream's lets pass.
+    A collective over ``process_group``. The tensors travel through host memory. Unlike upstream's, raises
+    ``AssertionError`` if the names of the states differ between ranks.
     """
     mine = {
         name: tensor.detach().cpu()
@@ -43,7 +43,8 @@ def _assert_module_states(
 def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool = True) -> None:
     """Fill the parameters with zeros, and the buffers too if ``zero_buffers``.
 
-    With ``summon_full`` FSDP1's parameters are unsharded for it and written back; else each rank clears its shard.
+    With ``summon_full`` FSDP1's parameters are unsharded, filled and written back. Otherwise each rank clears its
+    shard.
     """
     with torch.no_grad(), FSDP.summon_full_params(model) if summon_full else contextlib.nullcontext():
         for tensor in (*model.parameters(), *(model.buffers() if zero_buffers else ())):
@@ -51,7 +52,9 @@ def _zero_model(model: nn.Module, zero_buffers: bool = False, summon_full: bool 
 
 
 def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Any]:
-    """The state dict of the model, after moving it to the device unless ``cpu_offload`` and to fp16 if ``half``."""
+    """The model's state dict. Unless ``cpu_offload``, the model is moved to the device first; with ``half`` it is
+    converted to fp16.
+    """
     if not cpu_offload:
         model = model.to(get_devtype())
     if half:
@@ -60,15 +63,17 @@ def _get_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = Fa
 
 
 def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:
-    """The name of a parametrized test: for each argument what the mapping has for its ``str``, "none" for None."""
+    """The name of a parametrized test. Each argument contributes the mapping's entry for its ``str``, or "none" for
+    None.
+    """
     return "_".join("none" if arg is None else test_name_mapping[str(arg)] for arg in args)
 
 
 def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rank 0's state dict, on every rank and on the device under test. A collective over the default group.
+    """Return rank 0's state dict on every rank, on the device under test. A collective over the default group.
 
-    Differs from upstream's: the dict that is passed in stays as it is. It travels in host memory, since parts of a
-    state dict may lie on a device of rank 0 alone (pytorch issue 77113).
+    Differs from upstream's: the argument does not change. The state dict travels through host memory, because parts of
+    it may be on a device that only rank 0 has (pytorch issue 77113).
     """
     sent = [{name: tensor.cpu() for name, tensor in state_dict.items()} if rank == 0 else None]
     dist.broadcast_object_list(sent)
@@ -78,19 +83,19 @@ def _broadcast_state_dict(rank: int, state_dict: dict[str, torch.Tensor]) -> dic
 
 
 def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-    """Copies of the unsharded parameters of an FSDP1 model, in order, on the compute device also where FSDP offloads.
+    """Copies of an FSDP1 model's unsharded parameters, in order, on the compute device even if FSDP offloads them.
 
-    Without ``recurse`` only those of the outermost FSDP instance are unsharded. A collective over the model's group.
+    Without ``recurse`` only the outermost FSDP instance is unsharded. A collective over the model's group.
     """
     with FSDP.summon_full_params(model, recurse=recurse):
         return copy.deepcopy(list(model.parameters()))
 
 
 def _move_to_device(model: AnyModule, move_to_device: bool) -> AnyModule:
-    """The model, moved to the device under test if so asked."""
+    """The model, moved to the device under test if requested."""
     return model.to(get_devtype()) if move_to_device else model
 
 
 def _maybe_wrap_fsdp(model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any) -> nn.Module:
-    """The model, wrapped with FSDP1 if so asked; the other arguments are FSDP's."""
+    """The model, wrapped with FSDP1 if requested. The other arguments are FSDP's."""
     return FSDP(model, *args, **kwargs) if wrap_fsdp else model

@@ -1,6 +1,5 @@
-"""More of what a host without an accelerator lacks for FSDP1, as contexts for the tests that need it.
-
-What every rank gets is in :mod:`torch_fsdp_tests.substitutes`. The rest is kept to contexts, since a test may see it.
+"""Contexts that let FSDP1 tests run on a host without an accelerator. Every rank gets what is in
+:mod:`torch_fsdp_tests.substitutes`. What a test could notice is a context here.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 
 
 def states_may_be_synced() -> AbstractContextManager[None]:
-    """``sync_module_states`` of what lies in host memory, where that is all the memory there is.
+    """Allow ``sync_module_states`` of tensors in host memory if there is no other memory.
 
-    FSDP refuses it (``_check_module_states_for_sync_module_states``) for the sake of backends that cannot broadcast it,
-    which the host's can. All ranks of the default group must enter the context.
+    FSDP refuses it (``_check_module_states_for_sync_module_states``) because some backends cannot broadcast such
+    tensors, but the host's backend can. All ranks of the default group must enter the context.
     """
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()
@@ -34,10 +33,10 @@ def states_may_be_synced() -> AbstractContextManager[None]:
 
 
 def to_host_is_a_copy() -> AbstractContextManager[Any]:
-    """Moving a whole flat parameter to the host copies it, also where it is there already.
+    """Moving a whole flat parameter to the host copies it, even if it is there already.
 
-    Without the copy FSDP frees what it has just moved, with ``offload_to_cpu`` for a state dict. Proves what FSDP does
-    with the copy, and not that it had one. For ranks that are processes.
+    Without the copy, FSDP frees what it has just moved (with ``offload_to_cpu`` for a state dict). A test in this
+    context shows what FSDP does with the copy, but not that FSDP makes one. For ranks that are processes.
     """
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()

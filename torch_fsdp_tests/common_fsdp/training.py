@@ -1,4 +1,4 @@
-"""Training a model with FSDP1 for a few steps, and comparing it with data parallelism that is not FSDP."""
+"""Trains a model with FSDP1 for a few steps, and compares it with data parallelism without FSDP."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _offloads(cpu_offload: CPUOffload | None) -> bool:
 
 
 def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
-    """The model, which lies on this rank's device, in DDP; ``kwargs`` are DDP's."""
+    """Wrap a model on this rank's device in DDP. ``kwargs`` are DDP's."""
     device = rank_device()
     return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
 
 
 class FSDPTestMixin(_Base):
-    """What the FSDP test cases of ranks have in common, whether their ranks live for one test or for many."""
+    """What all FSDP test cases share, whether their ranks exist for one test or for many."""
 
     process_group: Any
 
@@ -90,7 +90,7 @@ class FSDPTestMixin(_Base):
         on CUDA.
         """
         if num_steps < 1:
-            raise ValueError(f"cannot train for {num_steps} steps: nothing would be tested")
+            raise ValueError(f"cannot train for {num_steps} steps, because nothing would be tested")
         offloads = _offloads(fsdp_cpu_offload) and isinstance(model, FSDP)
         keeps = _fsdp1_init.NO_RESHARD_AFTER_FORWARD_STRATEGIES
         reshards = isinstance(model, FSDP) and model.sharding_strategy not in keeps
@@ -109,7 +109,7 @@ class FSDPTestMixin(_Base):
         for _ in range(num_steps):
             optim.zero_grad()
             with torch.amp.autocast(device_type, dtype=low_dtype, enabled=autocast):
-                inputs = module.get_input(get_devtype())  # on the device also where parameters are offloaded
+                inputs = module.get_input(get_devtype())  # on the device even if parameters are offloaded
                 if input_dtype is not None:
                     inputs = tuple(each.to(input_dtype) if each.is_floating_point() else each for each in inputs)
                 output = model(*inputs)
@@ -117,7 +117,7 @@ class FSDPTestMixin(_Base):
                     self._assert_on_host(model)
                 loss = module.get_loss(inputs, output).to(loss_device)
             loss = scaler.scale(loss)
-            if not autocast:  # whether autocast promotes a sum differs by device and is none of FSDP's business
+            if not autocast:  # whether autocast promotes a sum depends on the device, and not on FSDP
                 self.assertEqual(loss.dtype, input_dtype or low_dtype or torch.float32)
             module.run_backward(loss * weight)
             if offloads:
@@ -176,7 +176,7 @@ class FSDPTestMixin(_Base):
             **(init_kwargs or {}),
         )
         if use_pure_fp16:
-            plain = plain.half()  # before DDP sees it: converted afterwards, DDP no longer averages anything
+            plain = plain.half()  # before DDP wraps it: if it is converted afterwards, DDP averages nothing
         reference = (ref_init_fn or data_parallel)(plain)
         sharded = self._init_sharded(
             model_class,
@@ -233,9 +233,9 @@ class FSDPTestMixin(_Base):
         low_dtypes = [torch.float16] if use_pure_fp16 else []
         if mixed_precision is not None:
             low_dtypes += filter(None, (mixed_precision.param_dtype, mixed_precision.reduce_dtype))
-        # In low precision the two round at different places, at most by so much in each step.
+        # In low precision the two round in different places. This is the largest difference per step.
         rounding = num_iters * max(torch.finfo(dtype).eps for dtype in low_dtypes) if low_dtypes else None
-        # The loss itself is compared as its dtype asks, unless the gradients alone were reduced in a lower one.
+        # The loss is compared with the tolerance of its dtype, unless only the gradients were reduced in a lower one.
         loss_is_exact = rounding is None or sharded_loss.dtype in low_dtypes
         torch.testing.assert_close(
             sharded_loss.to(reference_loss.device),
@@ -263,9 +263,9 @@ class FSDPTestMixin(_Base):
         return model if isinstance(model, FSDP) else FSDP(model, self.process_group, **fsdp_kwargs)
 
     def _assert_same_parameters(self, sharded: nn.Module, reference: nn.Module, rounding: float | None) -> None:
-        """Compare the unsharded parameters with those of the reference, whose wrapper calls the model ``module``.
+        """Compare the unsharded parameters with those of the reference, which has the model under ``module``.
 
-        ``rounding`` is the tolerance, absolute and relative; None stands for that of the parameters' dtype.
+        ``rounding`` is the absolute and relative tolerance. None means that of the parameters' dtype.
         """
         expected = {name.removeprefix("module."): value.detach() for name, value in reference.named_parameters()}
         with FSDP.summon_full_params(sharded, writeback=False):

@@ -1,4 +1,4 @@
-"""A transformer for FSDP1 tests, whose embedding and output projection share a weight."""
+"""A transformer for FSDP1 tests. Its embedding and output projection share a weight."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TransformerWithSharedParams(FSDPTestModel):
 
     It has a shared parameter, a float buffer (``vocab_bias``), an integer one (``long_buffer``) and, with ``add_bn``, a
     batch norm over the batch dimension. ``deterministic`` seeds with 0 first and builds it in eval mode, so that
-    dropout is off and all instances are alike. ``get_input`` gives the same tokens on every rank; a test of averaging
-    over ranks brings its own.
+    dropout is off and all instances are equal. ``get_input`` returns the same tokens on every rank. A test of averaging
+    over ranks uses its own.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TransformerWithSharedParams(FSDPTestModel):
             self.eval()
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        manual_seed(1 + self.rank)  # dropout differs by rank, and is the same in every forward of a rank
+        manual_seed(1 + self.rank)  # dropout differs between ranks, and is the same in every forward of a rank
         source, target = (torch.arange(length * self.bs, device=device).view(length, self.bs) for length in (6, 4))
         return source, target
 
@@ -104,5 +104,5 @@ class TransformerWithSharedParams(FSDPTestModel):
         return wrapped.to(get_devtype()) if device_init_mode is DEVICEInitMode.DEVICE_AFTER else wrapped
 
     def get_ignored_modules(self) -> list[nn.Module]:
-        """The submodules that tests of ``ignored_modules`` keep out of FSDP."""
+        """The submodules that tests pass to FSDP as ``ignored_modules``."""
         return [self.transformer]

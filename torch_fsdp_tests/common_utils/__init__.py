@@ -1,7 +1,7 @@
-"""What every test file starts from: the base class, ``run_tests``, parametrization, flags and decorators.
+"""What every test file uses: the base class, ``run_tests``, parametrization, flags and decorators.
 
-Stands where ``torch/testing/_internal/common_utils.py`` stands. Names that ask about the device under test
-(``TEST_CUDA`` and its kin) and the seed of the run (``SEED``) are answered when they are asked for, not when this
+This package replaces ``torch/testing/_internal/common_utils.py``. Names that depend on the device under test
+(``TEST_CUDA`` and the like) and on the seed of the run (``SEED``) are computed when they are used, and not when this
 package is imported.
 """
 

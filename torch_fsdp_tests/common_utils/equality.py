@@ -1,8 +1,8 @@
-"""Are two values equal, and if not, where and by how much?
+"""Compares two values, and says where and by how much they differ.
 
-:func:`differences` walks containers side by side and hands every pair of leaves to one comparison: numbers and tensors
-to the public :func:`torch.testing.assert_close`, text to unittest's own, all else to ``==``. What differs is told with
-its place, so that a failure in a state dict of a hundred tensors reads as well as one of two numbers.
+:func:`differences` walks through two containers and compares every pair of leaves: numbers and tensors with the public
+:func:`torch.testing.assert_close`, text with unittest's comparison, and everything else with ``==``. Every difference
+is reported with its place, so that a failure in a state dict of a hundred tensors is as readable as one of two numbers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _TOLERANCES = {
     torch.qint8: (1.3e-6, 1e-5),
     torch.qint32: (1.3e-6, 1e-5),
 }
-# Python numbers are double precision, yet tests compare them with what float32 tensors gave; so upstream measures them
-# with float32's tolerances, and so do we.
+# Python numbers have double precision, but tests compare them with results of float32 tensors. So this module uses
+# float32's tolerances for them, as upstream does.
 _NUMBER_DTYPES = ((complex, torch.complex64), (float, torch.float32))
 
-_HOW_MANY_PLACES = 5  # further places that differ, after the one that is told in full
+_HOW_MANY_PLACES = 5  # further differences to list, after the one that is described in full
 
 _SHORT = reprlib.Repr()  # of sequences of unlike lengths
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -53,7 +53,9 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 @dataclasses.dataclass(frozen=True)
 class Closeness:
-    """How close is equal. ``least_atol`` and ``least_rtol`` are lower bounds, as a test's ``precision`` sets them."""
+    """The tolerances of a comparison. ``least_atol`` and ``least_rtol`` are lower bounds, which a test's ``precision``
+    sets.
+    """
 
     atol: float | None = None
     rtol: float | None = None
@@ -67,9 +69,9 @@ class Closeness:
     exact_is_coalesced: bool = False
 
     def tolerances(self, *dtypes: torch.dtype) -> dict[str, float]:
-        """The keyword arguments for assert_close: of several dtypes the loosest decides."""
+        """The keyword arguments for assert_close. If there are several dtypes, the loosest tolerance counts."""
         if (self.atol is None) != (self.rtol is None):
-            raise ValueError("give both atol and rtol or neither: a default for the other one would be a guess")
+            raise ValueError("give both atol and rtol, or neither: a default for the other one would be a guess")
         if self.rtol is not None and self.atol is not None:
             rtol, atol = self.rtol, self.atol
         else:
@@ -91,7 +93,7 @@ class Difference:
 
 
 def describe(found: Sequence[Difference]) -> str:
-    """The text of a failure: the first difference in full, and where the others are."""
+    """The message of a failure: the first difference in full, and the places of the others."""
     first, *others = found
     lines = [f"at {first.place}: {first.message}" if first.path else first.message]
     if others:
@@ -104,8 +106,8 @@ def describe(found: Sequence[Difference]) -> str:
 def differences(x: Any, y: Any, how: Closeness, path: tuple[object, ...] = ()) -> Iterator[Difference]:
     """Yield every place where ``x`` (the actual value) and ``y`` (the expected one) differ.
 
-    Raises ``ValueError`` where a tensor of several elements meets a number, and ``TypeError`` where a DTensor meets a
-    tensor that is none: neither question has an answer.
+    Raises ``ValueError`` if a tensor of several elements is compared with a number, and ``TypeError`` if a DTensor is
+    compared with another tensor. Neither comparison has an answer.
     """
     x, y = _alike(x, y) if path == () else (_untyped(x), _untyped(y))
     if _are(_SEQUENCES, x, y) and not isinstance(x, _TEXT) and not isinstance(y, _TEXT):
@@ -134,7 +136,9 @@ def _are(kinds: tuple[type, ...], *values: object) -> bool:
 
 
 def _alike(x: Any, y: Any) -> tuple[Any, Any]:
-    """Bring two whole values into one form: arrays without a torch dtype become lists, a list beside a tensor one."""
+    """Convert two values to a common form. Arrays without a torch dtype become lists; a list that is compared with a
+    tensor becomes a tensor.
+    """
     if _untyped(x) is not x or _untyped(y) is not y:
         x, y = (value.tolist() if isinstance(value, _ARRAYS) else value for value in (x, y))
     elif isinstance(x, torch.Tensor) and isinstance(y, Sequence) and not isinstance(y, _TEXT):
@@ -145,7 +149,7 @@ def _alike(x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _untyped(value: Any) -> Any:
-    """An array of a dtype that torch does not have, such as text, as a list; anything else as it is."""
+    """Convert an array of a dtype that torch does not have, such as text, to a list. Return anything else unchanged."""
     if isinstance(value, np.ndarray):
         try:
             torch.from_numpy(np.empty(0, value.dtype))
@@ -161,14 +165,14 @@ def _unbound(value: Any) -> Any:
 
 
 def _compare_leaves(x: Any, y: Any, how: Closeness) -> None:
-    """Raise ``AssertionError`` with a message for people where the two differ."""
+    """Raise ``AssertionError`` with a readable message if the two differ."""
     if x is None or y is None:
         if x is not y:
             raise AssertionError(f"None mismatch: {_brief(x)} is not {_brief(y)}")
     elif isinstance(x, _BOOLEANS) or isinstance(y, _BOOLEANS):
         _compare_booleans(x, y)
     elif isinstance(x, enum.Enum) and isinstance(y, enum.Enum):
-        _compare_objects(x, y)  # members of an IntEnum are numbers too, yet it is their names that say what went wrong
+        _compare_objects(x, y)  # members of an IntEnum are numbers too, but their names are more useful in a message
     elif _are(_NUMBER_LIKE, x, y) and not _are(_ARRAYS, x, y):
         _compare_numbers(_as_number(x), _as_number(y), how)
     elif _are(_ARRAYS, x, y):
@@ -186,7 +190,7 @@ def _compare_objects(x: Any, y: Any) -> None:
     case = unittest.TestCase()
     case.maxDiff = None
     if isinstance(x, _ARRAYS) or isinstance(y, _ARRAYS):
-        # A tensor compared with another kind of value answers elementwise or not at all; it is never equal to one.
+        # A tensor is never equal to another kind of value; ``==`` would compare elementwise or fail.
         raise AssertionError(f"{type(x).__name__} and {type(y).__name__} differ: {_brief(x)} != {_brief(y)}")
     case.assertEqual(x, y)
 
@@ -194,7 +198,7 @@ def _compare_objects(x: Any, y: Any) -> None:
 def _only_element(value: Any, other: str) -> Any:
     count = value.numel() if isinstance(value, torch.Tensor) else value.size
     if count != 1:
-        raise ValueError(f"a {other} can be compared with a tensor of one element, and this one has {count}")
+        raise ValueError(f"a {other} can only be compared with a tensor of one element, and this one has {count}")
     return value.item()
 
 
@@ -215,14 +219,14 @@ def _compare_booleans(x: Any, y: Any) -> None:
 
 
 def _compare_numbers(x: int | float | complex, y: int | float | complex, how: Closeness) -> None:
-    if x == y:  # also where both are infinite, or integers too large for a tensor
+    if x == y:  # also if both are infinite, or integers that are too large for a tensor
         return
     dtypes = [next((dtype for kind, dtype in _NUMBER_DTYPES if isinstance(n, kind)), torch.int64) for n in (x, y)]
     torch.testing.assert_close(x, y, check_dtype=False, equal_nan=how.equal_nan, **how.tolerances(*dtypes))
 
 
 def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
-    # A copy, because torch takes no arrays with negative strides and warns about read-only ones.
+    # This copies, because torch refuses arrays with negative strides and warns about read-only ones.
     x, y = (torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value for value in (x, y))
     x, y = _local_parts(x, y)
     if x.layout == y.layout == torch.sparse_coo and x.is_coalesced() != y.is_coalesced():
@@ -242,7 +246,7 @@ def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
 
 
 def _local_parts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of two DTensors with the same layout the shards of this rank, so that comparing them starts no collective."""
+    """The local shards of two DTensors with the same layout, so that the comparison starts no collective."""
     if not dist.is_available():
         return x, y
     from torch.distributed.tensor import DTensor
@@ -250,7 +254,7 @@ def _local_parts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.
     if not isinstance(x, DTensor) and not isinstance(y, DTensor):
         return x, y
     if not isinstance(x, DTensor) or not isinstance(y, DTensor):
-        raise TypeError("a DTensor and a plain tensor: compare with its full_tensor() or its to_local(), and say which")
+        raise TypeError("cannot compare a DTensor with a plain tensor: compare its full_tensor() or its to_local()")
     if x.placements != y.placements:
         raise AssertionError(f"DTensor placements do not match: {x.placements} != {y.placements}")
     if x.device_mesh != y.device_mesh:

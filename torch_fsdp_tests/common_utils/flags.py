@@ -1,8 +1,8 @@
-"""Facts that test files ask for by upstream's names: the platform, the build under test, and the device under test.
+"""Flags with upstream's names: the platform, the build under test, and the device under test.
 
-What the environment or the interpreter says is a constant. What needs the device under test is answered by
-``about_device``, through which the package's ``__getattr__`` serves names such as ``TEST_CUDA``: asked late, from
-:func:`torch_fsdp_tests.accelerator.current`, without starting a device runtime.
+A flag that depends on the environment or the interpreter is a constant. A flag that depends on the device under test,
+such as ``TEST_CUDA``, is computed by ``about_device`` when it is used. The package's ``__getattr__`` calls this
+function. It uses :func:`torch_fsdp_tests.accelerator.current`, and starts no device runtime.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def environment_flag(variable: str) -> bool:
-    """True when the variable is exactly ``1``, which is how all of upstream's ``PYTORCH_TEST_*`` switches are read."""
+    """Whether the variable is exactly ``1``. All of upstream's ``PYTORCH_TEST_*`` switches are read in this way."""
     return os.environ.get(variable) == "1"
 
 
-# Unlike the other switches, any text at all in CI means yes: services set it to "true".
+# Unlike the other switches, CI is on with any text, because services set it to "true".
 IS_CI = bool(os.environ.get("CI"))
 IS_SANDCASTLE = (
     environment_flag("SANDCASTLE") if "SANDCASTLE" in os.environ else os.environ.get("TW_JOB_USER") == "sandcastle"
@@ -72,10 +72,10 @@ NAVI_ARCH = ("gfx1030", *NAVI3_ARCH, *NAVI4_ARCH)
 
 
 def device_under_test() -> accelerator.Accelerator | None:
-    """The accelerator under test, or None when what was asked for cannot be had.
+    """The accelerator under test, or None if the requested one is not available.
 
-    A test file asks at import, where a refusal would hide every test of the file; the first test that needs the device
-    gets the refusal in words instead.
+    Test files call this at import, where an exception would hide every test of the file. So the first test that needs
+    the device reports the problem instead.
     """
     try:
         return accelerator.current()
@@ -84,18 +84,18 @@ def device_under_test() -> accelerator.Accelerator | None:
 
 
 def device_type_under_test() -> str:
-    """The device type that generated names carry, also where the device that was asked for is absent."""
+    """The device type in generated names, even if the requested device is not available."""
     found = device_under_test()
     return found.type if found is not None else os.environ[accelerator.DEVICE_VARIABLE]
 
 
 def privateuse1_name() -> str:
-    """The name that an extension has given to torch's spare device type, by default that of the slot itself."""
+    """The name that an extension has given to torch's spare device type, or the default name."""
     return torch._C._get_privateuse1_backend_name()
 
 
 def has_devices(device_type: str, at_least: int = 1) -> bool:
-    """Whether the device under test is of this type and so many of it are visible."""
+    """Whether the device under test has this type, and at least this many devices are visible."""
     found = device_under_test()
     return found is not None and found.type == device_type and found.count >= at_least
 

@@ -20,7 +20,8 @@ from .seed import SEED_VARIABLE, set_rng_seed
 NO_TESTS_RAN = 5  # unittest's own exit status for this since Python 3.12
 BAD_ARGUMENTS = 2
 
-# Options of upstream's run_tests that concern many files or other runners. One that were ignored would be a promise.
+# Options of upstream's run_tests that concern many files or other runners. They are refused, because ignoring them
+# would mislead.
 _ELSEWHERE = {
     "--save-xml": "run_test.py writes JUnit: python run_test.py -i FILE --save-xml DIR",
     "--subprocess": "run_test.py runs each file in a process of its own",
@@ -47,7 +48,7 @@ def _own_options() -> argparse.ArgumentParser:
 
 
 class _Runner(unittest.TextTestRunner):
-    """unittest's runner; under the list of failures it prints what tests left changed."""
+    """unittest's runner, which also prints what tests left changed, below the list of failures."""
 
     def _makeResult(self) -> Any:
         result: Any = super()._makeResult()
@@ -64,7 +65,7 @@ class _Runner(unittest.TextTestRunner):
 
 
 class _Program(unittest.TestProgram):
-    """unittest's program, which makes the rank engine ready between loading the tests and running the first one."""
+    """unittest's program, which prepares the rank engine after the tests are loaded and before the first one runs."""
 
     test: unittest.TestSuite | unittest.TestCase
     testNames: Sequence[str] | None
@@ -77,7 +78,7 @@ class _Program(unittest.TestProgram):
     def _why_nothing(self) -> str:
         patterns = " or ".join(f"-k {pattern.strip('*')}" for pattern in self.testNamePatterns or ())
         names = ", ".join(self.testNames or ())
-        return f"no test fits {patterns}" if patterns else f"there is no test in {names or 'this file'}"
+        return f"no test matches {patterns}" if patterns else f"there is no test in {names or 'this file'}"
 
     def runTests(self) -> None:
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
@@ -92,7 +93,7 @@ class _Program(unittest.TestProgram):
                 print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
             sys.exit(NO_TESTS_RAN)
         ranks.prepare()
-        self.exit = False  # the exit status is decided below, alike for all versions of Python
+        self.exit = False  # the exit status is decided below, in the same way on all versions of Python
         tests = list(_flat(self.test)) if self._repeat > 1 else []  # a suite forgets the tests that it has run
         for _ in range(self._repeat):
             self.test = unittest.TestSuite(tests) if tests else self.test
@@ -112,7 +113,7 @@ def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.Te
 
 
 def run_tests(argv: Sequence[str] | None = None) -> None:
-    """Run the tests of the file that is run as a program, as :func:`unittest.main` does, and leave.
+    """Run the tests of the file that runs as a program, like :func:`unittest.main`, and exit.
 
     ``argv`` is by default ``sys.argv``, the program's name first. Options, output and exit status are unittest's (1: a
     test failed; 2: bad arguments; 5: nothing ran, also before Python 3.12), and ``--seed`` and upstream's
@@ -125,7 +126,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     for argument in arguments:
         option = argument.partition("=")[0]
         if option in _ELSEWHERE:
-            print(f"{option} is no option of a single test file: {_ELSEWHERE[option]}", file=sys.stderr)
+            print(f"{option} is not an option of a single test file: {_ELSEWHERE[option]}", file=sys.stderr)
             sys.exit(BAD_ARGUMENTS)
     parser = _own_options()
     if {"-h", "--help"} & set(arguments):

@@ -1,4 +1,4 @@
-"""Ports of this machine for tests that meet over TCP."""
+"""TCP ports of this machine, for tests whose ranks meet over TCP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ATTEMPTS = 10
 
 
 def find_free_port() -> int:
-    """A TCP port of the loopback interface that nobody holds now.
+    """Return a TCP port of the loopback interface that is free now.
 
     Another process may take it before the caller does: retry (:func:`retry_on_connect_failures`), or let a store choose
     its own port with port 0, or rendezvous over a file.
@@ -30,10 +30,11 @@ def find_free_port() -> int:
 def retry_on_connect_failures(
     func: Callable[..., Any] | None = None, connect_errors: str | Iterable[str] = (ADDRESS_IN_USE,)
 ) -> Any:
-    """Call up to ten times, while it raises a ``RuntimeError`` whose text holds one of ``connect_errors``.
+    """Call the function up to ten times, as long as it raises a ``RuntimeError`` that mentions one of
+    ``connect_errors``.
 
-    For functions that take a new port at each call. Differs from upstream's in that no time passes between attempts,
-    which a new port does not need, and in that a single string is one error and not its letters.
+    For functions that take a new port at each call. Differs from upstream's: there is no pause between attempts,
+    because a new port does not need one. A single string is one error, and not a list of letters.
     """
     if func is None:
         return functools.partial(retry_on_connect_failures, connect_errors=connect_errors)

@@ -1,6 +1,6 @@
-"""One test method written, several made: over parameters, with upstream's generated names.
+"""Makes several tests from one method, over parameters, with upstream's generated names.
 
-A decorator here only leaves a recipe on the method, under the attribute ``parametrize_fn``. The tests are made when
+A decorator only attaches a recipe to the method, as its attribute ``parametrize_fn``. The tests are made when
 :func:`instantiate_parametrized_tests` or ``instantiate_device_type_tests`` sees the class. A recipe is called with
 ``(test, generic_cls, device_cls)`` and yields :data:`Variant` tuples; these and the names ``_TestParametrizer`` and
 ``_parametrize_test`` are upstream's, because test files derive their own decorators from them.
@@ -32,7 +32,7 @@ def no_decorators(_: Parameters) -> list[Decorator]:
 
 
 class _TestParametrizer:
-    """Base of the decorators that turn one test into several."""
+    """The base class of the decorators that turn one test into several."""
 
     def _parametrize_test(self, test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:
         raise NotImplementedError
@@ -45,9 +45,10 @@ class _TestParametrizer:
 
 
 def compose_parametrize_fns(old_parametrize_fn: Recipe, new_parametrize_fn: Recipe) -> Recipe:
-    """The recipe that makes the product of two. In names the new one's (the upper decorator's) part comes first.
+    """Return a recipe for the product of two recipes. In names, the part of the new one (the upper decorator) comes
+    first.
 
-    Raises ``RuntimeError``, when tests are made, if both give the same argument.
+    When tests are made, it raises ``RuntimeError`` if both give the same argument.
     """
 
     def product(test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:
@@ -77,10 +78,11 @@ def _both(
 
 
 def bound_test(test: Test, arguments: Parameters, decorators: Iterable[Decorator]) -> Test:
-    """The method that calls ``test`` with these arguments, under these decorators, the first one innermost.
+    """Return a method that calls ``test`` with these arguments. The first of the decorators is the innermost.
 
-    Decorators are applied to a function of this variant alone, since some (``unittest.expectedFailure``) mark the very
-    function they are given. The variant carries no recipe: a class derived from its class may be instantiated as well.
+    Decorators are applied to a function that belongs to this variant only, because some of them
+    (``unittest.expectedFailure``) mark the function that they get. The variant has no recipe, so that a subclass of its
+    class can be instantiated as well.
     """
     decorators = list(decorators)
     if decorators:
@@ -103,9 +105,9 @@ def _fresh(test: Test) -> Test:
 
 
 def add_test(cls: type, name: str, test: Test) -> None:
-    """Give the class a test under a new name, which may override an inherited one.
+    """Add a test to the class under a new name. It may override an inherited test.
 
-    Raises ``AssertionError`` where the class itself has the name already: one of the two would be lost.
+    Raises ``AssertionError`` if the class itself has the name already, because one of the two would be lost.
     """
     if name in vars(cls):
         raise AssertionError(f"two tests of {cls.__name__} would have the name {name}: give one of them another")
@@ -115,10 +117,10 @@ def add_test(cls: type, name: str, test: Test) -> None:
 
 
 def instantiate_parametrized_tests(generic_cls: Class) -> Class:
-    """Replace each parametrized method of a test class by its variants; a class decorator, or called on the class.
+    """Replace each parametrized method of a test class by its variants. Use it as a class decorator, or call it.
 
-    Names are ``<method>_<suffix>``, as upstream makes them. Differs from upstream's in that a parametrized method
-    inherited from a class that has not been instantiated is made for this class too, instead of being an error.
+    Names are ``<method>_<suffix>``, as upstream makes them. Differs from upstream's: if a parametrized method is
+    inherited from a class that was not instantiated, this class gets its variants too. Upstream raises an error.
     """
     for attribute in dir(generic_cls):
         generic = getattr(generic_cls, attribute)
@@ -136,9 +138,9 @@ def instantiate_parametrized_tests(generic_cls: Class) -> Class:
 
 
 class subtest:
-    """One entry of :class:`parametrize` with a name or decorators of its own.
+    """An entry of :class:`parametrize` with its own name or decorators.
 
-    ``arg_values`` is what the plain entry would be: the value of a single parameter, or a tuple with one for each.
+    ``arg_values`` has the form of a plain entry: the value of a single parameter, or a tuple with one value for each.
     """
 
     __slots__ = ("arg_values", "decorators", "name")
@@ -155,9 +157,9 @@ class parametrize(_TestParametrizer):
     An entry is a value, or a tuple of values when there are several parameters, or a :class:`subtest`. The suffix of
     the name is the subtest's, or ``name_fn(*values)``, or for each parameter what :meth:`_value_name` says.
 
-    Raises, when the tests are made, ``RuntimeError`` for an entry of the wrong length and ``ValueError`` when there are
-    no entries: such a test would vanish. Differs from upstream's in that the entries are taken at decoration, so a
-    generator serves several classes.
+    When the tests are made, it raises ``RuntimeError`` for an entry of the wrong length, and ``ValueError`` if there
+    are no entries, because such a test would disappear. Differs from upstream's: the entries are read when the
+    decorator is applied, so that a generator works for several classes.
     """
 
     def __init__(self, arg_str: str, arg_values: Iterable[Any], name_fn: Callable[..., str] | None = None) -> None:
@@ -170,7 +172,7 @@ class parametrize(_TestParametrizer):
             yield test, "", {}, no_decorators
             return
         if not self.arg_values:
-            raise ValueError(f"{test.__qualname__} is parametrized over no values, so no test would be left")
+            raise ValueError(f"{test.__qualname__} is parametrized over no values, so the test would disappear")
         for index, entry in enumerate(self.arg_values):
             case = entry if isinstance(entry, subtest) else subtest(entry)
             values = list(case.arg_values) if len(self.arg_names) > 1 else [case.arg_values]
@@ -189,7 +191,9 @@ class parametrize(_TestParametrizer):
 
     @staticmethod
     def _value_name(index: int, name: str, value: Any) -> str:
-        """Upstream's name for one value: a dtype or device alone, others behind their parameter or by its index."""
+        """Upstream's name for one value. A dtype or device stands alone. Other values follow their parameter's name, or
+        are replaced by their index.
+        """
         match value:
             case torch.dtype():
                 return dtype_name(value)
@@ -228,7 +232,7 @@ class reparametrize(_TestParametrizer):
 
 
 class decorateIf(_TestParametrizer):
-    """Apply a decorator to those variants for whose arguments ``predicate_fn`` is true, whatever made them."""
+    """Apply a decorator to those variants for whose arguments ``predicate_fn`` is true."""
 
     def __init__(self, decorator: Decorator, predicate_fn: Callable[[Parameters], bool]) -> None:
         self.decorator = decorator

@@ -1,4 +1,4 @@
-"""The seed of a run and the random states it sets."""
+"""The seed of a run, and the random states that it sets."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 def seed_of_run() -> int:
     """The seed that every test starts from: ``TORCH_FSDP_TESTS_SEED``, else 1234.
 
-    An environment variable, because the ranks of a test must find the seed that ``--seed`` gave to the test process.
-    Raises ``ValueError`` when the variable holds no integer.
+    It is an environment variable, so that the ranks of a test get the seed that ``--seed`` gave to the test process.
+    Raises ``ValueError`` if the variable is not an integer.
     """
     text = os.environ.get(SEED_VARIABLE)
     if text is None:
@@ -32,9 +32,8 @@ def seed_of_run() -> int:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed torch's generators: what :func:`torch.manual_seed` does, without its cost where there is no accelerator.
-
-    There it formats the caller's stack three times, milliseconds, for devices that may be initialised later.
+    """Seed torch's generators like :func:`torch.manual_seed`, but faster if there is no accelerator. In that case torch
+    formats the caller's stack three times for devices that may be initialized later, which takes milliseconds.
     """
     if torch.accelerator.current_accelerator() is None:
         torch.default_generator.manual_seed(seed)
@@ -47,13 +46,13 @@ def set_rng_seed(seed: int | None = None) -> None:
     seed = seed_of_run() if seed is None else seed
     manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy refuses seeds that torch takes
+    np.random.seed(seed % 2**32)  # numpy refuses some seeds that torch accepts
 
 
 def save_rng_state() -> Callable[[], None]:
-    """Remember the states of all generators; the function returned puts them back.
+    """Save the states of all generators, and return a function that restores them.
 
-    An accelerator's state is touched only where its runtime runs already, since asking would start it.
+    The state of an accelerator is saved only if its runtime is running, because reading it would start the runtime.
     """
     python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     found = torch.accelerator.current_accelerator() if accelerator.initialised() else None
@@ -72,7 +71,7 @@ def save_rng_state() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def freeze_rng_state() -> Iterator[None]:
-    """Whatever the block draws, all generators go on as if it had not."""
+    """Restore all random generators after the block."""
     restore = save_rng_state()
     try:
         yield

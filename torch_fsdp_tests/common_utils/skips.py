@@ -1,4 +1,4 @@
-"""Decorators that skip, and those that run a test in another setting."""
+"""Decorators that skip tests, and decorators that run a test with other settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Decorator = Callable[[Any], Any]
 
 
 def lazy_skip_if(condition: Callable[[], object], reason: str) -> Decorator:
-    """Skip a test when ``condition()`` is true at the time it runs; for a class, at the time it is decorated."""
+    """Skip a test if ``condition()`` is true when it runs; for a class, if it is true when the class is decorated."""
 
     def decorate(target: Any) -> Any:
         if isinstance(target, type):
@@ -39,16 +39,16 @@ def lazy_skip_if(condition: Callable[[], object], reason: str) -> Decorator:
 
 
 def skipIfTorchDynamo(msg: str = "not meant to run under dynamo") -> Decorator:
-    """Skip when the whole run is compiled (``PYTORCH_TEST_WITH_DYNAMO=1``)."""
+    """Skip if the whole run is compiled (``PYTORCH_TEST_WITH_DYNAMO=1``)."""
     if not isinstance(msg, str):
-        raise AssertionError("skipIfTorchDynamo takes a reason: write @skipIfTorchDynamo(), with parentheses")
+        raise AssertionError("skipIfTorchDynamo needs parentheses: write @skipIfTorchDynamo()")
     return lazy_skip_if(lambda: flags.TEST_WITH_TORCHDYNAMO, msg)
 
 
 def skipIfTorchInductor(
     msg: str = "not meant to run under inductor", condition: bool = flags.TEST_WITH_TORCHINDUCTOR
 ) -> Decorator:
-    """Skip when the whole run is compiled by inductor (``PYTORCH_TEST_WITH_INDUCTOR=1``), or on another condition."""
+    """Skip if the whole run is compiled by inductor (``PYTORCH_TEST_WITH_INDUCTOR=1``), or if a condition is true."""
     return lazy_skip_if(lambda: condition, msg)
 
 
@@ -63,7 +63,7 @@ def skipIfFreeThreaded(msg: str = "not meant to run without the interpreter lock
 
 
 def _platform_skip(name: str, condition: Callable[[], object], msg: str) -> Callable[..., Any]:
-    """A decorator that is written with or without parentheses, as upstream's ``skipIf<Platform>`` are."""
+    """Make a decorator that works with and without parentheses, like upstream's ``skipIf<Platform>``."""
 
     def decorator(func: Any = None, *, msg: str = msg) -> Any:
         decorate = lazy_skip_if(condition, f"{name}: {msg}")
@@ -100,7 +100,7 @@ def skipIfRocmArch(arch: tuple[str, ...]) -> Decorator:
 
 def runOnRocmArch(arch: tuple[str, ...]) -> Decorator:
     """Skip when ROCm tests run on another architecture; elsewhere the test runs."""
-    return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and not isRocmArchAnyOf(arch), f"on ROCm only meant for {arch}")
+    return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and not isRocmArchAnyOf(arch), f"only for ROCm's {arch}")
 
 
 def runOnRocm(fn: Any) -> Any:
@@ -117,7 +117,7 @@ def skipIfRocmVersionLessThan(version: tuple[int, int] | None = None) -> Decorat
 
 
 def xfailIf(condition: object) -> Decorator:
-    """``unittest.expectedFailure`` where the condition holds."""
+    """``unittest.expectedFailure`` if the condition is true."""
     return unittest.expectedFailure if condition else lambda fn: fn
 
 
@@ -129,22 +129,22 @@ def slowTest(fn: Any) -> Any:
 
 
 def slowTestIf(condition: object) -> Decorator:
-    """:func:`slowTest` where the condition, taken at decoration, holds."""
+    """:func:`slowTest` if the condition is true when the test is decorated."""
     return slowTest if condition else lambda fn: fn
 
 
 def serialTest(condition: bool = True) -> Decorator:
-    """Accepted as upstream's, without effect: the tests of a file run one after the other here."""
+    """Does nothing, and exists for compatibility: here the tests of a file always run one after the other."""
     return lambda fn: fn
 
 
 def skip_but_pass_in_sandcastle(reason: str) -> Decorator:
-    """Skip; in the environment that upstream calls sandcastle pass without running, and say so on stderr."""
+    """Skip. In the environment that upstream calls sandcastle, pass without running, and say so on stderr."""
     return skip_but_pass_in_sandcastle_if(True, reason)
 
 
 def skip_but_pass_in_sandcastle_if(condition: object, reason: str) -> Decorator:
-    """:func:`skip_but_pass_in_sandcastle` where the condition, taken at decoration, holds."""
+    """:func:`skip_but_pass_in_sandcastle` if the condition is true when the test is decorated."""
 
     def decorate(target: Any) -> Any:
         if not condition:
@@ -162,9 +162,9 @@ def skip_but_pass_in_sandcastle_if(condition: object, reason: str) -> Decorator:
 
 
 class _Setting:
-    """A setting of the whole process, which ranks that are threads change together.
+    """A setting of the whole process, which ranks in threads change together.
 
-    What the last one to come asked for holds, and what was there before the first one comes back with the last to go.
+    The value that the latest rank set is in force. When the last rank leaves, the original value is restored.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
@@ -174,7 +174,7 @@ class _Setting:
 
     @contextlib.contextmanager
     def at(self, value: Any) -> Iterator[None]:
-        """Have the value inside the context."""
+        """Set the value inside the context."""
         wish = (object(), value)
         with self._lock:
             if not self._wishes:
@@ -207,9 +207,9 @@ _default_dtype = _Setting(torch.get_default_dtype, torch.set_default_dtype)
 
 
 def SwapTensorsGuard(use_swap_tensors: bool | None) -> AbstractContextManager[None]:
-    """Set whether ``nn.Module`` conversions swap parameters (None: leave it) and put it back afterwards.
+    """Set whether ``nn.Module`` conversions swap parameters (None changes nothing), and restore it afterwards.
 
-    Differs from upstream's, as the two below: ranks that are threads may be in it together.
+    Differs from upstream's, like the two below: ranks in threads may use it together.
     """
     return contextlib.nullcontext() if use_swap_tensors is None else _swapping.at(use_swap_tensors)
 
@@ -217,18 +217,18 @@ def SwapTensorsGuard(use_swap_tensors: bool | None) -> AbstractContextManager[No
 def DeterministicGuard(
     deterministic: bool, *, warn_only: bool = False, fill_uninitialized_memory: bool = True
 ) -> AbstractContextManager[None]:
-    """Set torch's deterministic-algorithms flags and put them back afterwards."""
+    """Set torch's deterministic-algorithms flags, and restore them afterwards."""
     return _determinism.at((deterministic, warn_only, fill_uninitialized_memory))
 
 
 def set_default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Set torch's default dtype and put it back afterwards."""
+    """Set torch's default dtype, and restore it afterwards."""
     return _default_dtype.at(dtype)
 
 
 @contextlib.contextmanager
 def set_cwd(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Change the working directory and go back afterwards."""
+    """Change the working directory, and restore it afterwards."""
     before = os.getcwd()
     os.chdir(path)
     try:

@@ -1,4 +1,4 @@
-"""Keeping a device busy for a known time, so that a test can see what overlaps with what."""
+"""Keeps a device busy for a known time, so that a test can see what overlaps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_fsdp_tests import accelerator
 _HOST_CYCLES_PER_MS = 1e6  # the host substitute counts in nanoseconds
 _MEASURED_CYCLES = 1_000_000
 _MEASUREMENTS = 10
-_OUTLIERS = 2  # of the measurements at each end; the first calls on a device are slow
+_OUTLIERS = 2  # measurements to drop at each end; the first calls on a device are slow
 
 
 def _device_type(device: torch.device | str | int | None) -> str:
@@ -28,11 +28,11 @@ def _has_kernel(device_type: str) -> bool:
 
 
 def device_sleep(device: torch.device | str | int | None, cycles: int) -> None:
-    """Occupy the device's current stream for ``cycles`` of its clock; on the host, return at once.
+    """Keep the device's current stream busy for ``cycles`` of its clock, and return at once on the host.
 
-    Where the device has no sleep kernel (capability ``sleep_kernel``) the calling thread waits instead, with a cycle of
-    one nanosecond: work of this rank is late by the same time, but nothing of it overlaps. Differs from upstream's,
-    whose CPU version counts in a loop, at a speed that depends on the interpreter.
+    If the device has no sleep kernel (capability ``sleep_kernel``), the calling thread waits instead, and a cycle is
+    one nanosecond. The rank's work is delayed by the same time, but nothing overlaps with it. Differs from upstream's:
+    on the CPU, upstream counts in a loop, and the speed depends on the interpreter.
     """
     kind = _device_type(device)
     if _has_kernel(kind):

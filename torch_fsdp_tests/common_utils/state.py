@@ -1,7 +1,7 @@
-"""What a test may leave changed in its process: recorded before, put back after, and named.
+"""Settings that a test may leave changed in its process. They are recorded before it, restored after it, and reported.
 
-A thing that can be left changed is a ``Watched``: how to read it, how to put it back, and its name in a sentence.
-Random states are put back without a word, since a test that draws numbers does nothing wrong.
+A ``Watched`` is one such setting: how to read it, how to restore it, and its name in a sentence. Random states are
+restored silently, because a test may draw random numbers.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch_fsdp_tests import events
 
 from .seed import save_rng_state
 
-# torch sets these itself when its compiler is first used, and sets them again when they are gone.
+# torch sets these itself when its compiler is first used, and sets them again if they are missing.
 TORCHS_OWN_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 STRICT_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 
 
 def strict() -> bool:
-    """Whether a leak fails its test instead of being noted."""
+    """Whether a leak fails its test. Otherwise it is only reported."""
     return os.environ.get(STRICT_VARIABLE) == "1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """One thing that a test may leave changed."""
+    """One setting that a test may leave changed."""
 
     name: str
     read: Callable[[], Any]
     restore: Callable[[Any], object]
 
     def describe(self, before: Any, after: Any) -> str:
-        """The change in words, to follow the name of the test."""
+        """A description of the change, which follows the name of the test."""
         return f"left {self.name} at {after!r} instead of {before!r}"
 
 
@@ -52,7 +52,7 @@ def _flag(owner: object, attribute: str, name: str) -> Watched:
 def _working_directory() -> str | None:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # the test has removed the directory that it stands in
+    except FileNotFoundError:  # the test has removed its working directory
         return None
 
 
@@ -76,7 +76,7 @@ def _restore_deterministic(value: tuple[bool, bool, bool]) -> None:
 
 
 def default_device() -> torch.device:
-    """``torch.get_default_device()``, which in torch 2.9 raises once the default has been taken back with None."""
+    """Like ``torch.get_default_device()``, which in torch 2.9 raises after the default was reset with None."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -84,7 +84,7 @@ def default_device() -> torch.device:
 
 
 def _restore_default_device(before: torch.device) -> None:
-    # None takes the device mode off torch's stack; naming the device that is the default anyway would leave one there.
+    # None removes the device mode from torch's stack. Setting the default device by name would leave a mode there.
     torch.set_default_device(None)
     if default_device() != before:
         torch.set_default_device(before)
@@ -100,8 +100,8 @@ def _restore_dispatch_modes(depth: int) -> None:
         dispatch._pop_mode()
 
 
-# In the order in which they are put back: the default device takes a function mode of its own off the stack, so the
-# number of function modes is looked at after it.
+# They are restored in this order. Restoring the default device removes a function mode from the stack, so the number of
+# function modes is checked after it.
 WATCHED: tuple[Watched, ...] = (
     Watched("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Watched("the default device", default_device, _restore_default_device),
@@ -131,8 +131,8 @@ _UNREADABLE = object()
 
 
 def _read(watched: Watched) -> Any:
-    # torch refuses to read some flags after a test has mixed its old and new ways to set them; then there is no way
-    # back either.
+    # torch refuses to read some flags after a test has mixed the old and the new way to set them. Then they cannot be
+    # restored either.
     try:
         return watched.read()
     except RuntimeError:
@@ -148,7 +148,7 @@ class SavedState:
         self._restore_rng = save_rng_state()
 
     def restore(self) -> list[str]:
-        """Put everything back and return one phrase for each thing that had been left changed."""
+        """Restore everything, and return one phrase for each setting that was changed."""
         changes = list(self._restore_environment())
         for watched, before in zip(WATCHED, self._values, strict=True):
             after = _read(watched)
@@ -178,10 +178,10 @@ class SavedState:
 
 @contextlib.contextmanager
 def saved_state() -> Iterator[list[str]]:
-    """Undo on leaving whatever the block changed in this process.
+    """At the end of the block, undo what it changed in this process.
 
-    Yields a list that is empty inside the block and afterwards holds one phrase for each thing that was left changed,
-    such as ``left the environment variable X set``. Random states are restored without one.
+    Yields a list. After the block it has one phrase for each change, such as ``left the environment variable X set``.
+    Random states are restored without a phrase.
     """
     saved, leaks = SavedState(), []  # type: ignore[var-annotated]
     try:
@@ -191,16 +191,15 @@ def saved_state() -> Iterator[list[str]]:
 
 
 class LeakNotes:
-    """Leaks of the tests of this process, kept until they can be printed without standing inside a test's line."""
+    """The leaks of this process' tests. They are kept until they can be printed outside of a test's line."""
 
     def __init__(self) -> None:
         self._notes: dict[str, list[str]] = {}  # what was left, and by which tests
         self._owner = 0
 
     def add(self, test: str, leaks: list[str]) -> None:
-        """Keep what one test left, and tell the dispatcher.
-
-        The first note also arranges that an interpreter that leaves prints what no runner has printed.
+        """Keep a test's leak, and tell the dispatcher. The first note also makes sure that the interpreter prints at
+        its exit what no runner has printed.
         """
         if not leaks:
             return
@@ -213,7 +212,7 @@ class LeakNotes:
             events.note(f"{test} {leak}")
 
     def take(self) -> list[str]:
-        """Remove and return the notes, a sentence for each thing; many tests that left the same one are counted."""
+        """Remove and return the notes, one sentence for each leak. Tests with the same leak are counted."""
         if self._owner != os.getpid():
             return []
         notes, self._notes = self._notes, {}
@@ -223,7 +222,7 @@ class LeakNotes:
         ]
 
     def report(self, stream: TextIO) -> None:
-        """Print the notes that nobody has taken."""
+        """Print the notes that are left."""
         for note in self.take():
             print(note, file=stream)
 

@@ -1,4 +1,4 @@
-"""Small helpers around tensors and their lifetimes."""
+"""Helpers for the lifetime of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def disable_gc() -> Iterator[None]:
-    """Keep the cyclic garbage collector off inside the block, if it was on."""
+    """Disable the cyclic garbage collector inside the block."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -28,8 +28,8 @@ def check_leaked_tensors(
 ) -> Iterator[list[object]]:
     """Find tensors that the block left to the cyclic garbage collector.
 
-    Yields a list that afterwards holds them, and warns when there are any. ``limit`` is accepted as upstream's, which
-    draws so many of them with the package objgraph; here the list is all there is.
+    Yields a list that has them after the block, and warns if there are any. ``limit`` exists for compatibility:
+    upstream draws that many of them with the package objgraph.
     """
     garbage: list[object] = []
     flags, start = gc.get_debug(), len(gc.garbage)

@@ -26,14 +26,14 @@ from .seed import set_rng_seed
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 KNOWN_DEFECTS = "__known_defects__"  # the attribute of a test function that names the defects of torch that it shows
-STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # set: a test that passes in spite of a defect fails
+STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, passing despite a defect is a failure
 repaired: dict[str, list[str]] = {}  # defects that were expected and did not show, and the tests that passed
 
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-# Private names that a test class may define anew: those that are upstream's too, as test files written for its classes
-# do, and the last, which is there to be extended.
+# Private names that a test class may override: upstream's, because test files for upstream's classes do so, and the
+# last, which is meant to be extended.
 _OPEN_NAMES = frozenset(
     "_run _init_pg _run_test_given_id _current_test_name _spawn_processes _spawn_threads _fork_processes "
     "_start_processes _join_processes _check_backward_prefetch _check_cpu_offload _check_forward_prefetch "
@@ -46,9 +46,9 @@ def _is_ours(cls: type) -> bool:
 
 
 def _refuse_collisions(cls: type) -> None:
-    """Raise ``TypeError`` where a test class, or a mixin of it, replaces a part of the harness by accident.
+    """Raise ``TypeError`` if a test class, or a mixin of it, overrides a part of the harness by accident.
 
-    Upstream's classes have other private names, so a file that was written for those cannot know ours.
+    Upstream's classes have other private names, so a file that was written for them cannot know these.
     """
     if _is_ours(cls):
         return
@@ -59,17 +59,17 @@ def _refuse_collisions(cls: type) -> None:
             if name.startswith("_") and not name.startswith("__"):
                 owner = taken[name].__qualname__
                 raise TypeError(
-                    f"{base.__qualname__}.{name} would replace {owner}.{name}, which the harness needs as it is: "
+                    f"{base.__qualname__}.{name} would override {owner}.{name}, which the harness needs: "
                     "give it another name"
                 )
 
 
 class TestCase(expecttest.TestCase):
-    """unittest's TestCase with comparisons that understand tensors.
+    """unittest's TestCase, with comparisons for tensors.
 
-    Differs from upstream's: what a test leaves changed in its process is undone and named (see :mod:`.state`); the
-    first docstring line never replaces a test's name; messages tell the place of the first difference inside containers
-    and how many others there are; no sparse-tensor invariants are switched on.
+    Differs from upstream's: what a test leaves changed in its process is undone and reported (see :mod:`.state`). The
+    first docstring line never replaces a test's name. Messages give the place of the first difference inside
+    containers, and the number of the others. Sparse-tensor invariants are not switched on.
 
     ``precision`` and ``rel_tol`` are lower bounds of ``atol`` and ``rtol`` in every comparison of tensors and numbers.
     """
@@ -78,28 +78,28 @@ class TestCase(expecttest.TestCase):
     rel_tol: float = 0
 
     maxDiff = None
-    _known_defects: Sequence[Any] = ()  # that this torch is expected to have, of those that the running test shows
-    _diffThreshold = sys.maxsize  # unittest's own switch: explain a difference also where texts are long
+    _known_defects: Sequence[Any] = ()  # the defects that the running test shows and that this torch should have
+    _diffThreshold = sys.maxsize  # unittest's switch: explain differences in long texts too
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         _refuse_collisions(cls)  # before unittest adds private names of its own
         super().__init_subclass__(**kwargs)
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        # Loaders pass the name by position or as methodName; upstream's subclasses pass method_name on.
+        # Loaders pass the name by position or as methodName. Upstream's subclasses pass method_name.
         super().__init__(method_name if methodName == "runTest" else methodName)
 
     def shortDescription(self) -> None:
-        """None, so that with ``-v`` the name of a test and its outcome word stand on one line."""
+        """None, so that ``-v`` prints the name of a test and its outcome on one line."""
 
     def setUp(self) -> None:
         super().setUp()
         set_rng_seed()
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
-        """Run the test as unittest does, on a rank engine that is ready, and undo what it leaves changed.
+        """Prepare the rank engine, run the test like unittest, and undo what it leaves changed.
 
-        With ``TORCH_FSDP_TESTS_STRICT_LEAKS=1`` a leak fails the test. It is looked for in the last clean-up, since
+        With ``TORCH_FSDP_TESTS_STRICT_LEAKS=1`` a leak fails the test. The check runs in the last clean-up, because
         after that unittest has announced the outcome.
         """
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
@@ -126,8 +126,9 @@ class TestCase(expecttest.TestCase):
             raise
 
     def _may_be_expected(self, error: Exception) -> bool:
-        """Whether the failure is of the kind that is expected: an exception of the test's body, and one that the defect
-        explains where the test shows one. unittest itself would take a crash for an expected failure too."""
+        """Whether a failure counts as expected. It must be an exception of the test's body; if the test shows a defect,
+        the defect must explain it. unittest itself would accept a crash as an expected failure.
+        """
         verdict = getattr(error, VERDICT, None)
         if isinstance(verdict, Verdict):
             if not verdict.is_from_body:
@@ -175,14 +176,15 @@ class TestCase(expecttest.TestCase):
     ) -> None:
         """Fail unless ``x`` (actual) equals ``y`` (expected), element by element in nested containers.
 
-        Tensors and numpy arrays must agree in shape and, unless ``exact_dtype=False``, in dtype; their values and
-        those of numbers must be close, ``|x - y| <= atol + rtol * |y|``, with defaults by dtype. A number may meet a
-        tensor of one element, a sequence a tensor. DTensors must have the same placements and mesh, and their local
-        shards are compared, without a collective. All else is compared with ``==``.
+        Tensors and numpy arrays must have the same shape and, unless ``exact_dtype=False``, the same dtype. Their
+        values, and those of numbers, must be close: ``|x - y| <= atol + rtol * |y|``, with defaults for each dtype. A
+        number can be compared with a tensor of one element, and a sequence with a tensor. DTensors must have the same
+        placements and mesh, and their local shards are compared without a collective. Everything else is compared with
+        ``==``.
 
-        ``msg`` is added to the message, or, when callable, makes the message from the one given to it.
-        Raises ``ValueError`` when only one of ``atol`` and ``rtol`` is given or a number meets a larger tensor,
-        ``TypeError`` when a DTensor meets another tensor.
+        ``msg`` is added to the message, or, when callable, makes the message from the one given to it. Raises
+        ``ValueError`` if only one of ``atol`` and ``rtol`` is given or a number is compared with a larger tensor, and
+        ``TypeError`` if a DTensor is compared with another tensor.
         """
         __tracebackhide__ = True
         how = Closeness(
@@ -230,21 +232,21 @@ class TestCase(expecttest.TestCase):
         self.assertEqual(*args, exact_dtype=False, **kwargs)
 
     def assertEqualBroadcasting(self, x: torch.Tensor, y: Any, *args: Any, **kwargs: Any) -> None:
-        """:meth:`assertEqual` after ``y``, a number, sequence or tensor, is expanded to the shape of ``x``."""
+        """Like :meth:`assertEqual`, after ``y`` (a number, sequence or tensor) is expanded to the shape of ``x``."""
         y = torch.as_tensor(y, dtype=None if isinstance(y, torch.Tensor) else x.dtype, device=x.device)
         self.assertEqual(x, y.expand_as(x), *args, **kwargs)
 
     # -- other assertions that upstream adds to unittest's
 
     def assertObjectIn(self, obj: object, iterable: Iterable[object]) -> None:
-        """Fail unless this very object, not only an equal one, is among the others."""
+        """Fail unless this object itself, and not only an equal one, is among the others."""
         if not any(obj is other for other in iterable):
-            self.fail(f"this {type(obj).__name__} itself is not among the objects, equal ones aside")
+            self.fail(f"this {type(obj).__name__} itself is not among the objects")
 
     def assertGreaterAlmostEqual(
         self, first: Any, second: Any, places: int | None = None, msg: str | None = None, delta: Any = None
     ) -> None:
-        """Fail unless ``first >= second``, or it is short by less than ``delta`` or half of the last of ``places``."""
+        """Fail unless ``first >= second`` up to ``delta``, or up to half of the last of ``places``."""
         if first < second:
             self.assertAlmostEqual(first, second, places=places, msg=msg, delta=delta)
 
@@ -256,9 +258,8 @@ class TestCase(expecttest.TestCase):
         ignore_comments: bool = False,
         ignore_empty_lines: bool = False,
     ) -> None:
-        """expecttest's assertion about ``str(actual)``, without terminal colours.
-
-        ``ignore_comments`` and ``ignore_empty_lines`` leave such lines out on both sides.
+        """expecttest's assertion for ``str(actual)``, without terminal colours. ``ignore_comments`` and
+        ``ignore_empty_lines`` remove such lines from both texts.
         """
 
         def keep(line: str) -> bool:
@@ -271,11 +272,11 @@ class TestCase(expecttest.TestCase):
         super().assertExpectedInline(texts[0], texts[1], skip=skip + 1)
 
     def assertLogs(self, logger: Any = None, level: Any = None) -> Any:
-        """unittest's, over the logger ``torch`` when none is given: torch's loggers do not reach the root."""
+        """unittest's ``assertLogs``. The default logger is ``torch``, because torch's loggers do not reach the root."""
         return super().assertLogs(logging.getLogger("torch") if logger is None else logger, level)
 
     def assertNotWarn(self, callable: Callable[[], object], msg: str = "") -> None:
-        """Fail if the call warns, also where torch would have warned once before."""
+        """Fail if the call warns, even if torch has given a one-time warning before."""
         with warnings.catch_warnings(record=True) as caught, _torch_warns_always():
             warnings.simplefilter("always")
             callable()
@@ -286,8 +287,8 @@ class TestCase(expecttest.TestCase):
     def assertWarnsOnceRegex(self, category: type[Warning], regex: str = "") -> Iterator[None]:
         """Fail unless the block gives a warning of exactly this category whose text begins with a match of ``regex``.
 
-        Warnings that torch gives once in a process are given every time inside the block. Differs from upstream's in
-        that one warning must fulfil both conditions.
+        Inside the block, torch gives its one-time warnings every time. Differs from upstream's: one warning must meet
+        both conditions.
         """
         with warnings.catch_warnings(record=True) as caught, _torch_warns_always():
             warnings.simplefilter("always")
@@ -298,7 +299,7 @@ class TestCase(expecttest.TestCase):
 
     @staticmethod
     def run_process_no_exception(code: str, env: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
-        """Run Python source in a fresh interpreter and return its stdout and stderr, whatever its exit status was."""
+        """Run Python source in a fresh interpreter, and return its stdout and stderr for any exit status."""
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
         return done.stdout, done.stderr
 

@@ -16,8 +16,8 @@ from torch_fsdp_tests.defects.registry import Answer, Consequence
 from torch_fsdp_tests.dispatch.devices import cores
 
 EPILOG = """\
-exit status: 0 when every answer is what the registry expects of this version of torch, 1 when one is not (a defect was
-repaired, or came back, or could not be decided) or --fail-on says so, 2 for bad arguments.
+exit status: 0 if every answer is what the registry expects of this version of torch; 1 if one is not (a defect was
+repaired, came back, or could not be decided), or if --fail-on applies; 2 for bad arguments.
 The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH_FSDP_TESTS_BACKEND.
 """
 
@@ -29,23 +29,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="defects, by id or glob; by default all")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="defects to try, by id or glob (default: all)")
     parser.add_argument("--family", choices=["FSDP1", "FSDP2"], help="only defects of this family")
     names = [consequence.value for consequence in Consequence]
     parser.add_argument("--consequence", choices=names, metavar="WHAT", help=f"only these: {', '.join(names)}")
-    parser.add_argument("--list", action="store_true", help="list the defects and try none")
+    parser.add_argument("--list", action="store_true", help="list the defects, and try none")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
-    parser.add_argument("--issue", metavar="ID", help="try the defect, and print a text for torch's tracker")
+    parser.add_argument("--issue", metavar="ID", help="try the defect, and print a text for torch's issue tracker")
     parser.add_argument("--markdown", action="store_true", help="print the table of defects by version, and try none")
-    parser.add_argument("--fail-on", choices=["present"], help="exit with 1 when a defect is present")
-    parser.add_argument("--save-seen", action="store_true", help="note the findings for this version in the registry")
+    parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
+    parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     host.refuse_unsupported()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the ranks and removes their folders
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the ranks and removes folders
     options = parse(argv)
     try:
         if options.show or options.issue:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         if options.family in (None, defect.family) and options.consequence in (None, defect.consequence.value)
     ]
     if not chosen:
-        return _complain("no defect has this family and this consequence: --list shows all")
+        return _complain("no defect has this family and this consequence; --list shows all")
     if options.list:
         from torch_fsdp_tests.defects import texts
 
@@ -121,7 +121,8 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
             if finding.answer is Answer.PRESENT:
                 print(f"\n{texts.details(finding)}")
         for finding in unexpected:
-            print(f"\nnot as expected: {finding.defect.id} is {finding.answer.value}, {finding.expected.value} before")
+            answers = f"{finding.answer.value}, and {finding.expected.value} was expected"
+            print(f"\nnot as expected: {finding.defect.id} is {answers}")
         print(f"\n{heading}\n{texts.counts(findings)}")
     is_present = any(finding.answer is Answer.PRESENT for finding in findings)
     return 1 if unexpected or (options.fail_on == "present" and is_present) else 0
@@ -147,7 +148,7 @@ def _as_json(finding: Any) -> dict[str, Any]:
 
 
 def _save(findings: Sequence[Any], version: str) -> None:
-    """Note the answers for this version of torch, without what its build is called, beside those of other defects."""
+    """Store the answers for this version of torch, without the name of its build, beside those of other defects."""
     seen = dict(registry.seen())
     of_version = version.partition("+")[0]
     known = {id_: answer for id_, answer in seen.get(of_version, {}).items() if id_ in registry.ids()}

@@ -17,7 +17,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 class KnownDefect:
-    """A defect, as a test case asks about it when the test runs."""
+    """A defect that a test shows. The test case uses it when the test runs."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -35,11 +35,11 @@ class KnownDefect:
         return accelerator.current().is_host is (self._defect.place is Place.HOST)
 
     def explains(self, exception: str) -> bool:
-        """Whether a test that shows the defect fails with an exception of this type."""
+        """Whether a test that shows the defect fails with this type of exception."""
         return exception in self._defect.fails_with
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """What a report says about it."""
         defect = self._defect
         return {
             "id": self.id,
@@ -51,14 +51,14 @@ class KnownDefect:
 
 
 def torch_defect(*ids: str) -> Callable[[Test], Test]:
-    """Decorate a test that shows these defects of the registry.
+    """Mark a test as one that shows these defects of the registry.
 
-    Where the installed torch has one of them, the test must fail, and in the way that the registry says: with one of
-    the exceptions of ``Defect.fails_with``. Any other failure is a failure of the test. Where torch has none of them,
-    the test must pass. One that passes although a defect was expected says that the defect is repaired, and passes;
-    under ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` it fails as an unexpected success.
+    If the installed torch has one of them, the test must fail in the way that the registry says: with one of the
+    exceptions in ``Defect.fails_with``. Any other failure is a failure of the test. If torch has none of them, the test
+    must pass. If the test passes although a defect was expected, it reports that the defect is repaired, and passes.
+    With ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` it fails as an unexpected success.
 
-    Raises ``LookupError``, when the file is imported, for an id that nobody knows.
+    Raises ``LookupError`` for an unknown id when the file is imported.
     """
     for id in ids:
         if id not in registry.ids():

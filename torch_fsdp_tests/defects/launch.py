@@ -1,4 +1,4 @@
-"""Run one reproduction in as many ranks as it needs, with torch alone. ``--show`` appends this to the reproduction."""
+"""Run one reproduction in as many ranks as it needs, with only torch. ``--show`` appends this to the reproduction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 20  # seconds after which a collective gives up
 
 
 def same(found, right):
-    """Whether two results are equal, numbers up to rounding."""
+    """Whether two results are equal, up to the rounding of numbers."""
     if isinstance(right, torch.Tensor) or isinstance(found, torch.Tensor):
         return torch.is_tensor(found) and torch.is_tensor(right) and torch.allclose(found, right, equal_nan=True)
     if isinstance(found, float) and isinstance(right, (int, float)):
@@ -28,7 +28,7 @@ def same(found, right):
 
 
 def run_rank(rank, world_size, meeting, reproduce, device_type="cpu", backend="gloo"):
-    """Connect this rank with the others, and return what ``reproduce`` gives."""
+    """Connect this rank with the others, and return the result of ``reproduce``."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     device = torch.device(device_type)
@@ -47,11 +47,11 @@ def tell(rank, world_size, meeting, reproduce):
     found, right = run_rank(rank, world_size, meeting, reproduce, kind, dist.get_default_backend_for_device(kind))
     verdict = "absent" if same(found, right) else "PRESENT"
     print(f"rank {rank}: {verdict}\n  found {found}\n  right {right}\n", end="", flush=True)  # in one piece
-    os._exit(0)  # some defects leave collectives behind that nobody will finish
+    os._exit(0)  # some defects leave collectives that never finish
 
 
 def launch(reproduce, world_size):
-    """Under torchrun be one of its ranks, otherwise start the ranks."""
+    """Under torchrun, run one of its ranks. Otherwise start the ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != world_size:
             raise SystemExit(f"start it with {world_size} processes: torchrun --nproc-per-node {world_size}")

@@ -1,4 +1,4 @@
-"""What is recorded of a defect, and how to find all of them. Imports no torch."""
+"""The facts of each defect, and how to find all defects. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEN = Path(__file__).parent / "data" / "seen.json"
 
 
 class Consequence(enum.Enum):
-    """What a defect does to whoever meets it. The worst comes first."""
+    """The effect of a defect on a user. The worst comes first."""
 
     WRONG_IN_SILENCE = "wrong in silence"
     LOST_DATA = "lost data"
@@ -59,11 +59,11 @@ class Answer(enum.Enum):
 class Defect:
     """The facts of one defect.
 
-    ``broken`` are the versions that have it, as in ``>=2.13,<2.15``; ``since`` is the first version that has what is
-    broken, ``package`` a package beside torch that must be installed to reach it. ``where`` names the place in torch.
-    ``upstream`` are issues and pull requests of torch. ``arguable`` is the argument of somebody who calls it no
-    defect. ``tests`` are the tests of this suite that show it, as ``FILE::CLASS::TEST``, and ``fails_with`` is how
-    they fail: the names of exceptions, ``AssertionError`` for a comparison.
+    ``broken`` are the versions that have it, as in ``>=2.13,<2.15``. ``since`` is the first version that has the broken
+    feature, and ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
+    ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect. ``tests``
+    are the tests of this suite that show it, as ``FILE::CLASS::TEST``, and ``fails_with`` has the names of the
+    exceptions with which they fail (``AssertionError`` for a comparison).
     """
 
     family: str  # FSDP1 or FSDP2
@@ -83,7 +83,7 @@ class Defect:
     title: str = ""  # the first line of its module
 
     def expected(self, torch_version: str) -> Answer:
-        """What this version of torch is expected to answer, where the defect can be tried at all."""
+        """The expected answer of this version of torch, if the defect can be tried."""
         if not version_fits(torch_version, f">={self.since}"):
             return Answer.CANNOT_BE_TRIED
         return Answer.PRESENT if version_fits(torch_version, self.broken) else Answer.ABSENT
@@ -106,7 +106,7 @@ def ids() -> list[str]:
 
 @functools.cache
 def entry(id: str) -> Entry:
-    """One defect. Raises ``LookupError`` for an id that nobody knows, with near ones. Imports torch."""
+    """Return one defect. Raises ``LookupError`` for an unknown id, and names similar ones. Imports torch."""
     if id not in ids():
         raise LookupError(unknown(id))
     module = importlib.import_module(f"{__package__}.known.{id}")
@@ -116,7 +116,7 @@ def entry(id: str) -> Entry:
 
 
 def matching(patterns: Sequence[str]) -> list[str]:
-    """The ids that these names and globs stand for. Raises ``LookupError`` for one that stands for nothing."""
+    """The ids that match these names and globs. Raises ``LookupError`` for one that matches nothing."""
     found: dict[str, None] = {}
     for pattern in patterns:
         hits = fnmatch.filter(ids(), pattern)
@@ -127,19 +127,19 @@ def matching(patterns: Sequence[str]) -> list[str]:
 
 
 def unknown(id: str) -> str:
-    """That nobody knows this id, with near ones."""
+    """The error for an unknown id, which names similar ones."""
     near = difflib.get_close_matches(id, ids(), n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "--list shows all"
     return f"there is no defect {id!r}: {hint}"
 
 
 def seen() -> Mapping[str, Mapping[str, str]]:
-    """What was found when the command was last run on each version of torch: by version, then by id."""
+    """The answers when the command last ran on each version of torch, by version and id."""
     return json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
 
 
 def without_registry(source: str) -> str:
-    """The source of a defect's module less what only this project needs of it: its facts and the import of them."""
+    """The source of a defect's module without what only this project needs: its facts, and their import."""
     tree = ast.parse(source)
     lines = source.splitlines(keepends=True)
     for node in reversed(tree.body):

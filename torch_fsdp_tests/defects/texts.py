@@ -1,4 +1,4 @@
-"""What is printed of defects: lines and tables, the script of a reproduction, a text for torch's tracker."""
+"""The texts about defects: lines and tables, the script of a reproduction, and a text for torch's issue tracker."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch_fsdp_tests.defects.trial import Finding
 
 
 def line(finding: Finding) -> str:
-    """One finding, as it comes."""
+    """The line for one finding."""
     said = finding.answer.value if not finding.why else f"{finding.answer.value}: {finding.why}"
     return f"{finding.defect.id}  {said}" + (f"  {finding.seconds:.1f}s" if finding.seconds else "")
 
 
 def details(finding: Finding) -> str:
-    """A finding that is present, with what was found and what is right."""
+    """A defect that is present, with what was found and what is right."""
     defect = finding.defect
     who = "" if finding.rank is None else f" on rank {finding.rank}"
     lines = [f"{defect.id} ({defect.consequence.value}): {defect.title}"]
@@ -32,7 +32,7 @@ def details(finding: Finding) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in one line of bounded length."""
+    """A value in one line of limited length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 300 else f"{text[:300]} ... ({len(text)} characters)"
 
@@ -58,7 +58,7 @@ def listing(defects: Sequence[Defect]) -> str:
 
 
 def script(entry: Entry) -> str:
-    """A file that needs torch, and the defect's package, alone, and runs with ``python`` or under ``torchrun``."""
+    """A script that needs only torch (and the defect's package), and runs with ``python`` or under ``torchrun``."""
     from torch_fsdp_tests.defects import launch
 
     body = registry.without_registry(entry.source).rstrip()
@@ -93,7 +93,7 @@ def _sorted_imports(lines: list[str]) -> str:
 
 
 def issue(entry: Entry, finding: Finding) -> str:
-    """A text for torch's tracker, in Markdown. Asks torch for its environment, which takes seconds."""
+    """A text for torch's issue tracker, in Markdown. Collecting torch's environment for it takes seconds."""
     from torch.utils import collect_env
 
     defect = entry.defect
@@ -116,7 +116,7 @@ MARK = {"present": "present", "absent": "-", "cannot be tried here": "n/a", "cou
 
 
 def table() -> str:
-    """Defect by version, in Markdown, from what was seen when the command was run on each version."""
+    """A table of defects by version, in Markdown, from the answers on each version."""
     seen = registry.seen()
     versions = sorted(seen, key=lambda version: [int(part) for part in version.split(".")])
     rows = ["| defect | family | consequence | " + " | ".join(versions) + " |", "|---" * (3 + len(versions)) + "|"]

@@ -1,4 +1,4 @@
-"""Trying defects: the ranks of each in processes of their own, several defects at a time, each with a limit."""
+"""Tries defects: each one in rank processes of its own with a time limit, and several at a time."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from torch_fsdp_tests.accelerator import Accelerator
 from torch_fsdp_tests.defects import launch, registry
 from torch_fsdp_tests.defects.registry import Answer, Consequence, Defect, Place
 
-LIMIT = 60.0  # seconds for one defect; whoever gives no answer in this time hangs
+LIMIT = 60.0  # seconds for one defect; a rank without an answer in this time hangs
 GRACE = 3.0  # seconds for the other ranks to answer after one has raised
 assert GRACE < launch.LIMIT < LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one defect's trial gave. ``found`` and ``right`` are those of the first rank where they differ."""
+    """The result of trying one defect. ``found`` and ``right`` are those of the first rank where they differ."""
 
     defect: Defect
     answer: Answer
     expected: Answer
-    why: str = ""  # it cannot be tried, or could not be decided
+    why: str = ""  # why it cannot be tried, or could not be decided
     rank: int | None = None  # that differs, where the ranks differ from each other
     found: Any = None
     right: Any = None
@@ -51,7 +51,7 @@ class Finding:
 def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
     """Try these defects on the device under test, and yield each finding as it comes.
 
-    Raises :class:`accelerator.ConfigurationError` where the device that was asked for cannot be had.
+    Raises :class:`accelerator.ConfigurationError` if the requested device is not available.
     """
     device = accelerator.current()
     _import_what_ranks_need(ids)
@@ -76,18 +76,18 @@ def try_all(ids: Sequence[str], at_a_time: int) -> Iterator[Finding]:
 
 
 def _import_what_ranks_need(ids: Sequence[str]) -> None:
-    """So that ranks which are forked off this process import nothing. No tensor is computed here, nor at import."""
+    """Import what forked ranks need, so that they import nothing. No tensor is computed here or at import."""
     forkserver.preload(torch_facts.PRELOADED)
     for id in ids:
         registry.entry(id)
 
 
 def _obstacle(defect: Defect, device: Accelerator) -> str:
-    """Why the defect cannot be tried here; empty when it can."""
+    """The reason why the defect cannot be tried here, or an empty string."""
     if defect.expected(torch.__version__) is Answer.CANNOT_BE_TRIED:
-        return f"torch {torch.__version__} does not have what is broken, {defect.since} does"
+        return f"torch {torch.__version__} does not have the broken feature, which {defect.since} has"
     if defect.place is Place.HOST and not device.is_host:
-        return f"it shows on the host alone, and {device.name} is under test"
+        return f"it shows only on the host, and {device.name} is under test"
     if defect.place is Place.APART_FROM_HOST and device.is_host:
         return "it needs a device apart from the host"
     if defect.needs and device.lacks(defect.needs):
@@ -109,7 +109,7 @@ class _Trial:
         self._processes: list[Any] = []
 
     def start(self) -> None:
-        """Start the ranks. Whatever becomes of that, :meth:`end` has to be called."""
+        """Start the ranks. In any case :meth:`end` must be called afterwards."""
         defect, device = self.defect, self._device
         self._folder.mkdir()
         method = "fork" if host.can_fork() and device.has("fork") else "spawn"
@@ -125,7 +125,7 @@ class _Trial:
 
     @property
     def sources(self) -> list[Any]:
-        """What to wait for: the pipes of ranks that have not spoken."""
+        """What to wait for: the pipes of ranks that have not answered."""
         return [pipe for rank, pipe in enumerate(self._pipes) if rank not in self._said]
 
     @property
@@ -134,7 +134,7 @@ class _Trial:
         return max(0.0, self._give_up - time.monotonic())
 
     def listen(self) -> bool:
-        """Take in what the ranks have said; whether they have all spoken, or time is up."""
+        """Read the ranks' answers. Returns True if all ranks have answered, or time is up."""
         for rank, pipe in enumerate(self._pipes):
             if rank not in self._said and pipe.poll():
                 try:
@@ -184,7 +184,7 @@ class _Trial:
 
 
 def _done(running: list[_Trial]) -> list[_Trial]:
-    """The trials that are over; waits until there is news."""
+    """Wait for news, and return the trials that are over."""
     left = min((trial.left for trial in running), default=0.0)
     connection.wait([source for trial in running for source in trial.sources], timeout=left)
     return [trial for trial in running if trial.listen()]
@@ -193,11 +193,11 @@ def _done(running: list[_Trial]) -> list[_Trial]:
 def _death(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"was killed by {host.signal_name(-exit_code)}"
-    return f"left with exit status {exit_code} and gave no answer"
+    return f"exited with status {exit_code} without an answer"
 
 
 def _be_rank(pipe: Any, id: str, rank: int, folder: str, device_type: str, backend: str, parent: int) -> None:
-    """The life of a rank process; its last act is to say what it found."""
+    """The main function of a rank process, which reports what it found."""
     host.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -216,11 +216,11 @@ def _be_rank(pipe: Any, id: str, rank: int, folder: str, device_type: str, backe
         last = traceback.format_exception_only(type(error), error)[-1].strip()
         pipe.send(("error", last))
     finally:
-        os._exit(0)  # a defect may leave collectives behind that nobody will finish
+        os._exit(0)  # a defect may leave collectives that never finish
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON can carry it."""
+    """A result as a value that JSON can represent."""
     if isinstance(value, torch.Tensor):
         return plain(value.tolist())
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Decorators for tests of torch.distributed.checkpoint: a directory that all ranks share, and its log turned up."""
+"""Decorators for tests of torch.distributed.checkpoint: a directory that all ranks share, and a more verbose log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TestMethod = Callable[..., Any]
 
 
 def with_temp_dir(func: TestMethod) -> TestMethod:
-    """Run a test method with `self.temp_dir`: an empty directory, the same one on all ranks, gone afterwards.
+    """Run a test method with `self.temp_dir`: an empty directory that all ranks share, and that is removed afterwards.
 
     Decorate the method that the ranks run, with the default group made: rank 0 chooses and broadcasts the name, so the
     ranks must see one file system. Without a group each caller gets a directory of its own.
@@ -40,24 +40,24 @@ def with_temp_dir(func: TestMethod) -> TestMethod:
 @contextmanager
 def _shared_directory() -> Iterator[str]:
     together = dist.is_initialized()
-    # Asked now: a test may destroy its group before it leaves.
+    # Read now, because a test may destroy its group before it ends.
     rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     chosen = [tempfile.mkdtemp(prefix="shared_")] if rank == 0 else [""]
     if together:
         dist.broadcast_object_list(chosen, src=0)
-    # The ranks sign out beside the directory and not in it, where a test may be listing files.
+    # The ranks sign out beside the directory and not inside it, because a test may list its files.
     base = chosen[0]
     shared = os.path.join(base, "files")
     os.makedirs(shared, exist_ok=True)
     try:
         yield shared
     finally:
-        # After a failure the directory around it may be gone already, which is not to hide what a late rank raises.
+        # After a failure the parent directory may be gone already. This must not hide the exception of a late rank.
         with contextlib.suppress(FileNotFoundError):
             with open(os.path.join(base, f"rank_{rank}_left"), "x"):
                 pass
             if len(os.listdir(base)) == size + 1:
-                # Two ranks may both find themselves last; the second one finds less to remove, or nothing.
+                # Two ranks may both be last. The second one finds less to remove, or nothing.
                 shutil.rmtree(base, ignore_errors=True)
 
 
@@ -66,7 +66,7 @@ def with_checkpoint_logging(
     logger_name: str = "torch.distributed.checkpoint",
     level: int = logging.INFO,
 ) -> Any:
-    """Run a test method with the logger `logger_name` at `level`, and put its own level back.
+    """Run a test method with the logger `logger_name` at `level`, and restore its level.
 
     With or without arguments: `@with_checkpoint_logging` or `@with_checkpoint_logging(level=logging.DEBUG)`, of which
     upstream has the first form only. Loggers belong to the process: among ranks that are threads the first one in

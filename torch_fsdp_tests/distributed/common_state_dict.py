@@ -1,6 +1,6 @@
-"""Distributed state dicts compared with those of plain models, value by value.
+"""Compares distributed state dicts with those of plain models, value by value.
 
-Stands where ``torch/testing/_internal/distributed/common_state_dict.py`` stands; names are upstream's.
+Replaces ``torch/testing/_internal/distributed/common_state_dict.py``. Names are upstream's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_sharded(value: object) -> bool:
 
 
 def whole(value: Any) -> Any:
-    """The full tensor of a DTensor or a ShardedTensor; any other value itself. A collective for sharded values."""
+    """The full tensor of a DTensor or a ShardedTensor, or any other value itself. A collective for sharded values."""
     if isinstance(value, DTensor):
         return value.to(value.device_mesh.device_type).full_tensor()
     if not is_sharded(value):
@@ -70,10 +70,10 @@ def whole_tree(state_dict: Any) -> Any:
 
 
 def by_parameter(osd: StateDict) -> StateDict:
-    """What an optimizer's state dict says of each parameter: ``state.NAME.KEY`` and ``param_groups.NAME.KEY``.
+    """The entries of an optimizer's state dict for each parameter: ``state.NAME.KEY`` and ``param_groups.NAME.KEY``.
 
-    That is the form of a flattened state dict, which comes back as it is. Raises ``ValueError`` for a parameter in two
-    groups.
+    That is the form of a flattened state dict, which is returned unchanged. Raises ``ValueError`` for a parameter in
+    two groups.
     """
     if "state" not in osd:
         return osd
@@ -88,7 +88,7 @@ def by_parameter(osd: StateDict) -> StateDict:
 
 
 def named_osd(model: nn.Module, optim: torch.optim.Optimizer, osd: StateDict | None = None) -> StateDict:
-    """The state dict of a plain model's optimizer with the parameters' names in the place of their numbers."""
+    """The state dict of a plain model's optimizer, with the parameters' names instead of their numbers."""
     osd = optim.state_dict() if osd is None else osd
     names = {param: name for name, param in model.named_parameters()}
     numbered = [names[param] for group in optim.param_groups for param in group["params"]]
@@ -99,12 +99,12 @@ def named_osd(model: nn.Module, optim: torch.optim.Optimizer, osd: StateDict | N
 class VerifyStateDictMixin(_Base):
     """Comparisons for a test case whose ranks all call them.
 
-    Differs from upstream's in that states of optimizers are gathered and compared with those of the plain model, which
-    upstream compares with themselves, and that the groups are compared as well.
+    Differs from upstream's: states of optimizers are gathered and compared with those of the plain model, while
+    upstream compares them with themselves. The parameter groups are compared too.
     """
 
     def _compare_tensor(self, orig_tensor: Any, dist_tensor: Any, offload_to_cpu: bool = False, **kwargs: Any) -> None:
-        """Compare a value with the whole of a distributed one; ``kwargs`` are those of ``assertEqual``."""
+        """Compare a value with the full value of a distributed one. ``kwargs`` are those of ``assertEqual``."""
         if offload_to_cpu and isinstance(dist_tensor, torch.Tensor):
             self.assertEqual(dist_tensor.device, _HOST)
         found = whole(dist_tensor)
@@ -112,7 +112,7 @@ class VerifyStateDictMixin(_Base):
         self.assertEqual(found, orig_tensor, **kwargs)
 
     def _compare_dicts(self, wanted: StateDict, found: StateDict, offload_to_cpu: bool = False, **kwargs: Any) -> None:
-        """Compare the wholes of a distributed dict's values by their names; there must be some."""
+        """Compare the full values of a distributed dict by their names. There must be at least one."""
         self.assertGreater(len(wanted), 0)
         self.assertEqual(sorted(found), sorted(wanted))
         if offload_to_cpu:
@@ -130,7 +130,7 @@ class VerifyStateDictMixin(_Base):
     ) -> None:
         """Compare a plain model's state dict with a distributed one, taken with ``options``.
 
-        With ``ignore_frozen_params`` the names must be those of what is not frozen: state ``msd`` accordingly.
+        With ``ignore_frozen_params`` the names must be those of trainable parameters, so ``msd`` must have only these.
         """
         if options is not None and options.full_state_dict:
             self.assertFalse(any(map(is_sharded, dist_msd.values())))
@@ -144,7 +144,7 @@ class VerifyStateDictMixin(_Base):
         dist_osd: StateDict,
         **kwargs: Any,
     ) -> None:
-        """Compare ``osd``, of a plain model's optimizer, with a distributed state dict, be that nested or flattened."""
+        """Compare ``osd``, of a plain model's optimizer, with a distributed state dict, either nested or flattened."""
         self._compare_dicts(by_parameter(named_osd(model, optim, osd)), by_parameter(dist_osd), **kwargs)
 
     def _verify_osd_by_load(
@@ -155,9 +155,9 @@ class VerifyStateDictMixin(_Base):
         dist_osd: StateDict,
         **kwargs: Any,
     ) -> None:
-        """A distributed state dict, once gathered and loaded into ``new_optim``, makes that the plain ``optim``.
+        """Gather a distributed state dict and load it into ``new_optim``, which must then equal the plain ``optim``.
 
-        The gradients are cleared: where there are some, torch does not give a new optimizer the states to load into.
+        The gradients are cleared, because with gradients torch does not create the states of a new optimizer.
         """
         model.zero_grad()
         options = StateDictOptions(flatten_optimizer_state_dict="state" not in dist_osd)
@@ -166,15 +166,15 @@ class VerifyStateDictMixin(_Base):
 
 
 def optimizer(cls: type, params: Iterable[Any]) -> Any:
-    """An optimizer with other settings than its defaults."""
-    # With the default eps Adam would enlarge the rounding of a gradient that is nearly zero to a whole step.
+    """An optimizer with settings that differ from the defaults."""
+    # With the default eps, Adam would turn the rounding of a gradient near zero into a whole step.
     adam = {} if issubclass(cls, torch.optim.SGD) else {"eps": 1e-3, "weight_decay": 0.1}
     return cls(params, lr=0.02, **adam)
 
 
 @dataclasses.dataclass
 class Pair:
-    """A distributed model and the plain model that it was, each with its optimizers."""
+    """A distributed model and a plain model, each with its optimizers."""
 
     ref_model: nn.Module
     ref_optim: torch.optim.Optimizer
@@ -184,7 +184,7 @@ class Pair:
     width: int
 
     def train(self, steps: range) -> None:
-        """Train both; each rank has batches of its own, but for those that share a ``data_rank``."""
+        """Train both. Each rank has its own batches, except that ranks with the same ``data_rank`` share them."""
         for step in steps:
             batch = uniform(4, self.width, seed=100 * step + self.data_rank)
             for model, optims in ((self.ref_model, [self.ref_optim]), (self.model, self.optims)):
@@ -203,14 +203,14 @@ class Pair:
     def load(self, msd: StateDict, osd: StateDict, options: StateDictOptions | None = None) -> Any:
         """Load both into the distributed side. Returns the keys that did not match."""
         if options is not None and options.broadcast_from_rank0:
-            # set_state_dict would take the empty dict of another rank for a wish to load no model.
+            # set_state_dict would take another rank's empty dict for a request to load no model.
             set_optimizer_state_dict(self.model, self.optims, osd, options=options)
             return set_model_state_dict(self.model, msd, options=options)
         return set_state_dict(self.model, self.optims, model_state_dict=msd, optim_state_dict=osd, options=options)
 
 
 class StateDictTest(VerifyStateDictMixin, FSDPTest):
-    """A test case with two ranks, unless a test asks for more, that compares pairs of models."""
+    """A test case that compares pairs of models. It has two ranks, unless a test requests more."""
 
     @property
     def world_size(self) -> int:
@@ -237,7 +237,7 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
 
     def _compare_states(self, found: StateDict, wanted: StateDict) -> None:
-        """Compare nested state dicts of optimizers bit for bit. Lists in the place of tuples are a known defect."""
+        """Compare nested state dicts of optimizers bit for bit. Lists instead of tuples are a known defect."""
         self.assertEqual(found["state"], wanted["state"], **EXACT)
         for group, wanted_group in zip(found["param_groups"], wanted["param_groups"], strict=True):
             self.assertEqual({**group, "betas": tuple(group["betas"])}, wanted_group)
@@ -253,7 +253,7 @@ class FusionEmbedding(nn.Module):
 
 
 class FusionEmbeddingWithHook(FusionEmbedding):
-    """Has ``weight`` in its state dict where its parameter is ``embedding.weight``, and tells DSD nothing of it."""
+    """Has ``weight`` in its state dict instead of ``embedding.weight``, and does not tell DSD."""
 
     def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:
         super().__init__(vocab_size, fusion_vocab_size, embed_dim)
@@ -269,7 +269,7 @@ class FusionEmbeddingWithHook(FusionEmbedding):
 
 
 class FusionEmbeddingWithModifier(FusionEmbeddingWithHook):
-    """As :class:`FusionEmbeddingWithHook`, and tells DSD by which name."""
+    """Like :class:`FusionEmbeddingWithHook`, but tells DSD the name."""
 
     def _fqn_modifiers(self) -> dict[str, str]:
         return {"weight": "embedding"}

@@ -1,4 +1,4 @@
-"""Test cases for FSDP with as few ranks, and with as few ways to begin, as will do."""
+"""Test cases for FSDP that use as few ranks and init modes as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __unittest = True
 
 
 class FewRanksTest(FSDPTest):
-    """On the CPU two ranks are enough; a device is tested with all that there are."""
+    """A test case for which two ranks are enough on the CPU. Other devices are tested with all their ranks."""
 
     @property
     def world_size(self) -> int:
@@ -20,7 +20,7 @@ class FewRanksTest(FSDPTest):
 
 
 def device_init_modes(cpu_offload: CPUOffload) -> list[DEVICEInitMode]:
-    """When a model may be moved to the device. Without memory of its own a device makes no difference between them."""
+    """The moments at which a model may move to the device. They are all the same on a device without its own memory."""
     if not accelerator.current().has("device_memory"):
         return [DEVICEInitMode.DEVICE_BEFORE]
     modes = [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE]

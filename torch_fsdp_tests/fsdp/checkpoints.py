@@ -1,6 +1,7 @@
-"""Training that is saved in one layout and goes on in another: layouts, runs, and the plain run they are compared with.
+"""Training that is saved in one layout and continues in another, and the plain run that it is compared with.
 
-A layout says how a model lies on the first ranks of a test: FSDP1, FSDP2, tensor parallelism, and on how many.
+A layout says how a model is distributed over the first ranks of a test: with FSDP1, FSDP2 or tensor parallelism, and
+over how many ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ else:
 
 
 class UnevenLayers(nn.Module):
-    """Layers of 5 x 3 and 3 x 5 with biases: neither 2 nor 4 ranks divide their rows, and of 4 ranks some have none."""
+    """Layers of 5 x 3 and 3 x 5 with biases. 2 or 4 do not divide their rows, and some of 4 ranks have no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class UnevenLayers(nn.Module):
 
 
 class Layout(NamedTuple):
-    """How a model lies on ranks. ``apply`` parallelizes a plain model over a mesh of this shape.
+    """How a model is distributed over ranks. ``apply`` parallelizes a plain model over a mesh of this shape.
 
     ``names`` has the names of the mesh's last dimensions. Ranks along "tensor" or "stage", which come last, share a
     batch.
@@ -85,7 +86,7 @@ class Layout(NamedTuple):
 
     @property
     def batches(self) -> int:
-        """The number of ranks, or groups of ranks, that have a batch of their own."""
+        """The number of ranks, or groups of ranks, with different batches."""
         return math.prod(size for name, size in self.dims.items() if name not in ("tensor", "stage"))
 
     @property
@@ -94,7 +95,7 @@ class Layout(NamedTuple):
         return dist.get_rank() * self.batches // self.size
 
     def mesh(self) -> DeviceMesh:
-        """A mesh of the first ranks. All ranks of the default group must ask for it."""
+        """A mesh of the first ranks. All ranks of the default group must call this."""
         ranks = torch.arange(self.size).view(self.shape)
         return DeviceMesh(accelerator.current().type, ranks, mesh_dim_names=tuple(self.dims))
 

@@ -1,4 +1,4 @@
-"""The collectives that FSDP calls, noted as it calls them."""
+"""Records the collectives that FSDP calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_fsdp_tests.fsdp import internals
 
 
 class Call(NamedTuple):
-    """A call of a collective: "all_gather", "reduce_scatter" or "all_reduce", and what this rank puts in."""
+    """A call of a collective ("all_gather", "reduce_scatter" or "all_reduce"), with this rank's input."""
 
     name: str
     dtype: torch.dtype
@@ -26,19 +26,19 @@ class Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that this rank puts in."""
+        """The number of bytes of this rank's input."""
         return self.numel * self.dtype.itemsize
 
 
 class Calls(list[Call]):
-    """Calls in their order."""
+    """A list of calls in order."""
 
     def counts(self) -> Counter[str]:
-        """How many there are of each name."""
+        """The number of calls of each name."""
         return Counter(call.name for call in self)
 
     def values(self, name: str, keyword: str) -> list[Any]:
-        """What the calls of one name were given for a keyword."""
+        """The values of one keyword in all calls of one name."""
         return [call.kwargs[keyword] for call in self if call.name == name]
 
     def dtypes(self, *names: str) -> list[torch.dtype]:
@@ -48,10 +48,10 @@ class Calls(list[Call]):
 
 @contextlib.contextmanager
 def recorded(*wanted: str) -> Iterator[Calls]:
-    """The collectives that FSDP calls in this rank within the context; with ``wanted`` only those of these names.
+    """Record the collectives that FSDP calls in this rank inside the context. ``wanted`` restricts them to these names.
 
-    Each is carried out. For ranks that are processes: threads share the patches. A gather has one name, whether it
-    fills a list of tensors, as FSDP1 asks for in host memory, or one tensor.
+    The collectives are carried out. Only for ranks that are processes, because threads would share the patches. All
+    gathers have one name, whether they fill one tensor or a list of tensors, as FSDP1's do in host memory.
     """
     names = {
         "all_gather": "all_gather",
@@ -80,7 +80,7 @@ def recorded(*wanted: str) -> Iterator[Calls]:
 
 
 class RecordingAllGather:
-    """For ``set_custom_all_gather``: the dtype and number of elements of each output, and the size of its group."""
+    """For ``set_custom_all_gather``. Records the dtype and size of each output, and the size of its group."""
 
     def __init__(self) -> None:
         self._gather = internals.fsdp2_collectives.DefaultAllGather()
@@ -95,7 +95,7 @@ class RecordingAllGather:
 
 
 class RecordingReduceScatter:
-    """For ``set_custom_reduce_scatter``: copies of what went into each and of what came out."""
+    """For ``set_custom_reduce_scatter``. Keeps copies of each input and output."""
 
     def __init__(self) -> None:
         self._reduce_scatter = internals.fsdp2_collectives.DefaultReduceScatter()

@@ -1,4 +1,4 @@
-"""Fewer parameter sets than all, in which every pair of values still occurs."""
+"""Selects parameter sets so that every pair of values occurs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Values = Sequence[Any] | Callable[[], Sequence[Any]]
 def pairwise(
     config: Mapping[str, Sequence[Any]], valid: Callable[..., bool] = lambda **case: True
 ) -> list[dict[str, Any]]:
-    """So many of the valid combinations that each pair of values occurs; all of them where slow tests are asked for.
+    """Select valid combinations so that each pair of values occurs. If slow tests run, return all of them.
 
-    ``config`` has the values of each parameter, as for ``run_subtests``; ``valid`` takes a combination by keyword. The
-    defects of this code have depended on two values at once, and all combinations take minutes. The choice is greedy
-    and the same on all ranks.
+    ``config`` has the values of each parameter, as for ``run_subtests``; ``valid`` takes a combination by keyword.
+    Defects of this code have depended on two values at once, and all combinations would take minutes. The selection is
+    greedy, and the same on all ranks.
     """
 
     def case_of(indices: tuple[int, ...]) -> dict[str, Any]:
@@ -31,7 +31,9 @@ def pairwise(
     bits: dict[Any, int] = {}
 
     def pairs(indices: tuple[int, ...]) -> int:
-        """The pairs of values in a combination, each as a bit: thousands of combinations are counted many times."""
+        """The pairs of values in a combination, as a bit set, because thousands of combinations are compared many
+        times.
+        """
         found = itertools.combinations(enumerate(indices), 2)
         return sum(1 << bits.setdefault(pair, len(bits)) for pair in found)
 
@@ -51,22 +53,22 @@ def pairwise(
 
 
 def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Sequence[Any]]]:
-    """Each case as a configuration of its own for ``run_subtests``."""
+    """Make a separate configuration for ``run_subtests`` from each case."""
     for case in cases:
         yield {name: [value] for name, value in case.items()}
 
 
 def subtests(**config: Values) -> Callable[[Test], Test]:
-    """Decorate a test method to run for every combination of these values of its parameters, each as a subtest.
+    """Run a test method for every combination of its parameters' values, each as a subtest.
 
-    All of them run in one set of ranks, as by ``run_subtests``. In the place of the values may stand a function without
-    arguments that returns them, for what only a rank can know. It is the innermost decorator.
+    They share their ranks, as with ``run_subtests``. Instead of values you can pass a function without arguments that
+    returns them, if only a rank knows them. Use it as the innermost decorator.
     """
     return _in_one_set_of_ranks(lambda: [_known(config)])
 
 
 def pairwise_subtests(valid: Callable[..., bool] = lambda **case: True, **config: Values) -> Callable[[Test], Test]:
-    """As :func:`subtests`, for as many of the combinations as :func:`pairwise` chooses."""
+    """Like :func:`subtests`, for the combinations that :func:`pairwise` selects."""
     return _in_one_set_of_ranks(lambda: one_by_one(pairwise(_known(config), valid)))
 
 

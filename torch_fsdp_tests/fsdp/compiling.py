@@ -1,4 +1,4 @@
-"""Compiling with ``torch.compile``: backends that remember their graphs, and inductor where it is asked for."""
+"""Helpers for ``torch.compile``: a backend that stores its graphs, and inductor if slow tests run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, requires
 from torch_fsdp_tests.common_utils import flags
 from torch_fsdp_tests.inductor_utils import why_no_device_compiler, why_no_host_compiler
 
-with contextlib.suppress(ImportError):  # here, and so before the ranks are forked: it takes seconds, also for aot_eager
+with contextlib.suppress(ImportError):  # before ranks are forked, because it takes seconds
     importlib.import_module("torch._inductor.compile_fx")
 
 
 class CountingBackend:
-    """A backend of ``torch.compile`` by name, which remembers the graphs that it was given."""
+    """A wrapper around a backend of ``torch.compile`` that stores the graphs."""
 
     def __init__(self, name: str = "aot_eager") -> None:
         self._compile = torch._dynamo.lookup_backend(name)
@@ -37,20 +37,20 @@ class CountingBackend:
 
     @property
     def op_count(self) -> int:
-        """How many nodes of all graphs call something."""
+        """The number of nodes in all graphs that are calls."""
         return sum(node.op.startswith("call_") for node in self.nodes)
 
     def count(self, name: str) -> int:
-        """How many nodes of all graphs have a target of which ``name`` is a part."""
+        """The number of nodes in all graphs whose target contains ``name``."""
         return sum(name in str(node.target) for node in self.nodes)
 
 
 def why_no_inductor() -> str | None:
-    """Why a test does not compile with inductor here, in words; None where it does."""
+    """The reason why a test cannot compile with inductor here, or None."""
     if not accelerator.current().is_host:
         return why_no_device_compiler()
     if not flags.TEST_WITH_SLOW:
-        return "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 asks for it"
+        return "a C++ compiler takes half a minute or more; PYTORCH_TEST_WITH_SLOW=1 runs it"
     return why_no_host_compiler()
 
 
@@ -58,15 +58,15 @@ requires_inductor = requires(why_no_inductor)
 
 
 def allow_time_for_inductor(*tests: str) -> None:
-    """Give the tests of these names the time that a C++ compiler takes on a busy machine."""
+    """Give these tests the time that a C++ compiler takes on a busy machine."""
     TIMEOUT_OVERRIDE.update(dict.fromkeys(tests, 600))
 
 
 @contextlib.contextmanager
 def inductor_in(folder: str) -> Iterator[None]:
-    """Within the context inductor builds what it compiles in this folder, which the ranks may share.
+    """Inside the context, inductor compiles into this folder, which the ranks may share.
 
-    It has no pool of processes, which would outlive the rank, and random numbers are those of eager.
+    It uses no pool of processes, because that would outlive the rank, and its random numbers equal those of eager.
     """
     with (
         torch._inductor.config.patch(compile_threads=1, fallback_random=True),

@@ -1,7 +1,7 @@
-"""FSDP's inside, in the words of a test. The one room that knows torch's private names.
+"""FSDP's private parts under plain names. This is the only module with torch's private names.
 
-Each function looks its private name up when it is called. Where the installed torch does not have the name, the test
-that asked skips, and the reason names it; then this file is the one to mend.
+Each function looks up its private name when it is called. If the installed torch does not have the name, the test
+skips, and the reason names it. Then update this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.torch_names import attribute, set_attribute
 
-# What is typed as ``Any`` here is a class of torch's with a private name, which the comment gives.
+# Each of these types is a class of torch with a private name, which the comment gives.
 Handle = Any  # FlatParamHandle
 FlatParam = Any  # FlatParameter
 Group = Any  # FSDPParamGroup
@@ -63,17 +63,17 @@ fake_tensors = torch_names.module("torch._subclasses.fake_tensor")
 
 
 def all_gather() -> Any:
-    """The all-gather that FSDP calls in ``torch.distributed``, as it is now: a patch shows."""
+    """The all-gather in ``torch.distributed`` that FSDP calls, including any patch."""
     return getattr(dist, torch_facts.all_gather_name())
 
 
 def reduce_scatter() -> Any:
-    """The reduce-scatter that FSDP calls in ``torch.distributed``, as it is now: a patch shows."""
+    """The reduce-scatter in ``torch.distributed`` that FSDP calls, including any patch."""
     return getattr(dist, torch_facts.reduce_scatter_name())
 
 
 def keeping_version(tensor: torch.Tensor) -> Any:
-    """A context in which writes to the tensor leave its version as it is, as FSDP2 writes what it gathers."""
+    """A context in which writes do not change the tensor's version. FSDP2 uses it to write what it gathers."""
     return grad_mode._unsafe_preserve_version_counter(tensor)
 
 
@@ -86,7 +86,7 @@ def handles(model: nn.Module) -> list[Handle]:
 
 
 def handle(module: nn.Module) -> Handle | None:
-    """The handle of this FSDP1 instance; None for one that manages no parameters."""
+    """The handle of this FSDP1 instance, or None if it manages no parameters."""
     return attribute(module, "_handle")
 
 
@@ -106,12 +106,12 @@ def gathered(flat_param: FlatParam) -> torch.Tensor:
 
 
 def gathered_in_full_precision(flat_param: FlatParam) -> torch.Tensor:
-    """As :func:`gathered`, the buffer that ``summon_full_params`` fills under mixed precision."""
+    """Like :func:`gathered`, but the buffer that ``summon_full_params`` fills under mixed precision."""
     return attribute(flat_param, "_full_prec_full_param_padded")
 
 
 def is_gathered(flat_param: FlatParam) -> bool:
-    """Whether the buffer of :func:`gathered` has memory at this moment."""
+    """Whether the buffer of :func:`gathered` has memory now."""
     return gathered(flat_param).untyped_storage().size() > 0
 
 
@@ -121,17 +121,19 @@ def local_shard(flat_param: FlatParam) -> torch.Tensor:
 
 
 def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
-    """This rank's shard in the dtype of mixed precision. Raises ``AttributeError`` where there is none."""
+    """This rank's shard in the dtype of mixed precision. Raises ``AttributeError`` if there is none."""
     return attribute(flat_param, "_mp_shard")
 
 
 def has_low_precision_shard(flat_param: FlatParam) -> bool:
-    """Whether the flat parameter has a shard in the dtype of mixed precision, which it has for a low dtype alone."""
+    """Whether the flat parameter has a shard in the dtype of mixed precision. It has one only for a low precision
+    dtype.
+    """
     return _has_optional(flat_param, "_mp_shard")
 
 
 def _has_optional(owner: Any, name: str) -> bool:
-    """Whether an object has an attribute that FSDP gives to some such objects only."""
+    """Whether an object has an attribute that FSDP sets on some objects only."""
     try:
         attribute(owner, name)
     except AttributeError:
@@ -155,7 +157,7 @@ def numel_of(flat_param: FlatParam) -> int:
 
 
 def shard_infos(flat_param: FlatParam) -> tuple[Any, ...]:
-    """For each parameter inside a flat parameter, which of its elements lie in this rank's shard."""
+    """For each parameter inside a flat parameter, the elements that are in this rank's shard."""
     return attribute(flat_param, "_shard_param_infos")
 
 
@@ -175,12 +177,12 @@ def unsharded_size(flat_param: FlatParam) -> torch.Size:
 
 
 def padding_of(flat_param: FlatParam) -> int:
-    """How many elements at the end of this rank's shard are padding."""
+    """The number of padding elements at the end of this rank's shard."""
     return attribute(flat_param, "_shard_numel_padded")
 
 
 def execution_order(model: nn.Module) -> Any:
-    """What an FSDP1 root notes of the order in which its units run."""
+    """An FSDP1 root's record of the order in which its units run."""
     return attribute(model, "_exec_order_data")
 
 
@@ -190,17 +192,17 @@ def is_root(state: State) -> bool | None:
 
 
 def training_state(owner: Handle | Group) -> Any:
-    """Where a handle of FSDP1, or a parameter group of FSDP2, stands between forward and backward."""
+    """The training state of a handle (FSDP1) or of a parameter group (FSDP2)."""
     return attribute(owner, "_training_state")
 
 
 def clean_name(name: str) -> str:
-    """The name that a parameter has in the plain model."""
+    """The parameter's name in the plain model."""
     return fsdp1_common.clean_tensor_name(name)
 
 
 def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
-    """A mock in the place of the method by which a handle gathers its flat parameter; ``kwargs`` are the mock's."""
+    """Replace the method with which a handle gathers its flat parameter by a mock. ``kwargs`` are the mock's."""
     return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
 
 
@@ -217,12 +219,12 @@ def managing_instances(model: nn.Module) -> list[FSDP]:
 
 
 def hybrid_strategies() -> list[ShardingStrategy]:
-    """The strategies that shard within a group of ranks and replicate over such groups; the second keeps gathered."""
+    """The two hybrid strategies. The second one keeps parameters unsharded after forward."""
     return [ShardingStrategy.HYBRID_SHARD, attribute(ShardingStrategy, "_HYBRID_SHARD_ZERO2")]
 
 
 def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
-    """The buffers that gathers of a flat parameter fill: of :func:`gathered` and its like, those that there are."""
+    """The buffers into which a flat parameter is gathered: that of :func:`gathered`, and similar ones if they exist."""
     return [
         getattr(flat_param, name)
         for name in ("_full_param_padded", "_full_prec_full_param_padded")
@@ -231,17 +233,17 @@ def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
 
 
 def switched(variable: str, on: bool) -> AbstractContextManager[Any]:
-    """Turn a switch in the environment on or off, which FSDP1 reads where an instance is constructed."""
+    """Turn on or off a switch in the environment that FSDP1 reads when an instance is constructed."""
     return mock.patch.dict(os.environ, {variable: "1" if on else "0"})
 
 
 def instances(model: nn.Module) -> dict[str, FSDP]:
-    """The FSDP1 instances by the names that their modules have in the plain model, the root's first and empty."""
+    """The FSDP1 instances by their modules' names in the plain model. The root is first, and its name is empty."""
     return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDP)}
 
 
 def names_managed(model: nn.Module) -> dict[str, list[str]]:
-    """For each FSDP1 instance that manages parameters their names in the plain model, by the instance's own name."""
+    """The plain model's names of the parameters that each FSDP1 instance manages, by the instance's name."""
     managing = {name: each.flat_param for name, module in instances(model).items() if (each := handle(module))}
     return {
         name: [f"{name}.{inner}".lstrip(".") for inner in names_in(flat_param)] for name, flat_param in managing.items()
@@ -250,7 +252,7 @@ def names_managed(model: nn.Module) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
-    """Inside the context ``record`` is called with each handle that gathers its flat parameter, before it does."""
+    """Inside the context, call ``record`` with each handle before it gathers its flat parameter."""
 
     def gather(handle: Handle, *args: Any) -> Any:
         record(handle)
@@ -262,12 +264,12 @@ def recorded_gathers(record: Callable[[Handle], object]) -> Iterator[None]:
 
 
 def tensor_extension(module: FSDP) -> Any:
-    """What an FSDP1 instance asks how to flatten and to shard tensors that are not plain; None where all are."""
+    """The extension with which an FSDP1 instance flattens and shards tensor subclasses, or None."""
     return attribute(module, "_fsdp_extension")
 
 
 def dtensor_extensions() -> type:
-    """The class of what :func:`tensor_extension` returns for DTensors."""
+    """The class of the extension that :func:`tensor_extension` returns for DTensors."""
     return tensor_parallel_fsdp.DTensorExtensions
 
 
@@ -292,7 +294,7 @@ def has_group(module: nn.Module) -> bool:
 
 
 def groups_in(module: nn.Module) -> list[Group]:
-    """The parameter groups of one module, of which there are several where parameters lie on several meshes."""
+    """The parameter groups of one module. There are several if its parameters are on several meshes."""
     return attribute(state_of(module), "_fsdp_param_groups")
 
 
@@ -314,22 +316,22 @@ def comm_context(module: nn.Module) -> Any:
 
 
 def iteration_context(module: nn.Module) -> Any:
-    """What a root notes of the iteration that runs, shared with the modules below it."""
+    """The state of the current iteration, which a root shares with the modules below it."""
     return attribute(state_of(module), "_state_ctx")
 
 
 def initialize_lazily(module: nn.Module) -> None:
-    """Do what the first forward of an FSDP2 root does first."""
+    """Run the lazy initialization of an FSDP2 root, which its first forward would run."""
     attribute(state_of(module), "_lazy_init")()
 
 
 def forward_positions(group: Group) -> list[int]:
-    """The positions of a group in the order of forwards whose backward is still to come."""
+    """The positions of a group in the order of those forwards whose backward has not run."""
     return attribute(group, "_post_forward_indices")
 
 
 def pending_gather(group: Group) -> Any:
-    """The all-gather of a group that nobody has waited for yet, or None."""
+    """The all-gather of a group that has not been waited for, or None."""
     return attribute(group, "_all_gather_result")
 
 
@@ -339,12 +341,12 @@ def composable_apis(module: nn.Module) -> list[str]:
 
 
 def ddp_of(model: nn.Module) -> Any:
-    """The DDP instance behind a model to which the composable ``replicate`` was applied and which has run."""
+    """The DDP instance of a model to which the composable ``replicate`` was applied, after the model has run."""
     return attribute(composable.replicate.state(model), "_ddp")
 
 
 def scheduled(stages: list[Any], actions: list[str], num_microbatches: int, **kwargs: Any) -> Any:
-    """A schedule of a pipeline on one rank that runs these actions, such as "0UNSHARD" and "0F1", in their order."""
+    """A pipeline schedule on one rank that runs these actions in order, such as "0UNSHARD" and "0F1"."""
     schedule = pipeline_schedules._PipelineScheduleRuntime(stages, num_microbatches, **kwargs)
     schedule.pipeline_order_with_comms = {0: [pipeline_schedules._Action.from_str(action) for action in actions]}
     return schedule
@@ -354,7 +356,7 @@ def scheduled(stages: list[Any], actions: list[str], num_microbatches: int, **kw
 
 
 def dynamo_switched(**switches: bool) -> AbstractContextManager[Any]:
-    """Within the context these switches of ``torch._dynamo.config`` are as given."""
+    """Set these switches of ``torch._dynamo.config`` inside the context."""
     for name in switches:
         getattr(dynamo_config, name)
     return dynamo_config.patch(**switches)
@@ -364,16 +366,16 @@ def dynamo_switched(**switches: bool) -> AbstractContextManager[Any]:
 
 
 def strided_shard() -> type:
-    """The placement of a dimension that FSDP2 cuts after tensor parallelism did."""
+    """The placement of a dimension that tensor parallelism shards first, and FSDP2 after it."""
     return placement_types._StridedShard
 
 
 def local_shape_and_offsets(shape: torch.Size, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and for each dimension where the part begins in the whole."""
+    """The shape of this rank's part of a DTensor, and its offset in each dimension."""
     return dtensor_utils.compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
-    """A number that tells storages apart while they live, by which tensors that share memory are told."""
+    """A number that identifies a storage while it exists. Tensors that share memory have the same number."""
     storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
     return storage._cdata

@@ -1,4 +1,4 @@
-"""Tests that launch ranks more than once, as for a training that is killed or goes on with more or fewer ranks."""
+"""Tests that launch ranks several times, such as a training that is killed or continues with more or fewer ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _SETTINGS = "TORCH_FSDP_TESTS_LAUNCH_SETTINGS"  # an environment variable that o
 class LaunchesTestCase(DTensorTestBase):
     """A test case whose tests run in the parent, and launch ranks that run other methods of the class.
 
-    Each launch has new processes, and as many as the test says. The ranks find in ``settings`` what the launch was
-    given, and in ``temp_dir`` a directory that all launches of a test share.
+    Each launch has new processes, and the test says how many. In the ranks, ``settings`` has the arguments of the
+    launch, and ``temp_dir`` is a directory that all launches of a test share.
     """
 
     temp_dir: str
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of this launch; in the parent, of a launch that nobody gives a number."""
+        """The number of ranks of this launch. In the parent it is the default for a launch."""
         return self._assignment.world_size if in_rank() else accelerator.current().ranks
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """In a rank: the keyword arguments of :meth:`launch`."""
+        """In a rank, the keyword arguments of :meth:`launch`."""
         return json.loads(os.environ[_SETTINGS])
 
     def setUp(self) -> None:
@@ -52,13 +52,13 @@ class LaunchesTestCase(DTensorTestBase):
         super().run_test(test_name, parent_pipe)
 
     def _spawn_processes(self) -> None:
-        """Start nothing: the test launches its ranks itself."""
+        """Do nothing, because the test launches its ranks itself."""
 
     def _join_ranks(self, fn: Callable) -> None:
         fn()
 
     def launch(self, work: Callable[[], None], size: int, **settings: Any) -> list[RankReport]:
-        """Run the method ``work`` in this many new ranks and return what they said and how they ended."""
+        """Run the method ``work`` in this many new ranks, and return their outcomes and endings."""
         skip_unless([lambda: accelerator.current().lacks_room_for(size)])
         carried = json.dumps({"temp_dir": self.temp_dir, **settings})
         with mock.patch.dict(os.environ, {_SETTINGS: carried}):
@@ -69,5 +69,5 @@ class LaunchesTestCase(DTensorTestBase):
             self._close(group)
 
     def complete(self, work: Callable[[], None], size: int, **settings: Any) -> None:
-        """As :meth:`launch`. Fails as a test in these ranks would."""
+        """Like :meth:`launch`, but fails as a test in these ranks would."""
         self._conclude(self.launch(work, size, **settings), get_timeout(self.id()))

@@ -1,4 +1,4 @@
-"""Mixed precision of FSDP2 and of what is built on it: a replica that casts by hand, and tests of what is cast."""
+"""Mixed precision of FSDP2 and of ``replicate`` on it: a replica that casts by hand, and tests of what is cast."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ else:
     _Base = object
 
 DIM = 16
-ITERATIONS = 4  # the state of Adam counts from the second on
+ITERATIONS = 4  # Adam's state matters from the second step on
 
-# ``fully_shard``, or what takes its place; called with a module and ``mp_policy``.
+# ``fully_shard`` or a replacement, which is called with a module and ``mp_policy``.
 Wrap = Callable[..., Any]
 
 
 def mean_of_two_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean in the dtype of the tensor. Float16 is halved before it is added, since the sum may not fit."""
+    """The mean in the dtype of the tensor. Float16 is halved before it is added, because the sum could overflow."""
     first, second = (torch.empty_like(tensor) for _ in range(2))
     dist.all_gather([first, second], tensor)
     return first / 2 + second / 2 if tensor.dtype == torch.float16 else (first + second) / 2
@@ -43,8 +43,9 @@ def mean_of_two_ranks(tensor: torch.Tensor) -> torch.Tensor:
 class Replica:
     """A float32 model with its optimizer, and a copy in ``param_dtype`` that computes for it.
 
-    Gradients are cast to ``reduce_dtype``, added up over backwards and averaged over the ranks in it. ``loss_of`` is
-    called with a model and an input. The parameters of the copy that ``keeps`` accepts by name stay in float32.
+    Gradients are cast to ``reduce_dtype``. In this dtype they are accumulated over backwards and averaged over the
+    ranks. ``loss_of`` is called with a model and an input. If ``keeps`` accepts the name of a parameter, it stays in
+    float32 in the copy.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class Replica:
 
 
 class ReplicaMixin(_Base):
-    """For a test case of two rank processes: a model trained beside its replica, and compared to the last bit.
+    """For a test case with two rank processes. Trains a model beside its replica, and compares them bit by bit.
 
-    Two ranks, since a sum of two numbers does not depend on the order of the summands, in whatever precision.
+    There are two ranks because the sum of two numbers does not depend on their order in any precision.
     """
 
     def _check_identical(self, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -102,7 +103,7 @@ class ReplicaMixin(_Base):
     def _check_training(
         self, replica: Replica, model: nn.Module, optim: torch.optim.Optimizer, inp_dtype: torch.dtype
     ) -> collectives.Calls:
-        """Some steps with inputs of this rank's own. Returns the collectives that were called for the model."""
+        """Train for some steps with this rank's own inputs. Returns the collectives that were called for the model."""
         manual_seed(42 + self.rank + 1)
         calls = collectives.Calls()
         for _ in range(ITERATIONS):
@@ -124,12 +125,12 @@ class ReplicaMixin(_Base):
 
 
 class CastsMixin(_Base):
-    """For a test case of two ranks, be they threads or processes: what modules receive and return under a policy."""
+    """For a test case with two ranks (threads or processes). Tests what modules receive and return under a policy."""
 
     def _check_float16_on_one_submodule(self, wrap: Wrap) -> None:
         half, single = torch.float16, torch.float32
         to_half = MixedPrecisionPolicy(param_dtype=half)
-        # Which child has a policy, the policy, whether the model casts by itself, and the inputs of model, c1 and c2.
+        # The child that has a policy, the policy, whether the model casts itself, and the inputs of model, c1 and c2.
         cases = [
             ("c2", to_half, False, (single, single, half)),
             ("c2", dataclasses.replace(to_half, cast_forward_inputs=False), True, (single, single, single)),
@@ -148,7 +149,7 @@ class CastsMixin(_Base):
             self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
 
     def _check_submodules_with_external_inputs(self, wrap: Wrap, enable_submodule_cast: bool) -> None:
-        """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
+        """A tensor that does not come from the root is cast by the submodule or not at all."""
 
         class Adder(nn.Module):
             def __init__(self) -> None:
@@ -177,8 +178,9 @@ class CastsMixin(_Base):
         self.assertEqual(model.l2.inputs, (half, half if enable_submodule_cast else torch.float32))
 
     def _check_norm_modules(self, wrap: Wrap, policy: MixedPrecisionPolicy) -> None:
-        """Norms work under the policy. Where running statistics in float32 beside weights in ``param_dtype`` are too
-        much for this device, the error is the device's own; both remedies work on all."""
+        """Norms work under the policy. If the device cannot combine running statistics in float32 with weights in
+        ``param_dtype``, it raises its own error. Both remedies work on all devices.
+        """
         linear, convolution = functools.partial(nn.Linear, 32, 32), functools.partial(nn.Conv2d, kernel_size=3)
         self._check_norm(wrap, nn.Sequential(linear(), nn.LayerNorm(32), linear()), (4, 32), policy)
         for make, shape in (
@@ -191,7 +193,7 @@ class CastsMixin(_Base):
                 if buffer.is_floating_point():
                     setattr(model[1], name, buffer.to(policy.param_dtype))
             self._check_norm(wrap, model, shape, policy)
-            # Or the norm keeps its parameters too, and takes what comes.
+            # Alternatively the norm keeps its parameters too, and accepts any input.
             self._check_norm(wrap, make(), shape, policy, MixedPrecisionPolicy(output_dtype=policy.param_dtype))
 
     def _check_norm(
@@ -203,7 +205,7 @@ class CastsMixin(_Base):
         norm_policy: MixedPrecisionPolicy | None = None,
         may_be_refused: bool = False,
     ) -> None:
-        """Compare the output and the buffers with those of a copy whose parameters are cast once and for all."""
+        """Compare the output and the buffers with those of a copy whose parameters are cast permanently."""
         model = filled(model).to(self.device)
         replica = copy.deepcopy(model)
         for index, module in enumerate(replica):

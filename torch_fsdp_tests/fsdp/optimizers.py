@@ -1,8 +1,8 @@
-"""Optimizers that work on the shards of FSDP2's parameters, for tests whose subject is no optimizer.
+"""Optimizers on the shards of FSDP2's parameters, for tests that are not about optimizers.
 
-DTensor takes milliseconds for each operation that it has not seen yet with these shapes, and a process of a test has
-seen none: a first step of Adam on DTensors costs a tenth of a second and more. An elementwise optimizer does the same
-to each element of a shard, whether it knows of the whole or not.
+DTensor takes milliseconds for each operation that is new to it with these shapes, and in a test's process all are new.
+So the first step of Adam on DTensors takes a tenth of a second or more. An elementwise optimizer has the same result on
+shards.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch_fsdp_tests.fsdp.shards import local_of
 
 
 class OnShards(torch.optim.Optimizer):
-    """Mixed in before an elementwise optimizer, it has that update the local shards, with one group of parameters.
+    """A mix-in that lets an elementwise optimizer update the local shards, in one group of parameters.
 
-    Gradients stay those of the parameters, which :meth:`zero_grad` clears. The optimizer's state belongs to the shards.
+    Gradients belong to the parameters, and :meth:`zero_grad` clears them. The optimizer's state belongs to the shards.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class OnShards(torch.optim.Optimizer):
 
     def step(self) -> None:
         for param, shard in zip(self.wholes, self.param_groups[0]["params"], strict=True):
-            shard.data = local_of(param.detach())  # which torch 2.9 puts elsewhere in the first forward
+            shard.data = local_of(param.detach())  # torch 2.9 replaces them in the first forward
             shard.grad = None if param.grad is None else local_of(param.grad)
         super().step()
 

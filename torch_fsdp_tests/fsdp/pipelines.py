@@ -1,4 +1,4 @@
-"""Pipelines: the stages that a rank has, the schedule that runs them, and the plain model that they are parts of."""
+"""Pipelines: the stages of each rank, the schedule, and the plain model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_each
 
-SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage a rank, the others two
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the others have two
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 SCHEDULES = [*SINGLE, *LOOPED, *V_SHAPED]
-# These compute the gradients of inputs and those of parameters apart.
+# These compute the gradients of inputs and of parameters separately.
 SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 
 DIM = 4
 BLOCKS = 4
-MICROBATCHES = 4  # as many as DualPipeV asks for on two ranks
+MICROBATCHES = 4  # the number that DualPipeV needs on two ranks
 ROWS = 2  # of a microbatch
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # the inputs and the targets of all microbatches
 
 
 class Block(nn.Module):
-    """Adds to its input what two layers make of it, so that gradients reach the first of many blocks."""
+    """Two layers with a residual connection, so that gradients reach the first of many blocks."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def blocks(hidden: int = 5) -> nn.Sequential:
-    """A model to be cut into stages. Two ranks cut its ``hidden`` rows unevenly, unless that number is even."""
+    """A model that is split into stages. If ``hidden`` is odd, two ranks shard its rows unevenly."""
     return nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
 
 
@@ -54,7 +54,7 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Add up the gradients of the microbatches in a model that has no stages. Returns their losses, detached."""
+    """Accumulate the gradients of the microbatches in a model without stages. Returns their losses, detached."""
     losses = []
     for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
         loss = loss_fn(model(inp), target)
@@ -64,7 +64,7 @@ def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def microbatched_in_bfloat16(plain: nn.Module, batch: Batch) -> torch.Tensor:
-    """As ``microbatched``, computed in bfloat16. The gradients are added up in float32."""
+    """Like ``microbatched``, but computed in bfloat16. The gradients are accumulated in float32."""
     losses = []
     for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
         low = copy.deepcopy(plain).to(torch.bfloat16)
@@ -79,12 +79,12 @@ def microbatched_in_bfloat16(plain: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def units_of(stage: Any) -> list[Any]:
-    """The first layer of each block, each block, and the stage: what gets a group of parameters, but for the stage."""
+    """The first layer of each block, each block, and the stage. All but the stage get a group of parameters."""
     return [*(module for block in stage for module in (block.net1, block)), stage]
 
 
 def shard_stage(stage: Any, **kwargs: Any) -> Any:
-    """Apply ``fully_shard`` to the units of a stage: two groups of parameters a block. Returns the stage.
+    """Apply ``fully_shard`` to the units of a stage: two groups of parameters per block. Returns the stage.
 
     The groups stay unsharded after forward, as a split backward requires.
     """
@@ -101,9 +101,10 @@ def indices_of(schedule: str, rank: int, size: int) -> list[int]:
 class Pipeline:
     """Parts of a plain model as stages on the ranks of a group, under one of the ``SCHEDULES``.
 
-    ``wrap`` parallelizes a copy of each part and returns it. The stages ask each other for the shapes of activations,
-    or are told them, with the dtype of all but the pipeline's input as ``told``. Other arguments are the schedule's.
-    Raises ``unittest.SkipTest`` where the installed torch cannot start the schedule over any backend.
+    ``wrap`` parallelizes a copy of each part and returns it. The stages find out the shapes of activations themselves,
+    or get them. In that case ``told`` is the dtype of everything but the pipeline's input. Other arguments are the
+    schedule's.
+    Raises ``unittest.SkipTest`` if the installed torch cannot start the schedule over any backend.
     """
 
     def __init__(
@@ -161,17 +162,17 @@ class Pipeline:
 
 
 def _shapes(index: int, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a stage receives and returns."""
+    """The shapes of a stage's input and output."""
     empty = functools.partial(torch.empty, ROWS, DIM, device=device)
     received = empty(dtype=dtype, requires_grad=True) if index else empty(dtype=torch.float32)
     return {"input_args": received, "output_args": empty(dtype=dtype, requires_grad=True)}
 
 
 class PipelineMixin(TrainingMixin):
-    """For a test case with pipelines on ranks that differ in their data only along the dimension "data"."""
+    """For a test case with pipelines. The data differs between ranks only along the dimension "data"."""
 
     def _plain(self, **kwargs: Any) -> nn.Sequential:
-        """The same model on all ranks."""
+        """A plain model that is the same on all ranks."""
         torch.manual_seed(42)
         return blocks(**kwargs).to(self.device)
 
@@ -191,7 +192,7 @@ class PipelineMixin(TrainingMixin):
         compare: Callable[..., None] = check_parity,
         **kwargs: Any,
     ) -> None:
-        """The pipeline must train as the plain model does on the data of all ranks of ``data_group``."""
+        """The pipeline must train like the plain model on the data of all ranks of ``data_group``."""
 
         def step(each: nn.Module, batch: Batch) -> torch.Tensor:
             return pipeline.step(batch) if each is pipeline.modules else microbatched(each, batch)

@@ -1,4 +1,4 @@
-"""What FSDP is compared with: plain models whose gradients are averaged by hand, and values without FSDP's names."""
+"""References for FSDP: plain models with gradients averaged by hand, and values under the plain model's names."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def of_all_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """What each rank of the group calls this with, in the order of the ranks. A collective."""
+    """Return every rank's argument, in order of rank. A collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def named(model: nn.Module, wrappers: tuple[str, ...] = ("module.",)) -> dict[str, nn.Parameter]:
-    """The parameters by the names of the plain model: without what FSDP, checkpoints and DDP add to them."""
+    """The parameters by their names in the plain model, without the parts that FSDP, checkpoints and DDP add."""
     found = {}
     for name, param in model.named_parameters():
         name = internals.clean_name(name)
@@ -56,7 +56,7 @@ def named(model: nn.Module, wrappers: tuple[str, ...] = ("module.",)) -> dict[st
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, any other tensor itself. A collective for DTensors."""
+    """The full tensor of a DTensor, or any other tensor itself. A collective for DTensors."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -73,7 +73,7 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def replicated(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """A copy of the model on this rank's device, to which ``replicate`` was applied; ``kwargs`` are replicate's."""
+    """Apply ``replicate`` to a copy of the model on this rank's device. ``kwargs`` are those of ``replicate``."""
     return replicate_in_place(copy.deepcopy(model).to(rank_device()), **kwargs)
 
 
@@ -85,14 +85,13 @@ def replicate_in_place(model: nn.Module, **kwargs: Any) -> Any:
 
 
 def mean_backward(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Give a plain model the mean of the gradients of ranks with these inputs, without communication.
-
-    The loss is the sum of the squared outputs.
+    """Compute the mean gradient of ranks with these inputs in a plain model, without communication. The loss is the sum
+    of the squared outputs.
     """
     for inp in inputs:
         (model(inp).square().sum() / len(inputs)).backward()
 
 
 def room_in(tensor: torch.Tensor) -> int:
-    """The number of elements for which the tensor's storage has room; a freed one has room for none."""
+    """The number of elements that fit in the tensor's storage. For a freed storage it is zero."""
     return tensor.untyped_storage().size() // tensor.element_size()

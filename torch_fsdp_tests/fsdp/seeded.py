@@ -1,4 +1,4 @@
-"""Random numbers that follow from a seed alone. Ranks that are threads share torch's own generator, these do not."""
+"""Random numbers that depend only on a seed. Ranks in threads share torch's generator, but not these numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def uniform(*shape: int, seed: int) -> torch.Tensor:
-    """Numbers between 0 and 1 on the device of the calling rank."""
+    """Random numbers between 0 and 1 on the device of the calling rank."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(get_devtype())
 
 
 def filled(module: AnyModule, low: float = -0.3, high: float = 0.7, seed: int = 42) -> AnyModule:
-    """The module, whose parameters are filled with numbers between ``low`` and ``high``, by default mostly positive."""
+    """Fill the module's parameters with numbers between ``low`` and ``high`` (by default mostly positive), and return
+    it.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in module.parameters():

@@ -1,4 +1,4 @@
-"""Sharded state dicts of FSDP1 on a device mesh: what they are taken from, what is in them, whether they come back."""
+"""Sharded state dicts of FSDP1 on a device mesh: models for them, their contents, and loading."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ else:
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
-PARTS = 4  # of a batch; the ranks that share it are 1, 2 or 4
+PARTS = 4  # parts of a batch, which 1, 2 or 4 ranks share
 _HOST = torch.device("cpu")
 
 
 class FourLayers(nn.Module):
-    """Linear layers from 8 to 16, 32, 64 and back to 8 elements, with ReLU between; the same numbers in each instance.
+    """Linear layers from 8 to 16, 32, 64 and back to 8 elements, with ReLUs. All instances have the same parameters.
 
-    2, 4 and 8 ranks divide every dimension. The names of parameters are those of upstream's models for state dicts.
+    Every dimension is divisible by 8. The names of the parameters are those of upstream's models for state dicts.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class FourLayers(nn.Module):
         self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of 8 elements, from rows of as many."""
+        """From rows of 8 elements to rows of 8 elements."""
         return self.net4(self.net3(self.net2(self.net1(x))))
 
     def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -63,7 +63,7 @@ class SimpleModel(nn.Module):
         self.net1, self.net2, self.net3 = (nn.Linear(*each) for each in zip(self.sizes, self.sizes[1:]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # No ReLU: one that is dead would keep its layer from changing.
+        # There is no ReLU here: if it were dead, its layer would not change.
         return self.net3(self.net2(self.net1(x).tanh()).tanh())
 
     def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -72,16 +72,16 @@ class SimpleModel(nn.Module):
 
 
 class SimpleModelUneven(SimpleModel):
-    """From 5 to 10, 15 and 5 elements: rows of some layers neither 2 nor 4 ranks divide."""
+    """From 5 to 10, 15 and 5 elements. The rows of some layers are not divisible by 2 or 4."""
 
     sizes = (5, 10, 15, 5)
 
 
 def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range, rank: int = 0, size: int = 1) -> None:
-    """Train on this rank's share of a batch of four parts; alone (``size`` 1) on all of it.
+    """Train on this rank's share of a batch of four parts, or with ``size`` 1 on the whole batch.
 
-    A part is the ``get_input(generator)`` of the model, or of the module that FSDP or DDP holds. It follows from the
-    number of the step, so that other steps are another training. The loss is the sum of the outputs, divided by the
+    A part is the ``get_input(generator)`` of the model, or of the module that FSDP or DDP holds. It depends on the
+    number of the step, so that other steps are a different training. The loss is the sum of the outputs, divided by the
     number of parts that the rank has: what ``size`` ranks average is the gradient of a plain model on the whole batch.
     """
     source: Any = getattr(model, "module", model)
@@ -96,7 +96,7 @@ def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range,
 
 
 def use_sharded_state_dicts(model: nn.Module, offload_to_cpu: bool = False) -> None:
-    """From now on the state dicts of the model and of its optimizer are SHARDED_STATE_DICT."""
+    """Set the type of the model's and its optimizer's state dicts to SHARDED_STATE_DICT."""
     FSDP.set_state_dict_type(
         model,
         StateDictType.SHARDED_STATE_DICT,
@@ -113,14 +113,14 @@ def sharded_state_dicts(
 ) -> dict[str, Any]:
     """Both state dicts, as "model" and "optim", for ``torch.distributed.checkpoint``. A collective.
 
-    ``group`` has all ranks of the model, where that is not the default group.
+    ``group`` has all ranks of the model, if it is not the default group.
     """
     use_sharded_state_dicts(model, offload_to_cpu)
     return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim, group=group)}
 
 
 def moments(osd: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer's state dict has for parameters, but the step counts: by "parameter.state"."""
+    """The parameter states in an optimizer's state dict without the step counts, by "parameter.state"."""
     return {
         f"{name}.{key}": value for name, state in osd["state"].items() for key, value in state.items() if key != "step"
     }
@@ -137,22 +137,22 @@ def parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer) -> di
 
 
 def plain_parameters_and_moments(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """As :func:`parameters_and_moments`, of a model without FSDP or of one in DDP. No communication."""
+    """Like :func:`parameters_and_moments`, for a model without FSDP or in DDP. No communication."""
     params = {name.removeprefix("module."): param for name, param in model.named_parameters()}
     by_name = moments({"state": {name: optim.state[param] for name, param in params.items()}})
     return {**{name: param.detach() for name, param in params.items()}, **by_name}
 
 
 class ShardedStatesMixin(_Base):
-    """For a ``DTensorTestBase``: training on shares, and what holds for sharded state dicts on every kind of mesh."""
+    """For a ``DTensorTestBase``. Training on shares, and checks of sharded state dicts for every kind of mesh."""
 
     def init_pg(self, *args: Any, **kwargs: Any) -> None:
-        # FSDP's ways to say what kind of state dict it shall give call themselves deprecated, every time.
+        # FSDP's functions that set the type of state dicts give a deprecation warning on every call.
         warnings.filterwarnings("ignore", category=FutureWarning)
         super().init_pg(*args, **kwargs)
 
     def _trained(self, model: nn.Module, steps: range, size: int) -> Trained:
-        """The model after these steps, of which ``size`` ranks share the batches, and its Adam."""
+        """Train a model for these steps with ``size`` ranks that share the batches. Returns the model and its Adam."""
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         train_on_share(model, optim, steps, self.rank, size)
         return model, optim
@@ -203,7 +203,7 @@ class ShardedStatesMixin(_Base):
         return empty
 
     def _check_optim_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-        """Saved after the first step and loaded after the second, the optimizer is as it was; and it alone is."""
+        """Save the optimizer after one step, and load it after the next one. Only the optimizer must be as before."""
         saved = FSDP.optim_state_dict(model, optim)
         wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
         train_on_share(model, optim, range(1, 2), self.rank, self.world_size)
@@ -221,7 +221,9 @@ class ShardedStatesMixin(_Base):
         self.assertNotEqual(full_parameters(model), parameters)  # those were not saved
 
     def _check_model_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-        """A step after saving changes every parameter; loaded, the model computes what it did when it was saved."""
+        """A step after saving changes every parameter. After loading, the model must compute what it did when it was
+        saved.
+        """
         saved = model.state_dict()
         wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
         source: Any = getattr(model, "module", model)

@@ -1,4 +1,4 @@
-"""Which part of a tensor lies on which rank, worked out without FSDP."""
+"""Computes which part of a tensor is on which rank, without FSDP."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor, any other tensor itself."""
+    """The local shard of a DTensor, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_largest_dim(param: nn.Parameter) -> Shard:
-    """A ``shard_placement_fn`` that shards the largest dimension, the first of equals."""
+    """A ``shard_placement_fn`` that shards the largest dimension, or the first of several."""
     return Shard(param.shape.index(max(param.shape)))
 
 
 def chunk_of(whole: torch.Tensor, index: int, chunks: int, dim: int = 0) -> torch.Tensor:
-    """What ``torch.chunk`` cuts for ``index`` along a dimension; nothing where it cuts fewer than ``chunks``."""
+    """The chunk with this index that ``torch.chunk`` returns along a dimension, or an empty one if there are fewer."""
     found = whole.chunk(chunks, dim)
     return found[index] if index < len(found) else whole.narrow(dim, 0, 0)
 
 
 def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
-    """What of ``whole`` lies on this rank, where ``param`` was cut by the last dimension of its mesh first."""
+    """This rank's part of ``whole``, if ``param`` was sharded over the last dimension of its mesh first."""
     for dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[dim]
         if not placement.is_replicate():
@@ -36,5 +36,7 @@ def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
 
 
 def owners(numel: int, world_size: int, device: torch.device | None = None) -> torch.Tensor:
-    """For each element of a flat parameter of FSDP1 the rank whose shard has it: equal chunks, the last ones short."""
+    """The rank that has each element of an FSDP1 flat parameter. Chunks are equal, except that the last ones are
+    shorter.
+    """
     return torch.arange(numel, device=device) // math.ceil(numel / world_size)

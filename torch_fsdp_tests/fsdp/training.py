@@ -1,4 +1,4 @@
-"""An FSDP2 model and the plain model that it was, trained side by side and compared."""
+"""Trains an FSDP2 model and a plain model side by side, and compares them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# One without gradients before it, and one after each way to zero them, with moments from the ones before.
+# One step without earlier gradients, and one after each way to zero them, with moments from the steps before.
 ITERATIONS = 3
-# The same where a test has many parameter sets: the second step has gradients and moments from the first.
+# For tests with many parameter sets: the second step has gradients and moments from the first.
 FEW = 2
 
 
@@ -49,23 +49,24 @@ def shard_each(modules: Iterable[Any], **kwargs: Any) -> Any:
 
 
 def replicate_each(modules: Iterable[Any], **kwargs: Any) -> Any:
-    """As :func:`shard_each`, with the ``replicate`` that is built on FSDP2: each rank keeps whole parameters."""
+    """Like :func:`shard_each`, with FSDP2's ``replicate``: each rank keeps whole parameters."""
     for module in modules:
         internals.replicate_on_fsdp2.replicate(module, **kwargs)
     return module
 
 
 def broadcast_parameters(model: nn.Module) -> Any:
-    """Give all ranks the parameters of the first, since threads draw from one generator. Returns the model."""
+    """Broadcast the first rank's parameters, because threads share one random generator. Returns the model."""
     for param in model.parameters():
         dist.broadcast(param.detach(), src=0)
     return model
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Pulls outputs towards one; under a plain sum ReLUs would die, and biases have the same gradient on all ranks.
+    """A loss that pulls outputs towards one. With a plain sum, ReLUs would die, and biases would have the same gradient
+    on all ranks.
 
-    It is a mean, since gradients in the hundreds would be rounded by more than the default tolerances allow.
+    It is a mean, because the rounding of gradients in the hundreds would exceed the default tolerances.
     """
     return (output - 1).square().mean(dtype=torch.float32)
 
@@ -82,7 +83,9 @@ def train(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def accumulating(model: nn.Module, mark: Callable[[bool], object]) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """A :func:`train` for batches of microbatches. Before each of ``model``'s ``mark`` hears whether it is the last."""
+    """A :func:`train` for batches of microbatches. ``mark`` is called before each microbatch of ``model``, and is told
+    whether it is the last.
+    """
 
     def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
         losses = []
@@ -96,14 +99,14 @@ def accumulating(model: nn.Module, mark: Callable[[bool], object]) -> Callable[[
 
 
 def optimizers(*models: nn.Module, cls: type = ShardAdam, **kwargs: Any) -> list[torch.optim.Optimizer]:
-    """One optimizer for each model. ``kwargs`` are the optimizers' own, beside the learning rate."""
-    # With the default eps Adam would enlarge the rounding of a gradient that is nearly zero to a whole step.
+    """One optimizer for each model. ``kwargs`` go to the optimizers, beside the learning rate."""
+    # With the default eps, Adam would turn the rounding of a gradient near zero into a whole step.
     kwargs |= {"lr": 1e-2} if cls is torch.optim.SGD else {"lr": 1e-2, "eps": 1e-3}
     return [cls(model.parameters(), **kwargs) for model in models]
 
 
 def take_step(optims: Iterable[torch.optim.Optimizer], set_to_none: bool = True) -> None:
-    """Have the optimizers step, and clear the gradients."""
+    """Step the optimizers, and clear the gradients."""
     for optim in optims:
         optim.step()
         optim.zero_grad(set_to_none=set_to_none)
@@ -116,11 +119,12 @@ def check_parity(
     what: tuple[str, ...] = ("parameter", "gradient"),
     **tolerance: Any,
 ) -> None:
-    """Compare what this rank has of an FSDP2 model with its shards of another model, all in one go.
+    """Compare this rank's part of an FSDP2 model with its shards of another model, all at once.
 
-    The other model is a plain one or FSDP2's as well. Compares parameters and gradients, unless ``what`` names one of
-    them alone; a gradient may be missing from both. As ``check_sharded_parity``, but a hundred times as fast, and for
-    any layout of FSDP's: also where it cuts what tensor parallelism has cut, which ``distribute_tensor`` does not do.
+    The other model is a plain one, or an FSDP2 model too. Compares parameters and gradients, unless ``what`` names only
+    one of them. A gradient may be missing from both. It is like ``check_sharded_parity``, but a hundred times as fast,
+    and works for every layout of FSDP. This includes shards of what tensor parallelism has sharded, which
+    ``distribute_tensor`` does not support.
     """
     refs, params = named(ref_model), named(model)
     test.assertEqual(list(params), list(refs))
@@ -142,14 +146,14 @@ def check_parity(
 
 
 def check_gradients(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
-    """As :func:`check_parity`, for the gradients alone."""
+    """Like :func:`check_parity`, for gradients only."""
     check_parity(test, ref_model, model, what=("gradient",))
 
 
 def _check_at_once(
     test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any
 ) -> None:
-    """Compare tensors of one dtype, all at once: that takes as long as to compare two of them."""
+    """Compare tensors of one dtype all at once, which takes as long as the comparison of two."""
     test.assertGreater(len(found), 0)
     layouts = [{name: (tensor.shape, tensor.dtype) for name, tensor in each.items()} for each in (found, expected)]
     test.assertEqual(*layouts)
@@ -164,7 +168,7 @@ def _check_at_once(
 
 
 def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
-    """The whole of each parameter, as DTensor puts it together, must be that of the plain model. A collective."""
+    """Each parameter's full tensor must equal that of the plain model. A collective."""
     refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
     test.assertEqual(list(refs), list(params))
     for name, param in params.items():
@@ -172,7 +176,7 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
 
 
 class Features(nn.Module):
-    """Works in a method of its own; its ``forward`` raises."""
+    """Computes in a method other than ``forward``, which raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,10 +201,10 @@ class FeaturesModel(nn.Module):
 
 
 class TrainingMixin(_Base):
-    """For a test case with ranks, be they threads or processes: models, data and the comparison of two trainings."""
+    """For a test case with ranks (threads or processes): models, data, and the comparison of two trainings."""
 
     def _mesh(self, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
-        """One dimension shards; of two, the first replicates. For others state their ``names``."""
+        """A single dimension shards; of two dimensions, the first one replicates. For other meshes pass ``names``."""
         return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=names[-len(shape) :])
 
     def _replica(self, model: nn.Module) -> Any:
@@ -208,7 +212,9 @@ class TrainingMixin(_Base):
         return copy.deepcopy(model).to(self.device)
 
     def _seed(self, data_rank: int | None = None) -> None:
-        """From here on the ranks draw different numbers; those with the same ``data_rank`` the same."""
+        """From here on, ranks draw different random numbers, except that ranks with the same ``data_rank`` draw the
+        same.
+        """
         manual_seed(42 + (self.rank if data_rank is None else data_rank) + 1)
 
     def _inputs(self, *shape: int, **kwargs: Any) -> torch.Tensor:
@@ -218,7 +224,7 @@ class TrainingMixin(_Base):
         return torch.randint(0, vocab_size, shape, device=self.device)
 
     def _sleep(self, milliseconds: float) -> None:
-        """Be late, the odd ranks twice as late. Where nothing of a rank runs beside it, a millisecond does."""
+        """Sleep, odd ranks twice as long. A millisecond is enough if nothing of the rank runs in parallel."""
         kind = accelerator.current().type
         milliseconds = milliseconds if accelerator.current().has("streams") else 1
         device_sleep(kind, int(milliseconds * (1 + self.rank % 2) * get_cycles_per_ms(kind)))
@@ -237,11 +243,11 @@ class TrainingMixin(_Base):
         optim_cls: type = ShardAdam,
         **optim_kwargs: Any,
     ) -> None:
-        """Train both, on data of each rank's own, and compare losses, gradients and parameters.
+        """Train both models on different data on each rank, and compare losses, gradients and parameters.
 
         Ranks of the same ``data_rank`` share their data. ``step`` makes the gradients of either model and returns its
-        losses; ``average`` makes those of the plain model what FSDP's are; ``compare`` is called with the test and both
-        models, and once more after the last step.
+        losses; ``average`` turns those of the plain model into what FSDP computes; ``compare`` is called with the test
+        and both models, and once more after the last step.
         """
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model, cls=optim_cls, **optim_kwargs)
@@ -260,7 +266,7 @@ class TrainingMixin(_Base):
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
     def _check_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:
-        """A registered method finds whole parameters, as ``forward`` does. Returns the model after a last forward."""
+        """A registered method gets full parameters, like ``forward``. Returns the model after a last forward."""
         manual_seed(42)
         model = FeaturesModel()
         ref_model = self._replica(model)
@@ -268,7 +274,7 @@ class TrainingMixin(_Base):
         with self.assertRaisesRegex(ValueError, "does not have a method feature"):
             register_fsdp_forward_method(model.vit, "feature")
         register_fsdp_forward_method(model.vit, "features")
-        register_fsdp_forward_method(ref_model.vit, "features")  # has no shards, so nothing is done
+        register_fsdp_forward_method(ref_model.vit, "features")  # has no shards, so there is nothing to do
         seen: list[type] = []
         model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
         self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
@@ -278,13 +284,13 @@ class TrainingMixin(_Base):
 
 
 class StacksMixin(TrainingMixin):
-    """For a test case with ranks: MLPs that tensor parallelism has cut before FSDP2 does."""
+    """For a test case with ranks: MLPs that tensor parallelism shards before FSDP2."""
 
     def _check_stacks(
         self, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, flat_dp_mesh: DeviceMesh, iterations: int = FEW
     ) -> None:
-        """Train in all ways to reshard and to checkpoint. ``flat_dp_mesh`` has ``dp_mesh`` in one dimension."""
-        # Of these sizes 3 also leaves a rank empty, 5 and 17 are uneven, 16 is even.
+        """Train in all ways to reshard and to checkpoint. ``flat_dp_mesh`` is the flattened ``dp_mesh``."""
+        # Size 3 leaves a rank empty, 5 and 17 are uneven, and 16 is even.
         dims = [3, 5, 16, 17] if TEST_WITH_SLOW else [3, 16]
         config: dict[str, list[Any]] = {
             "reshard_after_forward": [False, True],
@@ -311,7 +317,7 @@ class StacksMixin(TrainingMixin):
         check_full(self, ref_model, model)
         kwargs: dict[str, Any] = {}
         if mlp_dim == 16 and not use_activation_checkpointing:
-            kwargs = {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # of the optimizers for DTensors the quickest
+            kwargs = {"optim_cls": torch.optim.SGD, "momentum": 0.9}  # the fastest optimizer for DTensors
         self._check_training(
             ref_model,
             model,

@@ -1,4 +1,5 @@
-"""What would the suite miss? Small changes to the installed torch's FSDP, one at a time, and the tests that notice.
+"""Finds out what the suite would miss: makes small changes to the installed torch's FSDP, and runs the tests that reach
+them.
 
 ``python -m torch_fsdp_tests.mutants`` makes the changes in memory, when FSDP is imported; README.md describes it.
 """

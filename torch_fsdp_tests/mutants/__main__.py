@@ -32,14 +32,14 @@ from torch_fsdp_tests.vendors import ConfigurationError
 
 def main(argv: Sequence[str]) -> ExitStatus:
     host.refuse_unsupported()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitStatus.TERMINATED))  # by way of what ends the processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitStatus.TERMINATED))  # an exit ends the processes
     try:
         return _main(options.parse(argv))
     except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:
         _say(str(error))
         return ExitStatus.REFUSED
     except OSError as error:
-        _say(f"cannot go on: {error}")
+        _say(f"cannot continue: {error}")
         return ExitStatus.BROKEN
 
 
@@ -78,7 +78,7 @@ def _main(asked: Options) -> ExitStatus:
                 findings.append(finding)
                 _tell(finding, len(findings), len(chosen), began, len(known & wanted))
     except KeyboardInterrupt:
-        _say("interrupted; the same command with --resume goes on from here")
+        _say("interrupted; the same command with --resume continues")
         status = ExitStatus.INTERRUPTED
     finally:
         data = report.as_json(facts, findings, excluded, asked.command, len(chosen))
@@ -94,19 +94,19 @@ def _choose(asked: Options, found: Sequence[Mutant]) -> list[Mutant]:
     by_id = {each.id: each for each in found}
     for id in asked.ids:
         if id not in by_id:
-            raise NoPackage(f"{asked.package} has no mutant {id}; --list names them")
+            raise NoPackage(f"{asked.package} has no mutant {id}; --list shows all")
     return [by_id[id] for id in asked.ids]
 
 
 def _sources(asked: Options) -> dict[str, str]:
-    """The texts of the test files that may be run."""
+    """The sources of the test files that may run."""
     files = {file.name: file for file in discover(asked.test_directory)}
     chosen = select([*files.values()], asked.include, (), asked.test_directory, lambda name: files[name].source())
     return {test.file: files[test.file].source() for test in chosen}
 
 
 def _facts(asked: Options, device: str) -> dict[str, Any]:
-    """What has to be the same for findings to be about the same thing."""
+    """What must not change between runs, so that their findings belong together."""
     version = devices.torch_version()
     return {"torch": version, "python": platform.python_version(), "device": device, "package": asked.package}
 
@@ -126,7 +126,7 @@ def _setting(asked: Options, device: str) -> Setting:
 
 
 def _tell(finding: Finding, number: int, of: int, began: float, known: int) -> None:
-    """A line a mutant, and the whole of one that was missed."""
+    """Print a line for each mutant, and all details of one that was missed."""
     spent = time.monotonic() - began
     left = spent / max(1, number - known) * (of - number)
     about = {Outcome.NOTICED: f" by {finding.by} ({finding.how})", Outcome.MISSED: f" by {finding.executed} tests"}

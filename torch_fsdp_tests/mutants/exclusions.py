@@ -1,4 +1,4 @@
-"""What is not changed, and why: code of which no test on this device could tell that it has changed."""
+"""What is not changed, and why: code whose changes no test on this device can notice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESSAGES = "messages"
 LOGGING = "logging and profiling"
 ASSERTIONS = "assertions"
 TYPES = "types"
-COMPILER = "what only a compiler runs"
+COMPILER = "code that only a compiler runs"
 DEVICE = "streams, events, pinned memory and kernels, which a CPU does not have"
 
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of statements that hold other statements
@@ -39,7 +39,7 @@ def _mentions(node: ast.AST, words: re.Pattern[str]) -> bool:
 
 
 class Exclusions:
-    """Asked of each node, from the outermost in; what is excluded is so with all that is in it."""
+    """Decides for each node, from the outermost to the innermost. A node is excluded with everything in it."""
 
     def __init__(self, module: str, on_host: bool) -> None:
         self._of_module = COMPILER if _COMPILER.search(module.rpartition(".")[2]) else None
@@ -49,7 +49,7 @@ class Exclusions:
         return DEVICE if self._on_host and _mentions(node, _DEVICE) else None
 
     def of(self, node: ast.AST) -> str | None:
-        """Why a node is excluded, with all that is in it."""
+        """The reason why a node is excluded with everything in it, or None."""
         match node:
             case ast.Module():
                 return self._of_module
@@ -80,7 +80,7 @@ class Exclusions:
         name = dotted(call)
         for words, reason in ((_ASSERTING, ASSERTIONS), (_LOGGING, LOGGING), (_TYPING, TYPES), (_EXCEPTION, MESSAGES)):
             if words.search(name):
-                return None if name.endswith("cast") else reason  # what is cast is code
+                return None if name.endswith("cast") else reason  # the argument of a cast is code
         if _COMPILER.search(name):
             return COMPILER
         texts = {arg.value for arg in call.args if isinstance(arg, ast.Constant)}
@@ -89,12 +89,12 @@ class Exclusions:
         return DEVICE if self._on_host and _DEVICE.search(name) else None
 
     def of_change(self, old: ast.AST, new: ast.AST) -> str | None:
-        """Why a change is excluded, since the argument that it drops is."""
+        """The reason why a change is excluded, because the argument that it drops is excluded."""
         dropped = set(getattr(old, "keywords", ())) - set(getattr(new, "keywords", ()))
         return next((reason for keyword in dropped if (reason := self.of(keyword))), None)
 
     def of_header(self, node: ast.AST) -> str | None:
-        """Why a compound statement is excluded, without the statements in it."""
+        """The reason why a compound statement is excluded, without the statements in it."""
         match node:
             case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
                 if _mentions(test, _COMPILER):
@@ -119,7 +119,7 @@ class Exclusions:
         return min(filter(None, reasons)) if reasons <= {LOGGING, DEVICE} else None
 
     def of_field(self, node: ast.AST, field: str) -> str | None:
-        """Why one part of a node is excluded."""
+        """The reason why one part of a node is excluded."""
         if field in ("annotation", "returns", "type_params"):
             return TYPES
         if isinstance(node, ast.If) and field in ("body", "orelse"):
@@ -130,7 +130,7 @@ class Exclusions:
 
 
 def _compiled_branch(test: ast.expr) -> str | None:
-    """Which branch of an ``if`` only a compiler runs: that for which the condition has to say that one is at work."""
+    """The branch of an ``if`` that runs only under a compiler."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return "orelse" if _compiled_branch(test.operand) == "body" else None
     if isinstance(test, ast.BoolOp):

@@ -1,4 +1,4 @@
-"""What became of a mutant, and the file that keeps it: a line a mutant, written when it is known."""
+"""The outcome of each mutant, and the file that stores it: one line for each mutant, as soon as it has been tried."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Outcome(str, enum.Enum):
     NOTICED = "noticed"
     MISSED = "missed"
     NOT_REACHED = "not reached"  # no test runs the changed statement
-    EQUIVALENT = "equivalent"  # by the list: nothing changes that a test could see
+    EQUIVALENT = "equivalent"  # the list says that no test can notice it
     UNDECIDED = "undecided"  # the harness could not do its work
 
     @property
     def counts(self) -> bool:
-        """Whether it counts for the share of those noticed."""
+        """Whether it counts for the share of noticed mutants."""
         return self in (Outcome.NOTICED, Outcome.MISSED)
 
 
@@ -37,10 +37,10 @@ class Finding:
     change: str = ""
     by: str = ""  # the test that noticed it, as file::Class.test
     how: str = ""  # its state: failed, error, crashed, timed out
-    why: str = ""  # in a line: what that test said, or the argument, or why it was not reached
+    why: str = ""  # one line: the test's message, the argument, or why it was not reached
     seconds: float = 0.0
     executed: int = 0  # tests
-    tests: tuple[str, ...] = ()  # that ran and did not notice it, where it was missed
+    tests: tuple[str, ...] = ()  # the tests that ran and did not notice it
 
     def as_json(self) -> dict[str, Any]:
         data = {**dataclasses.asdict(self), "outcome": self.outcome.value}
@@ -53,20 +53,20 @@ class Finding:
 
 
 class Record:
-    """The file. Its first line says what was tried; a line that a kill cut short is left out."""
+    """The file. Its first line says what was tried. An incomplete line at the end is ignored."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path, self.facts = path, dict(facts)
 
     def start(self) -> None:
-        """Begin anew; what was there before is kept under another name. Raises ``OSError``."""
+        """Start a new file, and rename an old one. Raises ``OSError``."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             self._path.replace(self._path.with_suffix(".before.jsonl"))
         self._path.write_text(json.dumps(self.facts) + "\n", encoding="utf-8")
 
     def resume(self) -> list[Finding]:
-        """What is known so far. Raises ``ValueError`` where that was found out about something else."""
+        """Return the findings so far. Raises ``ValueError`` if they belong to another selection."""
         if not self._path.exists():
             self.start()
             return []
@@ -86,14 +86,14 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How many mutants of a kind came out how."""
+    """The number of mutants of a kind with each outcome."""
 
     name: str
     counts: Mapping[Outcome, int]
 
     @property
     def share(self) -> float | None:
-        """The part noticed of those that a test runs and could notice."""
+        """The share of noticed mutants among those that a test ran and could notice."""
         counted = sum(number for outcome, number in self.counts.items() if outcome.counts)
         return self.counts.get(Outcome.NOTICED, 0) / counted if counted else None
 
@@ -111,6 +111,6 @@ def total(findings: Iterable[Finding]) -> Row:
 
 
 def median_seconds(findings: Iterable[Finding]) -> float | None:
-    """Half of the noticed mutants took no longer."""
+    """The median time of the noticed mutants."""
     seconds = [finding.seconds for finding in findings if finding.outcome is Outcome.NOTICED]
     return statistics.median(seconds) if seconds else None

@@ -1,7 +1,7 @@
-"""The change itself: the module of a mutant is compiled from a changed syntax tree when it is imported.
+"""Makes the change: compiles a mutant's module from a changed syntax tree when it is imported.
 
-Nothing is written, neither source nor bytecode. What a process imports, its forks have, ranks included. Interpreters
-that tests start anew get here by way of ``site/sitecustomize.py``.
+Neither source nor bytecode is written. Forks of a process, including ranks, have the changed module too. Interpreters
+that tests start run this code through ``site/sitecustomize.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 from torch_fsdp_tests.mutants.sites import MARKER, Source, module_of
 
-VARIABLE = "TORCH_FSDP_TESTS_MUTANT"  # the id of the mutant that a process is to be
-REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is made once changed code runs
+VARIABLE = "TORCH_FSDP_TESTS_MUTANT"  # the id of a process' mutant
+REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is made when changed code runs
 BROKEN = ".broken"  # the suffix of one that says why there is no changed code
 SITE = Path(__file__).parent / "site"
 
 
 def changed_code(source: bytes, path: str, id: str) -> CodeType:
-    """A module's code with the mutant's change and the marker. Raises ``LookupError`` for an id that it lacks."""
+    """A module's code with the mutant's change and the marker. Raises ``LookupError`` for an unknown id."""
     changed = Source(source, module_of(id), on_host=False, only=id)
     site = changed.sites.get(id)
     if site is None:
@@ -38,7 +38,7 @@ def changed_code(source: bytes, path: str, id: str) -> CodeType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module, with the change if it is the mutant's, and anew into the object that it was before."""
+    """Loads a module again into its former object. The mutant's module is loaded with the change."""
 
     def __init__(self, name: str, path: str, id: str, former: ModuleType | None) -> None:
         super().__init__(name, path)
@@ -64,7 +64,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _marker(path: str | None) -> Any:
-    """What changed code calls. It makes a file, once in a process."""
+    """Changed code calls this. It makes a file, once per process."""
     done = path is None
 
     def reached() -> None:
@@ -79,7 +79,7 @@ def _marker(path: str | None) -> Any:
 
 
 def _note(error: Exception) -> None:
-    """Tell whoever tries the mutant that there is none, so that what tests make of that is no finding."""
+    """Report that the change could not be made, so that the tests' results do not count."""
     if reached := os.environ.get(REACHED):
         Path(reached).with_suffix(BROKEN).write_text(f"the change cannot be made: {error}", encoding="utf-8")
 
@@ -100,9 +100,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def install(id: str, forgotten: dict[str, ModuleType] | None = None) -> None:
-    """Have this process be a mutant, as soon as it imports the module. An empty id changes nothing.
+    """Turn this process into a mutant, as soon as it imports the module. An empty id changes nothing.
 
-    Raises ``RuntimeError`` where the module has been imported.
+    Raises ``RuntimeError`` if the module has been imported already.
     """
     if module_of(id) in sys.modules:
         error = RuntimeError(f"{module_of(id)} was imported before it could be changed")
@@ -112,17 +112,17 @@ def install(id: str, forgotten: dict[str, ModuleType] | None = None) -> None:
 
 
 def forget(package: str) -> dict[str, ModuleType]:
-    """Have the modules of a package imported anew, when they are next asked for. Returns what :func:`install` needs.
+    """Let the modules of a package be imported again when they are next used. Returns what :func:`install` needs.
 
-    Other modules may hold them, as torch's compiler does, so each stays the same object, with nothing in it. Modules
-    that hold a class or function of the package are forgotten, too.
+    Other modules may refer to them, as torch's compiler does, so each remains the same object, but empty. Modules that
+    refer to a class or function of the package are imported again too.
     """
     mine = {name for name in sys.modules if _is_in(package, name)}
     mine |= {name for name, module in list(sys.modules.items()) if module and _holds(module, package)}
     forgotten = {name: sys.modules.pop(name) for name in mine}
     for module in forgotten.values():
         vars(module).clear()
-    gc.collect()  # with the last reference goes what the package has told torch's libraries of operators
+    gc.collect()  # the last reference also removes what the package registered in torch's operator libraries
     return forgotten
 
 
@@ -139,12 +139,12 @@ def _holds(module: ModuleType, package: str) -> bool:
 
 
 def environment(id: str, reached: Path, others: Mapping[str, str]) -> dict[str, str]:
-    """What has a process, and every interpreter that it starts, be a mutant; to be added to other variables."""
+    """The variables that turn a process, and every interpreter that it starts, into a mutant."""
     path = os.pathsep.join(filter(None, (str(SITE), others.get("PYTHONPATH"))))
     return {VARIABLE: id, REACHED: str(reached), "PYTHONPATH": path}
 
 
 def install_from_environment() -> None:
-    """In an interpreter's first moment."""
+    """Called when an interpreter starts."""
     if id := os.environ.get(VARIABLE):
         install(id)

@@ -1,4 +1,4 @@
-"""Mutants as data: all of a package, those that a sample draws, and the tests that could notice each."""
+"""Mutants as data: all mutants of a package, samples of them, and the tests that could notice each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FSDP2 = "._fully_shard"  # in the names of modules
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One change. Its id outlives changes of other functions."""
+    """One change. Its id does not depend on other functions."""
 
     id: str
     module: str
@@ -47,11 +47,11 @@ class Mutant:
 
 
 class NoPackage(ValueError):
-    """There is no such package, or no such mutant; the message says so."""
+    """The package or the mutant does not exist. The message says so."""
 
 
 def folder_of(package: str) -> Path:
-    """Where a package lies. Only the outermost one is looked up, since that imports nothing. Raises NoPackage."""
+    """The folder of a package. Looks up only the outermost package, which imports nothing. Raises NoPackage."""
     outermost, *inner = package.split(".")
     spec = importlib.util.find_spec(outermost)
     for place in (spec and spec.submodule_search_locations) or ():
@@ -62,7 +62,7 @@ def folder_of(package: str) -> Path:
 
 
 def all_of(package: str, on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
-    """The mutants of the modules of a package whose names fit a pattern, in the order of their lines."""
+    """The mutants of those modules of a package whose names match a pattern, in the order of their lines."""
     folder = folder_of(package)
     root = folder.parents[package.count(".")] / package.partition(".")[0]
     for path in sorted(folder.rglob("*.py")):
@@ -73,9 +73,9 @@ def all_of(package: str, on_host: bool, pattern: str = "*") -> Iterator[Mutant]:
 
 
 def draw(mutants: Iterable[Mutant], number: int, seed: int) -> list[Mutant]:
-    """So many mutants, as many of each family as there are or as fit in; the same for the same seed.
+    """Draw this number of mutants, equally from both families if possible. The same seed draws the same ones.
 
-    A mutant's place in the draw depends on the seed and its id alone, so a change of torch moves few.
+    A mutant's place in the draw depends only on the seed and its id, so that a change of torch affects few.
     """
     by_family: dict[str, list[Mutant]] = {}
     for mutant in mutants:
@@ -97,10 +97,10 @@ START = 0.5  # seconds that a test costs beside its own
 
 
 class Tests:
-    """Which tests could notice a mutant: a few specific ones, then those that together soon enter most functions.
+    """The tests that could notice a mutant: a few specific ones, then those that soon enter most functions together.
 
-    Hundreds of tests enter a function that all of FSDP goes through. The most specific of these do little else, and
-    what a mutant breaks shows in what they do not do.
+    Hundreds of tests enter a function that all of FSDP goes through. The most specific of them do little else, so what
+    a mutant breaks shows elsewhere.
     """
 
     def __init__(self, reach: ReachMap, sources: Mapping[str, str]) -> None:
@@ -165,12 +165,12 @@ class Tests:
         return (self._entered[test] & fresh).bit_count() / (START + test.seconds)
 
     def _around(self, name: str) -> list[Reached]:
-        """For what is no function, and for a function that the map does not know, the tests of what it lies in."""
+        """The tests of the scope around code outside of functions, or around a function that is not in the map."""
         enclosing = None if self._map.is_function(name) else self._map.enclosing(name)
         return self._map.tests_of(enclosing) if enclosing else []
 
     def _of_fields(self, name: str) -> list[Reached]:
-        """The tests of files that name a class without functions of its own, such as a dataclass of options."""
+        """The tests of files that mention a class without functions, such as a dataclass of options."""
         name = name.rpartition(".")[2]
         if not name[:1].isupper():
             return []
@@ -181,5 +181,5 @@ class Tests:
 
 
 def equivalents(path: Path = EQUIVALENT) -> Mapping[str, Mapping[str, Any]]:
-    """The mutants of which no test can tell that anything has changed, by id, with the change and the argument."""
+    """The mutants that no test can notice, by id, with the change and the argument."""
     return {entry["id"]: entry for entry in json.loads(path.read_text(encoding="utf-8"))["mutants"]}

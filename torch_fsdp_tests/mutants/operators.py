@@ -1,8 +1,7 @@
-"""The kinds of changes: each takes a node of the syntax tree and gives the nodes that may stand in its place.
+"""The kinds of changes. Each operator takes a node of the syntax tree, and returns nodes that may replace it.
 
-A change is one that a tired programmer could make. Changes that Python itself refuses at once say nothing about tests,
-so operators leave out what they can see to be such. Children of the new nodes are those of the old one, which stays as
-it was.
+A tired programmer could make these changes. Changes that Python itself refuses at once say nothing about tests, so
+operators leave out the obvious ones. New nodes share the children of the old one, which does not change.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What an operator may want to know about where a node stands."""
+    """The surroundings of a node, for operators."""
 
     is_condition: bool = False  # of an if, a while, a conditional expression or a comprehension
     is_decorator: bool = False
@@ -35,7 +34,7 @@ class Operator:
     change: Change
 
     def variants(self, node: ast.AST, place: Place) -> list[ast.AST]:
-        """What may stand in a node's place; empty where the operator does not fit."""
+        """The replacements for a node. Empty if the operator does not apply."""
         return list(self.change(node, place)) if isinstance(node, self.nodes) else []
 
 
@@ -51,7 +50,7 @@ def _operator(name: str, words: str, *nodes: type[ast.AST]) -> Callable[[Change]
 
 
 def dotted(node: ast.AST) -> str:
-    """``a.b.c`` of a name, an attribute, or a call of them; what is not a name becomes a star."""
+    """``a.b.c`` for a name, an attribute, or a call of them. Anything else becomes a star."""
     if isinstance(node, ast.Call):
         return dotted(node.func)
     if isinstance(node, ast.Attribute):
@@ -83,7 +82,7 @@ _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def _is_opposed(node: ast.AST) -> bool:
-    """Whether exchanging the comparison negates it, so that there is no need to do both."""
+    """Whether exchanging the comparison negates it, so that one of both changes is enough."""
     return isinstance(node, ast.Compare) and len(node.ops) == 1 and not isinstance(node.ops[0], _ORDERINGS)
 
 
@@ -124,7 +123,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 
 
 def _has_no_difference(node: ast.AST) -> bool:
-    """Whether a node is of a type that can be added up and not be taken away: text or a list."""
+    """Whether a node is text or a list, which can be added but not subtracted."""
     text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
     return text or isinstance(node, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
 
@@ -160,20 +159,20 @@ def _context(node: ast.With, place: Place) -> Iterator[ast.AST]:
         yield ast.If(ast.Constant(True), node.body, [])
 
 
-# Without these nothing can be imported or called any more, or nothing changes.
+# Without these nothing can be imported or called, or nothing changes.
 _DECORATORS_KEPT = {"contextmanager", "dataclass", "wraps", "cache", "lru_cache", "overload"}
 
 
 @_operator("decorator", "decorator left out", ast.Call)
 def _decorator(node: ast.Call, place: Place) -> Iterator[ast.AST]:
-    """In its place stands one that does nothing."""
+    """Replaces it by one that does nothing."""
     if place.is_decorator and dotted(node).rpartition(".")[2] not in _DECORATORS_KEPT:
         yield ast.parse("lambda undecorated: undecorated", mode="eval").body
 
 
 @_operator("assignment", "assignment left out", ast.Assign, ast.AugAssign, ast.AnnAssign)
 def _assignment(node: ast.Assign | ast.AugAssign | ast.AnnAssign, place: Place) -> Iterator[ast.AST]:
-    """Not the first binding of a name, without which its first use is an error."""
+    """Skips the first binding of a name, because without it the first use is an error."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     if node.value is not None and all(_is_there_before(target, node.lineno, place) for target in targets):
         yield ast.Pass()
@@ -189,7 +188,9 @@ def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
 
 @_operator("drop", "argument dropped", ast.Call)
 def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
-    """Each that has a name, and the last of those without, which may have a default; the others are seldom optional."""
+    """Drops each keyword argument, and the last positional one, which may have a default. The others are rarely
+    optional.
+    """
     for position, keyword in enumerate(node.keywords):
         if keyword.arg is not None:
             yield _replaced(node, keywords=[*node.keywords[:position], *node.keywords[position + 1 :]])
@@ -197,7 +198,7 @@ def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
         yield _replaced(node, args=node.args[:-1])
 
 
-# Exchanging their arguments is an error, or changes nothing.
+# Exchanging the arguments of these is an error, or changes nothing.
 _ORDERED = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "cast", "min", "max", "map", "filter"}
 
 
@@ -213,6 +214,6 @@ def _exchange(node: ast.Call, place: Place) -> Iterator[ast.AST]:
 
 @_operator("return", "wrong value returned", ast.Return)
 def _return(node: ast.Return, place: Place) -> Iterator[ast.AST]:
-    """None; but where that is what is returned, or the value is changed by another operator, nothing."""
+    """Returns None instead, unless None is returned already or another operator changes the value."""
     if node.value is not None and not isinstance(node.value, (ast.Constant, ast.Compare, ast.BoolOp)):
         yield _replaced(node, value=ast.Constant(None))

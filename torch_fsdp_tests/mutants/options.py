@@ -24,16 +24,16 @@ EPILOG = """\
 A mutant is called MODULE:FUNCTION:KIND:NUMBER, such as
 torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard:negate:1.
 
-An interrupted command goes on where it was when --resume is added to it.
+To continue an interrupted command, add --resume to it.
 
-exit status: 0 when every mutant was tried, whatever came out, 2 for bad arguments, 3 when something could not be
-written, 130 when interrupted.
+exit status: 0 if every mutant was tried, with any outcome; 2 for bad arguments; 3 if something could
+not be written; 130 if interrupted.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is to be done, checked."""
+    """The checked options."""
 
     package: str
     module: str
@@ -50,7 +50,7 @@ class Options:
     equivalent: Path
     test_directory: Path
     output: Path
-    command: str  # the arguments that say what is changed and by which map, for a command that repeats a mutant
+    command: str  # the arguments for a command that repeats a mutant: what is changed, and the map
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,36 +59,49 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """What the arguments ask for. Leaves when they make no sense."""
+    """Parse the arguments. Exits if they are wrong."""
     parser = _Parser(
         prog="python -m torch_fsdp_tests.mutants",
-        description="Change one small thing in torch's FSDP at a time, and see which tests notice.",
+        description="Change one small thing at a time in torch's FSDP, and see which tests notice.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument_group("which mutants").add_argument
-    add("--sample", type=_positive, metavar="N", help="draw so many that a test can notice, half of FSDP1, half FSDP2")
-    add("--seed", type=int, default=1, metavar="S", help="another seed draws others (default: 1)")
-    add("--module", default="*", metavar="GLOB", help="only in modules whose names, in the package or whole, fit")
-    add("--mutant", action="append", default=[], metavar="ID", help="this one; may be repeated")
-    add("--package", default=PACKAGE, metavar="NAME", help=f"what is changed, such as a vendor's FSDP ({PACKAGE})")
+    add(
+        "--sample",
+        type=_positive,
+        metavar="N",
+        help="draw N mutants that a test can notice, half from FSDP1 and half from FSDP2",
+    )
+    add("--seed", type=int, default=1, metavar="S", help="the same seed draws the same mutants (default: 1)")
+    add("--module", default="*", metavar="GLOB", help="only modules whose full name, or name in the package, matches")
+    add("--mutant", action="append", default=[], metavar="ID", help="try this mutant; may be repeated")
+    add(
+        "--package",
+        default=PACKAGE,
+        metavar="NAME",
+        help=f"the package to change, such as a vendor's FSDP (default: {PACKAGE})",
+    )
     add("--list", action="store_true", help="print the mutants, and try none")
     add = parser.add_argument_group("which tests").add_argument
     add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="only tests of these files")
-    add("--map", type=Path, metavar="FILE", help="what tests reach (default: the one that ships for this torch)")
-    words = "the tests (default: those of the suite)"
+    words = "the map of what tests reach (default: the one that ships for this torch)"
+    add("--map", type=Path, metavar="FILE", help=words)
+    words = "the folder of the tests (default: those of the suite)"
     add("--test-directory", type=Path, default=TESTS, metavar="DIR", help=words)
-    words = "mutants of which no test can tell that anything has changed (default: the project's list)"
+    words = "a list of mutants that no test can notice (default: the project's list)"
     add("--equivalent", type=Path, default=EQUIVALENT, metavar="FILE", help=words)
     add = parser.add_argument_group("how").add_argument
-    add("-j", "--jobs", type=_positive, metavar="N", help="mutants at a time (default: one for each core)")
-    words = "multiply all time limits: on a busy machine more than 1 (default: 1)"
+    add("-j", "--jobs", type=_positive, metavar="N", help="try N mutants at a time (default: one for each core)")
+    words = "multiply all time limits, for busy machines (default: 1)"
     add("--patience", type=float, default=1.0, metavar="FACTOR", help=words)
-    words = "seconds of tests, by the map, that a mutant is given; the most specific tests come first (default: no end)"
+    words = (
+        "stop trying a mutant after tests of so many seconds by the map; the most telling come first (default: never)"
+    )
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
-    add("--resume", action="store_true", help="keep what is known already, and try the rest")
-    words = f"where results go (default: {REPORTS}/mutants)"
+    add("--resume", action="store_true", help="keep the results that exist, and try the rest")
+    words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RunTests(TESTS, TESTS).reports / "mutants", metavar="DIR", help=words)
     given = parser.parse_args(argv)
     try:
@@ -96,11 +109,11 @@ def parse(argv: Sequence[str]) -> Options:
     except UnknownChange as error:
         parser.error(str(error))
     if given.mutant and given.sample:
-        parser.error("--mutant and --sample exclude each other")
+        parser.error("--mutant and --sample cannot be used together")
     if given.patience <= 0:
-        parser.error("--patience has to be more than 0")
+        parser.error("--patience must be greater than 0")
     if not given.budget > 0:
-        parser.error("--budget has to be more than 0")
+        parser.error("--budget must be greater than 0")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
     try:
@@ -133,5 +146,5 @@ def parse(argv: Sequence[str]) -> Options:
 def _positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number greater than 0")
     return number

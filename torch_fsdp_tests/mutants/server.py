@@ -1,6 +1,6 @@
-"""The fork server of mutants: it has torch and not yet FSDP, so that a mutant costs the import of FSDP alone.
+"""The fork server of mutants. It has imported torch but not FSDP, so that a mutant only costs the import of FSDP.
 
-torch's compiler imports FSDP, so the server does, too, and then forgets it; see :func:`.hook.forget`.
+torch's compiler imports FSDP, so the server imports it too, and then forgets it; see :func:`.hook.forget`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
 
     def prepare() -> list[str]:
         remarks = forkserver.preload()
-        gc.unfreeze()  # what is forgotten is to be collected
+        gc.unfreeze()  # collect the forgotten modules
         forgotten.update(hook.forget(package))
         gc.freeze()
         return remarks
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     id = os.environ.get(hook.VARIABLE, "")
     hook.install(id, forgotten)
     if id:
-        sys.path.insert(1, str(hook.SITE))  # for ranks that are not forked: they are given this path
+        sys.path.insert(1, str(hook.SITE))  # for ranks that are not forked: they get this path
     child.main(command)
 
 

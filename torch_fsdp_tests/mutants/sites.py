@@ -1,4 +1,4 @@
-"""Where a source file can be changed, and the changed syntax tree. Line numbers stay what they are."""
+"""The places where a source file can be changed, and the changed syntax tree. Line numbers do not change."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def module_of(id: str) -> str:
 
 
 def function_of(id: str) -> str:
-    """The function, class or module whose tests can notice a mutant."""
+    """The function, class or module of a mutant, whose tests can notice it."""
     module, name, *_ = id.split(":")
     return module if name == "<module>" else f"{module}.{name}"
 
 
 @dataclasses.dataclass
 class Site:
-    """One possible change: put ``new`` where ``old`` stands in the tree."""
+    """One possible change: replace ``old`` by ``new`` in the tree."""
 
     id: str
     function: str  # qualified name of the function, class or module whose tests can notice
@@ -63,7 +63,7 @@ class Site:
         return before, after
 
     def mark(self) -> None:
-        """Have the tree call the marker before the statement. To be done before the change, which may replace it."""
+        """Insert a call of the marker before the statement. Do this first, because the change may replace it."""
         marker = ast.Expr(ast.Call(ast.Name(MARKER, ast.Load()), [], []))
         ast.fix_missing_locations(ast.copy_location(marker, self.statement))
         self.block.insert(next(i for i, each in enumerate(self.block) if each is self.statement), marker)
@@ -82,7 +82,7 @@ class Site:
 
 
 def _header(node: ast.AST) -> str:
-    """A statement in words; of one that holds others, what comes before them."""
+    """The text of a statement. For a compound statement, only its header."""
     shown = copy.copy(node)
     if hasattr(shown, "body") and isinstance(shown, ast.stmt):
         for field in BLOCKS:
@@ -94,7 +94,7 @@ def _header(node: ast.AST) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What holds a node."""
+    """The surroundings of a node."""
 
     name: str  # of the function, class or module
     inner: str  # what the name of a function or class in it begins with
@@ -105,10 +105,10 @@ class _Around:
 
 
 class Source:
-    """A source file with all its sites. The tree is shared by them: apply one, and the others are spoilt."""
+    """A source file with all its sites. They share one tree, so only one of them can be applied."""
 
     def __init__(self, text: bytes | str, module: str, on_host: bool, only: str | None = None) -> None:
-        """``only`` is the id of a mutant: then just the sites of its function are looked for."""
+        """``only`` is the id of a mutant. Then only the sites of its function are collected."""
         self.module = module
         self._only = None if only is None else function_of(only)
         self.tree = ast.parse(text)
@@ -161,7 +161,7 @@ class Source:
 
 
 def _place(node: ast.AST, field: str, outer: Place) -> Place:
-    """Where the children in a field of a node stand."""
+    """The surroundings of the children in a field of a node."""
     condition = field == "test" if isinstance(node, (ast.If, ast.While, ast.IfExp)) else field == "ifs"
     default = field in ("defaults", "kw_defaults") or isinstance(node, ast.ClassDef)
     if isinstance(node, (ast.Assign, ast.AnnAssign)) and field == "value":
@@ -172,7 +172,7 @@ def _place(node: ast.AST, field: str, outer: Place) -> Place:
 
 
 def _first_bound(scope: ast.AST) -> Mapping[str, int]:
-    """The names that a function, class or module binds, with the first lines. Parameters come before all lines."""
+    """The names that a function, class or module binds, with their first lines. Parameters come before all lines."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg):

@@ -1,4 +1,4 @@
-"""Trying mutants: each in processes of its own that run tests until one notices, several mutants at a time."""
+"""Tries mutants, several at a time. Each one has its own processes, which run tests until one notices it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from torch_fsdp_tests.mutants.mutant import Mutant, Tests
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.verdict import Scope, State
 
-TEST_LIMIT = 20.0  # seconds of one test, beside what it is known to take
-FILE_LIMIT = 60.0  # seconds of a process, beside what its tests are known to take
-FACTOR = 10.0  # of the known seconds: a machine under load is slower than the one that recorded them
-WORTH_A_SERVER = 3  # mutants one after the other: for fewer, interpreters of their own are there sooner
-TICK = 0.1  # seconds between two looks at whether the server is ready
-FEW = 2  # tests in a mutant's first process; each further one has up to twice as many, but no more than MANY
+TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time
+FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of its tests
+FACTOR = 10.0  # on the recorded times, because a busy machine is slower than the one that recorded them
+WORTH_A_SERVER = 3  # mutants one after the other; for fewer, separate interpreters start faster
+TICK = 0.1  # seconds between two checks whether the server is ready
+FEW = 2  # tests in a mutant's first process; each further process has up to twice as many, but no more than MANY
 MANY = 8
-SOON = 4  # how far ahead a process takes tests of its file, in numbers of tests that it may have
+SOON = 4  # how far ahead a process looks for tests of its file, as a multiple of the tests it may have
 assert TEST_LIMIT < FILE_LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How to try. ``patience`` multiplies all limits; ``device`` is the type of the device under test."""
+    """The settings. ``patience`` multiplies all limits. ``device`` is the type of the device under test."""
 
     package: str
     run: RunTests
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Some tests of a file, to be run by a process that is the mutant of that id; of none, if it is empty."""
+    """Some tests of a file, for a process that is the mutant with this id. With an empty id nothing is changed."""
 
     id: str
     tests: tuple[Reached, ...]  # all of one file
@@ -67,7 +67,7 @@ class Work:
 
 
 def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
-    """Tests by process: in their order, but those of a file that come soon together; few at first, then more."""
+    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
     left, size = list(tests), FEW
     while left:
         batch = [test for test in left[: SOON * size] if test.file == left[0].file][:size]
@@ -92,19 +92,19 @@ Story = Generator[Work, Attempt, Finding]
 
 
 class Trials:
-    """Tries mutants, in one thread. To be used once."""
+    """Tries mutants in one thread. Use it only once."""
 
     def __init__(self, setting: Setting, tests: Tests, argued: Mapping[str, Mapping[str, str]]) -> None:
         """``argued`` has the mutants that are equivalent, by id."""
         self._setting, self._tests, self._argued = setting, tests, argued
         self._running: dict[int, tuple[TestProcess, Story]] = {}
-        self._streams: dict[int, TestProcess] = {}  # from those that may still say something, by descriptor
-        self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes on torch as it is, by file and name
+        self._streams: dict[int, TestProcess] = {}  # of processes that may still report, by descriptor
+        self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes without a change, by file and name
         self._forkserver: ForkServer | None = None
-        self._inherited = host.children()  # of the program that became this one
+        self._inherited = host.children()  # of the program that this process ran before
 
     def judge(self, mutants: Iterable[Mutant]) -> Generator[Finding]:
-        """Each mutant's finding, as it comes. Whatever runs is ended when the caller goes away."""
+        """Yield each mutant's finding as soon as it is known. If the caller stops, everything that runs is ended."""
         waiting = collections.deque(mutants)
         self._directory = Path(tempfile.mkdtemp(prefix="mutants-"))
         self._reaper = Reaper(self._directory)
@@ -124,12 +124,12 @@ class Trials:
                 self._end_all()
 
     def _await(self, server: ForkServer) -> None:
-        """Until it can fork, or is gone: an interpreter of a mutant's own would take longer."""
+        """Wait until the server can fork, or is gone, because a separate interpreter would take longer."""
         while not server.ready and not host.has_ended(server.pid):
             self._ends.wait((), TICK)
 
     def _go_on(self, story: Story, attempt: Attempt | None) -> Iterator[Finding]:
-        """Tell a story how its last work ended, and start the next one."""
+        """Pass the result of the last work to a mutant's generator, and start its next work."""
         try:
             work = next(story) if attempt is None else story.send(attempt)
         except StopIteration as over:
@@ -141,7 +141,7 @@ class Trials:
         self._streams[process.events_descriptor] = process
 
     def _story(self, mutant: Mutant) -> Story:
-        """What happens to a mutant, as the work that it asks for, up to its finding."""
+        """A generator that yields a mutant's work, and returns its finding."""
         told = Finding(mutant.id, mutant.module, mutant.family, mutant.operator, Outcome.UNDECIDED, str(mutant.path))
         told = dataclasses.replace(told, line=mutant.site.line, change=mutant.change)
         argued = self._argued.get(mutant.id)
@@ -166,7 +166,7 @@ class Trials:
                     by = f"{batch[0].file}::{bad.name}"
                     how, why = bad.outcome.value, bad.reason
                     return dataclasses.replace(told, outcome=Outcome.NOTICED, by=by, how=how, why=why)
-                # The test says nothing about the change; those that it came before are still to be heard.
+                # The test says nothing about the change. The tests after it still have to run.
                 batch = _after(batch, bad, attempt)
         left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
@@ -179,7 +179,7 @@ class Trials:
         return dataclasses.replace(told, outcome=Outcome.MISSED, why=why, tests=tuple(executed))
 
     def _problem(self, mutant: Mutant, attempt: Attempt) -> str | None:
-        """Why an attempt says nothing about the mutant, in words."""
+        """The reason why an attempt says nothing about the mutant, or None."""
         broken = self._reached(mutant.id).with_suffix(hook.BROKEN)
         if broken.exists():
             return broken.read_text(encoding="utf-8")
@@ -187,7 +187,7 @@ class Trials:
         return f"{ours[0].name}: {ours[0].reason}" if ours else None
 
     def _passes_unchanged(self, batch: Sequence[Reached], bad: TestResult) -> Generator[Work, Attempt, bool]:
-        """Whether a test that failed passes on torch as it is, in the same kind of process. Tried once a test."""
+        """Whether a failed test passes without the change in the same kind of process. Each test is tried once."""
         of_test = tuple(test for test in batch if test.test == bad.name) if bad.scope is Scope.TEST else ()
         key = batch[0].file, bad.name if of_test else ",".join(test.test for test in batch)
         if key not in self._fit:
@@ -196,7 +196,7 @@ class Trials:
         return self._fit[key]
 
     def _reached(self, id: str) -> Path:
-        """The file that is made once a mutant's changed code runs."""
+        """The file that is made when a mutant's changed code runs."""
         return self._directory / f"{id.translate(str.maketrans(':<>', '...'))}.reached"
 
     def _start(self, work: Work) -> TestProcess:
@@ -218,7 +218,7 @@ class Trials:
         return process
 
     def _wait(self) -> Iterator[Finding]:
-        """Sleep until a process ends or is due, and go on with what it belongs to."""
+        """Sleep until a process ends or reaches its limit, and continue with its mutant."""
         if not self._running:
             return
         now = time.monotonic()
@@ -240,12 +240,12 @@ class Trials:
             process.check(time.monotonic())
 
     def _helpers(self) -> set[int]:
-        """Children of this process that are no mutants."""
+        """Children of this process that are not mutants."""
         helpers = {self._reaper.pid, *self._inherited}
         return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
 
     def _end_all(self) -> None:
-        """Whatever happened, leave nothing running."""
+        """End everything that still runs."""
         for pid, (process, _) in self._running.items():
             process.kill()
             with contextlib.suppress(ChildProcessError):
@@ -257,7 +257,7 @@ class Trials:
 
 
 def _after(batch: Sequence[Reached], bad: TestResult, attempt: Attempt) -> tuple[Reached, ...]:
-    """The tests of a batch that a failure left out; none where it concerns more than one test."""
+    """The tests of a batch after the one that failed. Empty if the failure is not about one test."""
     if bad.scope is not Scope.TEST:
         return ()
     done = {test.name for test in attempt.tests if test.outcome is not State.NOT_RUN}
@@ -265,7 +265,7 @@ def _after(batch: Sequence[Reached], bad: TestResult, attempt: Attempt) -> tuple
 
 
 class _ChildrensEnds:
-    """Wakes whoever waits when a child ends."""
+    """Wakes the waiting thread when a child ends."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -275,7 +275,7 @@ class _ChildrensEnds:
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def wait(self, descriptors: Sequence[int], timeout: float) -> None:
-        """Until a child has ended, one of the descriptors can be read, or so many seconds have passed."""
+        """Wait until a child has ended, a descriptor can be read, or this many seconds have passed."""
         select.select([self._read, *descriptors], [], [], timeout)
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)

@@ -1,8 +1,8 @@
-"""Start, watch and judge the ranks of one test.
+"""Starts, watches and judges the ranks of one test.
 
-``prepare`` forks the rank server off the test process before its first test; :class:`RankGroup` is the ranks of one
-test; :func:`judge` makes one verdict of what they said and how they ended. This package knows nothing of unittest's
-test cases: it is given a class that can serve ranks (``_serve_rank``) and the name of a test.
+``prepare`` forks the rank server from the test process before its first test. :class:`RankGroup` stands for the ranks
+of one test. :func:`judge` makes one verdict from their reports and endings. This package does not depend on unittest's
+test cases: it gets a class that can serve ranks (``_serve_rank``) and the name of a test.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _files_handler: Callable[[int, FrameType | None], Any] | None = None  # of SIGTE
 
 
 def prepare() -> None:
-    """Make ranks possible, before this process runs its first test. Cheap, and does nothing the second time.
+    """Prepare for ranks before this process runs its first test. Cheap, and does nothing the second time.
 
-    Nothing happens either in a rank, or in a process that has no test class with ranks. Does not return in a process
-    that a launcher made for another rank than 0: it follows that one, and leaves when it is told to.
+    It also does nothing in a rank, or in a process without a test class with ranks. If a launcher made this process for
+    another rank than 0, this function does not return: it follows rank 0, and exits when rank 0 says so.
     """
     global _ready
     package = __name__.partition(".")[0]
@@ -60,7 +60,7 @@ def prepare() -> None:
         return
     _ready = True
     _launched.settle()
-    _record_facts()  # asks for the device, so that the server and its ranks find the answer in their memory
+    _record_facts()  # computes the device, so that the server and its ranks inherit the answer
     if wanted:
         living_server()  # before the launcher's store is opened, which may start threads
     atexit.register(_close)
@@ -69,7 +69,7 @@ def prepare() -> None:
 
 
 def _record_facts() -> None:
-    """Tell the dispatcher what is under test. A wish that cannot be met is left to the first test to complain of."""
+    """Tell the dispatcher what is under test. If the requested device is not available, the first test reports it."""
     try:
         device = accelerator.current()
     except accelerator.ConfigurationError:
@@ -86,10 +86,10 @@ def _close() -> None:
 
 
 def _take_sigterm() -> None:
-    """On SIGTERM show where this process and its ranks stand, end the ranks, and then die of the signal all the same.
+    """On SIGTERM, print the stacks of this process and its ranks, end the ranks, and then die of the signal.
 
-    A handler that the test file has installed is called after the stacks are shown, and decides what comes then: the
-    ranks end when this process does. Where the file ignores the signal, so do we.
+    If the test file has installed a handler, it is called after the stacks are printed, and decides what happens next.
+    The ranks end when this process ends. If the file ignores the signal, nothing happens.
     """
     global _files_handler
     found = signal.getsignal(signal.SIGTERM)

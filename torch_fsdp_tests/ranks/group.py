@@ -1,8 +1,8 @@
-"""The ranks of one test, as the test process sees them: started, listened to, ended, told about.
+"""The ranks of one test, as the test process sees them.
 
-The test process waits on what its ranks' places tell it, never on a clock alone: a rank that died is known at once.
-Limits form a ladder: collectives give up first, then the ranks' stacks are asked for, then the group is killed, then
-the file reaches the dispatcher's limit.
+The test process waits for events from its ranks' places, and not only for a time to pass, so it notices a death at
+once. The limits follow each other: first collectives time out, then the ranks write their stacks, then the group is
+killed, and last the file reaches the dispatcher's limit.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch_fsdp_tests.ranks.server import KILL_LIMIT
 
 __unittest = True
 
-GRACE = 3.0  # seconds for the other ranks to speak after one ended badly
+GRACE = 3.0  # seconds for the other ranks to report after one ended badly
 SKIP_GRACE = 10.0  # seconds for the other ranks to skip too after one skipped
 START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server may have to import everything first
-LEAVE_LIMIT = 10.0  # seconds for ranks that stay to leave when they are told to
+LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit when they are told to
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
-STACKS_QUIET = 0.05  # seconds without another line after which the stacks are taken to be complete
-COLLECTIVE_SHARE = 0.75  # of a test's limit, after which its collectives give up
+STACKS_QUIET = 0.05  # seconds without another line after which the stacks count as complete
+COLLECTIVE_SHARE = 0.75  # the share of a test's limit after which its collectives time out
 assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_SHARE < 1
 
-SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"  # set: the output of ranks that passed is told too
+SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"  # if set, the output of ranks that passed is shown too
 
 
 class Place(Protocol):
-    """Where the processes of a group live: on this machine, or wherever a launcher has put them."""
+    """Where the processes of a group run: on this machine, or where a launcher has put them."""
 
     file_name: str  # where the ranks meet
     selector: selectors.BaseSelector  # tells when something may have arrived
 
     def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
-        """Have the processes started. Raises :class:`HarnessError` when that cannot be asked for."""
+        """Start the processes. Raises :class:`HarnessError` if the request cannot be sent."""
 
     def arrived(self) -> list[protocol.Event]:
         """What has happened to the processes since the last call. Never waits."""
@@ -51,36 +51,36 @@ class Place(Protocol):
         """Give an order to one process. Nothing happens when it is gone."""
 
     def ask_for_stacks(self) -> None:
-        """Have all processes write the Python stacks of their ranks."""
+        """Let all processes write the Python stacks of their ranks."""
 
     def end(self) -> None:
-        """Have what is left of all processes killed; :class:`Over` tells that it is done."""
+        """Kill what is left of all processes. :class:`Over` reports that it is done."""
 
     def give_up(self) -> None:
-        """The end did not come in time: let go of whoever was to bring it about."""
+        """Give up waiting for the end, because it did not come in time."""
 
     def collect(self, close: bool = False) -> protocol.Collected:
-        """What the processes have written and left; with ``close`` their files and connections are gone afterwards."""
+        """Return what the processes have written and left. With ``close``, also remove their files and connections."""
 
 
 @dataclasses.dataclass
 class Process:
-    """One process of a group: what is known of it so far."""
+    """What is known so far about one process of a group."""
 
     index: int
-    hosts: range  # the ranks that live in it
+    hosts: range  # the ranks in it
     host: str = ""
     pid: int | None = None  # on this machine
     outcomes: dict[int, Outcome] = dataclasses.field(default_factory=dict)
-    heard: dict[int, float] = dataclasses.field(default_factory=dict)  # moment at which each outcome came
+    heard: dict[int, float] = dataclasses.field(default_factory=dict)  # the time of each outcome
     ending: Ending | None = None
     is_there: bool = False
     is_over: bool = False  # it and all that it started are gone
     stopped: bool = False
-    waits: bool = False  # the one rank in it has passed, and waits for the others to come as far
-    leaving: bool = False  # it takes no further test
+    waits: bool = False  # its only rank has passed, and waits for the others
+    leaving: bool = False  # it runs no further test
     wrote_stacks: bool = False
-    at: float = 0.0  # moment of the last thing that became known
+    at: float = 0.0  # the time of the latest news
 
     @property
     def reported(self) -> bool:
@@ -92,14 +92,14 @@ class Process:
 
 
 class Stage(enum.IntEnum):
-    """The life of a group. It only goes forward, and may leave stages out; but an idle group may run again."""
+    """The stage of a group. Stages only go forward, and some may be left out, but an idle group may run again."""
 
     NEW = enum.auto()
-    STARTING = enum.auto()  # its processes have been asked for, and are not all known to be there
+    STARTING = enum.auto()  # its processes have been requested, and are not all there yet
     RUNNING = enum.auto()
     IDLE = enum.auto()  # ranks that stay wait for their next test
-    LEAVING = enum.auto()  # ranks that stay have been told to leave
-    LATE = enum.auto()  # stacks have been asked for; what a rank says from now on does not count
+    LEAVING = enum.auto()  # ranks that stay have been told to exit
+    LATE = enum.auto()  # stacks have been requested; reports from now on do not count
     ENDING = enum.auto()  # what is left is being killed
     OVER = enum.auto()  # nothing is left
 
@@ -108,10 +108,10 @@ class Stage(enum.IntEnum):
 
 
 class RankGroup:
-    """``world_size`` ranks of one test class, in as many processes, or as threads of one.
+    """``world_size`` ranks of one test class, each in a process, or all as threads of one process.
 
-    With ``test`` the ranks run that test and leave; without it they stay and run what :meth:`run` sends them. Every
-    owner must call :meth:`close`.
+    With ``test`` the ranks run that test and exit. Without it they stay, and run the tests that :meth:`run` sends.
+    Every owner must call :meth:`close`.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class RankGroup:
         self._stays = test is None
         self._place: Place = LocalRanks() if place is None else place
         self.file_name = self._place.file_name
-        self._arrived: list[protocol.Event] = []  # and not taken in yet
+        self._arrived: list[protocol.Event] = []  # events that have not been processed yet
         self._leaks: list[str] = []
         self._leaks_of_ranks: dict[str, list[int]] = {}
         self._late_deaths: list[str] = []
-        self._started: list[float] = []  # when processes, or their next test, were started: the first of them, the last
-        self._bad_since: float | None = None  # when it became known that a rank fared badly
-        active.append(self)  # before there is anything to remove: a signal may end this process at any moment
+        self._started: list[float] = []  # the times at which processes, or their next test, started
+        self._bad_since: float | None = None  # the time at which the first problem of a rank became known
+        active.append(self)  # this comes first, because a signal may end this process at any moment
         try:
             self._place.start(protocol.Task(cls.__module__, cls.__qualname__, test, world_size), range(count))
             self._asked = time.monotonic()
@@ -141,15 +141,15 @@ class RankGroup:
             raise
 
     def run(self, test: str, limit: float) -> list[RankReport]:
-        """Have ranks that stay run one more test, and report as :meth:`wait` does. The limit counts from here."""
+        """Run one more test in ranks that stay, and return reports like :meth:`wait`. The limit starts now."""
         self.begin(test)
         return self.wait(limit)
 
     def begin(self, test: str) -> None:
-        """Have ranks that stay begin with one more test, for :meth:`wait`."""
+        """Start one more test in ranks that stay, for :meth:`wait`."""
         self._hear_until(lambda: self._stage is not Stage.STARTING, self._asked + START_LIMIT)
         self._check_started()
-        self._late_deaths.clear()  # whoever has died since :meth:`ready` is missing in this test
+        self._late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
         self._enter(Stage.RUNNING)
         self._started = [time.monotonic()]
         for process in self.processes:
@@ -158,9 +158,10 @@ class RankGroup:
             self._place.tell(process.index, protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
-        """Listen until every rank has had its say, or ``limit`` seconds after the start. Reports in order of rank.
+        """Wait until every rank has reported, or until ``limit`` seconds after the start. Returns reports in order of
+        rank.
 
-        Raises :class:`HarnessError` when the rank server dies or cannot start the ranks.
+        Raises :class:`HarnessError` if the rank server dies or cannot start the ranks.
         """
         done = self._all_heard if self._stays else self._all_ended
         while not done() and (left := self._deadline(limit) - time.monotonic()) > 0:
@@ -176,7 +177,7 @@ class RankGroup:
         return list(self._reports(elapsed, self._collect()))
 
     def take_leaks(self) -> list[str]:
-        """What tests have left behind since the last call, each thing once, with the ranks in which it was left."""
+        """The leaks of tests since the last call. Each one is listed once, with its ranks."""
         threads = len(self.processes) < self.world_size
         named = [
             f"{leak} in {'the ranks' if threads else ranks_in_words(sorted(set(ranks)))}"
@@ -187,7 +188,7 @@ class RankGroup:
         return taken
 
     def ready(self) -> bool:
-        """Whether ranks that stay can run one more test: nobody has died since the last, and nobody wants to leave."""
+        """Whether ranks that stay can run one more test: none has died since the last test, and none is leaving."""
         try:
             while self._hear(0):
                 pass
@@ -197,11 +198,11 @@ class RankGroup:
         return well and self._stage in (Stage.STARTING, Stage.IDLE)
 
     def late_deaths(self) -> list[str]:
-        """What went wrong with ranks that stayed after they had passed their last test; of a group that is closed."""
+        """What went wrong in ranks that stay after they passed their last test. For a closed group."""
         return self._late_deaths
 
     def stacks(self) -> str:
-        """The Python stacks of all ranks that still run, for a report on a test that is being given up."""
+        """The Python stacks of all ranks that still run, for a report about an aborted test."""
         self._ask_for_stacks()
         return "\n".join(
             f"rank process {remains.process}:\n{remains.stacks}"
@@ -228,22 +229,22 @@ class RankGroup:
             raise HarnessError(f"the rank server started no rank within {START_LIMIT:g} s")
 
     def _dismiss(self) -> None:
-        """Tell ranks that stay to leave, and give them a moment to do so in order."""
+        """Tell ranks that stay to exit, and give them time for it."""
         self._enter(Stage.LEAVING)
         for process in self.processes:
             self._place.tell(process.index, protocol.Leave())
         self._hear_until(self._all_ended, time.monotonic() + LEAVE_LIMIT)
         for process in self.processes:
             if process.ending is None:
-                self._note_late_death(process, f"did not leave within {LEAVE_LIMIT:g} s, and was killed")
+                self._note_late_death(process, f"did not exit within {LEAVE_LIMIT:g} s, and was killed")
 
     def _note_late_death(self, process: Process, words: str) -> None:
         self._late_deaths.append(f"rank {process.index} of {self.world_size} reported that it passed and then {words}")
 
     def _elapsed(self, moment: float) -> float:
-        """Seconds from the start of the first rank, or of the ranks' next test, until that moment of this machine.
+        """Seconds from the start of the first rank, or of the ranks' next test, to this time.
 
-        Ranks say when a thing happened, since two messages may be found at once, in any order.
+        Ranks send the time of each event, because two messages may arrive together in any order.
         """
         return max(0.0, moment - min(self._started, default=moment))
 
@@ -268,14 +269,14 @@ class RankGroup:
             self._hear(left)
 
     def _hear(self, timeout: float) -> bool:
-        """Take in what has happened, waited for if it must be. Whether there was something."""
+        """Process what has happened, or wait up to ``timeout`` for it. Returns whether there was something."""
         try:
             self._arrived += self._place.arrived()
             if not self._arrived and timeout > 0:
                 self._place.selector.select(timeout)
                 self._arrived += self._place.arrived()
         except MessageError as error:
-            raise HarnessError(f"what the ranks or their server say cannot be understood: {error}") from error
+            raise HarnessError(f"a message of the ranks or of their server cannot be understood: {error}") from error
         heard = bool(self._arrived)
         while self._arrived:
             self._take(self._arrived.pop(0))
@@ -284,9 +285,9 @@ class RankGroup:
         return heard
 
     def _let_go(self) -> None:
-        """Tell the ranks that wait for the others that there are none to wait for any more."""
+        """Tell the ranks that wait for the others to continue."""
         for process in self.processes:
-            # Once it is too late nothing that they would say counts, and that they have come so far shall.
+            # From LATE on, a rank's reports do not count. So keep its state, which says that it passed and waits.
             if process.waits and process.ending is None and self._stage < Stage.LATE:
                 process.waits = False
                 self._place.tell(process.index, protocol.Go())
@@ -332,7 +333,7 @@ class RankGroup:
             self._enter(Stage.IDLE if self._stays else Stage.RUNNING)
 
     def _take_end(self, process: Process, event: protocol.Ended) -> None:
-        # The question for its stacks may end a rank (before its handler is in place), or cut its sleep short.
+        # The request for its stacks may end a rank that has no handler yet, or interrupt its sleep.
         ours = self._stage >= Stage.LATE
         process.ending = dataclasses.replace(Ending.from_wait_status(event.status), ours=ours)
         if not process.reported or process.ending.code != 0:
@@ -359,7 +360,7 @@ class RankGroup:
                 break
 
     def _end(self) -> None:
-        """Have what is left killed; endings that come from this are marked as ours."""
+        """Kill what is left, and mark endings that come from this as ours."""
         if self._stage in (Stage.NEW, Stage.OVER):
             return
         before = [process for process in self.processes if process.ending is None]
@@ -382,11 +383,11 @@ class RankGroup:
         keep = SHOW_VARIABLE in os.environ
         written = {each.process: each for each in remains}
         for process in self.processes:
-            ending = process.ending or Ending(code=0)  # a rank that stays and has reported has ended well so far
+            ending = process.ending or Ending(code=0)  # a rank that stays and has reported is fine so far
             for rank in process.hosts:
                 outcome = process.outcomes.get(rank, Outcome(rank, Kind.PASSED) if process.waits else None)
-                # No rank that is done is to blame when its process is killed for the sake of another: a thread, a rank
-                # that stays, one that waits for the others.
+                # A rank that is done is not to blame if its process is killed because of another rank. This concerns
+                # threads, ranks that stay, and ranks that wait for the others.
                 done = outcome is not None and outcome.kind in (Kind.PASSED, Kind.SKIPPED)
                 spared = ending.ours and (self._stays or process.waits or len(process.hosts) > 1)
                 mine = Ending(code=0) if done and spared else ending

@@ -1,7 +1,7 @@
-"""What a test leaves behind in the process of its rank, beside settings: threads, processes, files in shared memory.
+"""What a test leaves behind in its rank's process apart from settings: threads, processes, files in shared memory.
 
-Found from inside, where the kernel says for certain whose they are. What a process can still leave while it dies is
-found by the rank server and by the test process.
+They are found from inside the process, where the kernel says whose they are. The rank server and the test process find
+what a process leaves while it dies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_fsdp_tests import host
 
 
 class Belongings:
-    """What this process had at one moment, so that what came since can be told."""
+    """What this process has now, so that later additions can be found."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
@@ -25,11 +25,11 @@ class Belongings:
         self._shared = _tracked_files()
 
     def new_threads(self) -> list[threading.Thread]:
-        """Threads that a leaving interpreter would wait for, and that only the end of the process ends."""
+        """New threads for which the interpreter would wait at its exit. Only the end of the process ends them."""
         return [each for each in threading.enumerate() if each not in self._threads and not each.daemon]
 
     def end_new_children(self) -> Iterator[str]:
-        """Kill the child processes that came since, and yield what each of them ran."""
+        """Kill new child processes, and yield the command of each."""
         for pid in set(host.children()) - self._children:
             command = host.command_of(pid)
             if not host.is_servant(command) and not host.has_ended(pid):
@@ -39,9 +39,9 @@ class Belongings:
                 yield command
 
     def end_tracked_files(self) -> list[str]:
-        """Have multiprocessing's resource tracker, if this process started one, remove what nobody has; its names.
+        """Let multiprocessing's resource tracker remove files that nobody uses, and return their names.
 
-        A tracker ends with that and is started again when it is needed.
+        Does nothing if this process has no tracker. The tracker ends with this, and is started again when it is needed.
         """
         tracker = sys.modules.get("multiprocessing.resource_tracker")
         before = _tracked_files()
@@ -56,9 +56,9 @@ def _tracked_files() -> set[str]:
 
 
 def watch_shared_memory(tell: Callable[[str], None]) -> None:
-    """Have ``tell`` called, for good, with the name of every file that this process makes in shared memory.
+    """From now on, call ``tell`` with the name of every file that this process makes in shared memory.
 
-    Who is told can remove it, however this process ends. Seen is what Python code opens, not what libraries do.
+    The receiver can remove the file, however this process ends. Only files that Python code opens are noticed.
     """
 
     def hook(event: str, arguments: tuple) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a group on this machine, which its rank server starts and ends."""
+"""The processes of a group on this machine. The rank server starts and ends them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torch_fsdp_tests.ranks.server import living_server, preparation, start_meth
 __unittest = True
 
 _numbers = itertools.count()  # of starts
-_TORCHS_CACHE = "torchinductor"  # begins the name of the folder where torch keeps what it has compiled
+_TORCHS_CACHE = "torchinductor"  # the prefix of torch's folder for compiled code
 
 
 class _Process:
-    """This side of one process: the channel on which it speaks, its last words, and its output."""
+    """The test process' end of one process: its channel, its last words, and its output."""
 
     def __init__(self, channel: socket.socket, last_words: int, output: Path) -> None:
         self.channel = Connection(channel, protocol.FROM_RANK)
         self.last_words = last_words
         self.words = b""
-        self.silent = False  # the process, and all that it has forked, will write no more last words
+        self.silent = False  # the process and its forks will write no more last words
         self.output = output
         self.output_start = 0  # bytes of its output that belong to earlier tests
 
@@ -48,14 +48,14 @@ class _Process:
 
 
 class LocalRanks:
-    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): processes of this machine.
+    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): processes on this machine.
 
     They share a directory, which is made by :meth:`start` and removed by :meth:`collect` with ``close``.
     """
 
     def __init__(self, file_name: str | None = None) -> None:
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self.over = True  # nothing of the processes is left, or there yet
+        self.over = True  # no process exists
         self._directory = Path(tempfile.gettempdir(), f"torch_fsdp_tests-{secrets.token_urlsafe(6)}")
         self.file_name = file_name or str(self._directory / "rendezvous")
         self._processes: dict[int, _Process] = {}
@@ -102,7 +102,9 @@ class LocalRanks:
             self.selector.register(process.last_words, selectors.EVENT_READ, index)
 
     def arrived(self) -> list[protocol.Event]:
-        """The server's word comes first, for it may tell of the first death, but after what the dead rank has said."""
+        """Read the server's messages first, because they may report the first death, but after the dead rank's
+        messages.
+        """
         events: list[protocol.Event] = []
         ready = dict.fromkeys(key.data for key, _ in self.selector.select(0))
         if not self.over:
@@ -179,7 +181,7 @@ class LocalRanks:
         return protocol.Collected(tuple(remains), tuple(leaks))
 
     def _remove_files(self) -> list[str]:
-        """Remove the files that the ranks have left in their temporary directory and in shared memory; in words."""
+        """Remove the files that ranks left in their temporary directory and in shared memory, and describe them."""
         leaks = []
         scratch = self._directory / "tmp"
         left = [path for path in sorted(scratch.glob("*")) if not path.name.startswith(_TORCHS_CACHE)]
@@ -204,5 +206,5 @@ class LocalRanks:
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """This process' environment, and the loopback interface for gloo unless somebody has chosen another."""
+    """This process' environment, with the loopback interface for gloo unless another one is set."""
     return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **accelerator.environment(), **os.environ}

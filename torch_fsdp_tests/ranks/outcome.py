@@ -1,6 +1,6 @@
-"""What the ranks of one test said and how they ended, and the one verdict that follows from it.
+"""The reports and endings of a test's ranks, and the verdict that follows from them.
 
-Pure: nothing here starts, waits for or kills anything.
+Nothing here starts, waits for or kills anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a 
 
 
 class Kind(str, enum.Enum):
-    """How a rank says that it came out."""
+    """The outcome that a rank reports."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
@@ -38,7 +38,7 @@ class Kind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one rank says of itself: a skip's reason or an exception's traceback in ``text``."""
+    """A rank's report about itself. ``text`` is the reason of a skip, or the traceback of an exception."""
 
     rank: int
     kind: Kind
@@ -46,7 +46,7 @@ class Outcome:
     seconds: float = 0.0
     subtests: int = 0
     skipped_subtests: tuple[str, ...] = ()
-    from_body: bool = False  # the exception came out of the test method, not out of what stands around it
+    from_body: bool = False  # the exception came from the test method, and not from a fixture
     exception: str = ""  # type of what was raised
     message: str = ""  # first line of what that says
 
@@ -56,9 +56,9 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How the process of a rank ended; with neither a code nor a signal it is still there.
+    """How the process of a rank ended. Without a code or a signal it still exists.
 
-    ``ours`` marks a process that was ended because its test was over, so that its end says nothing about the test.
+    ``ours`` marks a process that the harness killed after its test, so that its end says nothing about the test.
     """
 
     code: int | None = None
@@ -73,7 +73,7 @@ class Ending:
 
     @property
     def exitcode(self) -> int | None:
-        """As :attr:`multiprocessing.Process.exitcode`: the exit code, or the negative number of the signal."""
+        """Like :attr:`multiprocessing.Process.exitcode`: the exit code, or the negative number of the signal."""
         return self.code if self.signal is None else -self.signal
 
     def in_words(self) -> str:
@@ -98,7 +98,9 @@ class RankReport:
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
     def with_any_ending(self) -> RankReport:
-        """As if the rank had left in order, and passed unless it said otherwise; one that had to be ended has not."""
+        """The report with a normal exit, and as passed unless the rank said otherwise. Unchanged if the rank was
+        killed.
+        """
         if self.ending.ours:
             return self
         outcome = self.outcome if self.outcome is not None else Outcome(self.rank, Kind.PASSED)
@@ -106,7 +108,7 @@ class RankReport:
 
 
 class _ToldByRanks(Exception):
-    """The message tells rank by rank."""
+    """The message describes every rank."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.text)
@@ -130,10 +132,10 @@ class HarnessError(RuntimeError):
 
 
 def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> Outcome:
-    """Run a test body and return what came of it.
+    """Run a test body, and return its outcome.
 
-    ``SystemExit`` is no way to pass a test: it becomes an error that names the code, unless the code is one of
-    the skip codes, which :func:`judge` sees to. ``KeyboardInterrupt`` in a rank is an error like any other.
+    ``SystemExit`` does not pass a test. It becomes an error with its code, unless it is one of the skip codes, which
+    :func:`judge` handles. ``KeyboardInterrupt`` in a rank is an error like any other.
     """
     start = clock()
     try:
@@ -161,7 +163,7 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
 
 
 def format_error(error: BaseException) -> str:
-    """A traceback without the frames of the harness above the test body, and without failing on odd exceptions."""
+    """A traceback without the harness' frames above the test body. Works for unusual exceptions too."""
     frames = error.__traceback__
     while frames is not None and "__unittest" in frames.tb_frame.f_globals:
         frames = frames.tb_next
@@ -171,20 +173,20 @@ def format_error(error: BaseException) -> str:
         return f"{type(error).__qualname__} (its message cannot be shown: {type(broken).__qualname__} in its __str__)"
 
 
-_entries: set[tuple[str, str]] = set()  # file and name of the functions by which the harness enters a test
+_entries: set[tuple[str, str]] = set()  # file and name of the functions with which the harness enters a test
 _FRAME = re.compile(r'  File "(.*)", line \S+ in (.*)')  # as faulthandler writes it
 
 Entry = TypeVar("Entry", bound=Callable)
 
 
 def enters_test(function: Entry) -> Entry:
-    """Decorate a function that calls a test: shown stacks end above its frame, since below is always the harness."""
+    """Mark a function that calls a test. Shown stacks end above its frame, since all below is the harness."""
     _entries.add((function.__code__.co_filename, function.__code__.co_name))
     return function
 
 
 def shorten_stacks(text: str) -> str:
-    """What faulthandler wrote, each thread's stack only down to the test."""
+    """The output of faulthandler, with each thread's stack only down to the test."""
     kept, below = [], False
     for line in text.splitlines():
         frame = _FRAME.fullmatch(line)
@@ -195,7 +197,7 @@ def shorten_stacks(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Head and tail of an overlong text, with the number of bytes left out between them."""
+    """The head and the tail of a long text, with the number of bytes that are left out."""
     if len(text) <= TEXT_LIMIT:
         return text
     head, tail = text[: TEXT_LIMIT // 2], text[-(TEXT_LIMIT // 2) :]
@@ -209,10 +211,10 @@ def judge(
     skip_codes: Mapping[int, str],
     expected_code: int = 0,
 ) -> Verdict:
-    """One verdict from all ranks: ok and skip only unanimously, anything else fails.
+    """The verdict from all ranks. A test passes or skips only if all ranks do; otherwise it fails.
 
-    ``skip_codes`` maps exit codes that mean a skip to their reasons; ``expected_code`` is the exit code with which
-    every rank of this test is to leave (negative for a signal, as upstream's ``special_return_code_checks`` has it).
+    ``skip_codes`` maps exit codes that mean a skip to their reasons; ``expected_code`` is the exit code that every rank
+    of this test must have (negative for a signal, as in upstream's ``special_return_code_checks``).
     """
     if not reports:
         return Verdict(State.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
@@ -223,7 +225,7 @@ def judge(
     if not bad:
         return Verdict(State.PASSED)
     first = bad[0]
-    # A rank that skips alone makes an error of the test; one that is found running alone has taken too long.
+    # If only some ranks skip, the test has an error. If the first bad rank was still running, the test has timed out.
     state = {State.SKIPPED: State.ERROR, State.STILL_RUNNING: State.TIMED_OUT}.get(first.state, first.state)
     reason = f"{ranks_in_words([first.rank])} of {len(ranks)} {first.in_one_line()}"
     return Verdict(state, reason, first.phase, ranks)
@@ -277,7 +279,7 @@ def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | Non
 
 
 def death_of_server(status: int | None) -> str:
-    """Why the rank server is gone, in words."""
+    """A description of why the rank server is gone."""
     if status is None:
         return "the rank server closed its connection"
     ending = Ending.from_wait_status(status)

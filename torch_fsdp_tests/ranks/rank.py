@@ -1,9 +1,9 @@
-"""The life of one rank process: from the fork to its exit.
+"""The life of a rank process, from its fork to its exit.
 
-A rank is a child of the rank server (or, where forking is not possible, a fresh interpreter started by it). It gets
-a session of its own, its own output file, one thread for computing, the environment that the test process had when
-the test asked for ranks, and the orders that come over its channel. What it has to say of its tests goes back over
-that channel; what it may not live to say (the stack of a crash or of a hang) goes through a pipe of last words.
+A rank is a child of the rank server (or, where forking is not possible, a fresh interpreter started by it). It has its
+own session and output file, one thread for computing, the environment that the test process had when the test requested
+ranks, and orders that come over its channel. It reports its tests over that channel. The stack of a crash or of a hang
+goes through a separate pipe, because the process may not live to report it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torch_fsdp_tests.ranks.protocol import ORDERS, Leaked, MadeSharedFile, Repo
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 
-STACKS_SIGNAL = host.stacks_signal()  # makes a rank write the Python stacks of all its threads into its last words
-LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class; its last words say why
+STACKS_SIGNAL = host.stacks_signal()  # makes a rank write the Python stacks of all its threads into that pipe
+LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class
 
 # Test classes by module and qualified name. The server is forked off the test process once all test files are loaded,
-# so a rank finds here what no import could give it: a class that a function or a decorator made.
+# so a rank finds classes here that it could not import, because a function or a decorator made them.
 _classes: dict[tuple[str, str], type] = {}
 
 _in_rank = False
@@ -48,12 +48,12 @@ def in_rank() -> bool:
 
 
 def register(cls: type) -> None:
-    """Make a test class findable in ranks."""
+    """Register a test class, so that ranks can find it."""
     _classes[cls.__module__, cls.__qualname__] = cls
 
 
 def find(module: str, qualname: str) -> Any:
-    """The registered class, else the one that an import of its module gives. Raises ``LookupError`` with the reason."""
+    """The registered class, or the one in its module. Raises ``LookupError`` with the reason."""
     if (module, qualname) in _classes:
         return _classes[module, qualname]
     try:
@@ -66,10 +66,10 @@ def find(module: str, qualname: str) -> Any:
 
 
 class Assignment:
-    """What a rank process was started for, and its line back to the test process.
+    """The task of a rank process, and its connection to the test process.
 
-    ``index`` counts the processes of the test; ``world_size`` its ranks, which are more than the processes when ranks
-    are threads. ``directory`` belongs to the test alone and goes with it.
+    ``index`` is the number of the process. ``world_size`` is the number of ranks; if ranks are threads, there are fewer
+    processes. ``directory`` belongs to the test, and is removed after it.
     """
 
     def __init__(self, request: Start, index: int, connection: Connection) -> None:
@@ -87,32 +87,32 @@ class Assignment:
             self._connection.send(message)
 
     def report(self, outcome: Outcome) -> None:
-        """Tell the test process how a rank came out. Safe to call from any thread of the process."""
+        """Report a rank's outcome to the test process. Any thread of the process may call this."""
         self._tell(Reported(self.index, outcome, time.monotonic(), self._leaving))
 
     def name_leak(self, leak: str) -> None:
-        """Tell the test process of something that a test left behind in this rank; before the outcome is told."""
+        """Report something that a test left behind in this rank. Call it before the outcome is reported."""
         self._tell(Leaked(self.index, leak))
 
     def name_shared_file(self, name: str) -> None:
-        """Tell the test process of a file in shared memory, which it will remove unless somebody has done so."""
+        """Report a file in shared memory. The test process will remove it if it still exists."""
         self._tell(MadeSharedFile(name))
 
     def meet(self) -> None:
-        """Wait until every other rank has come as far, has reported or is gone.
+        """Wait until every other rank has called this, has reported, or is gone.
 
-        What a rank ends after it, such as a process group, no other rank is still busy to make. (Making one is no
-        barrier: c10d's ``_is_barrier_after_init``.)
+        After it a rank may destroy a process group, because no other rank is still making it. (To make a group is not a
+        barrier: see c10d's ``_is_barrier_after_init``.)
         """
         self._tell(Waits(self.index))
         self._connection.receive()
 
     def leave(self) -> None:
-        """Take no further test, since the last one has left what cannot be undone; after the next report."""
+        """Run no further test after the next report, because the last one left something that cannot be undone."""
         self._leaving = True
 
     def orders(self) -> Iterable[str]:
-        """The tests to run: the one it was started for, or as many as the test process sends, until it says no more."""
+        """The tests to run: the one for which the process was started, or those that the test process sends."""
         if self.test is not None:
             yield self._entered(self.test)
             return
@@ -124,11 +124,11 @@ class Assignment:
         return test
 
 
-_reporting = threading.RLock()  # a thread that reports may come to report once more, of a file that was opened for it
+_reporting = threading.RLock()  # reentrant, because a report may open a file, which is reported too
 
 
 def main(request: Start, index: int, channel: int, last_words: int, server: int) -> None:
-    """Run a rank to its end; never returns."""
+    """Run a rank to its end. Never returns."""
     global _in_rank
     _in_rank = True
     code = 1
@@ -156,14 +156,14 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
 
 
 def _settle(request: Start, index: int, last_words: int, server: int) -> None:
-    """Cut what ties the process to the one it was forked from."""
+    """Separate the process from the one that forked it."""
     host.die_with_parent(server)
     if os.getsid(0) != os.getpid():
         os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the test process' business; it ends the ranks in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C, and ends the ranks
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    atexit._clear()  # what the test process registered is for the test process to do
+    atexit._clear()  # the test process' exit functions must not run here
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.cwd)
@@ -181,7 +181,9 @@ def _settle(request: Start, index: int, last_words: int, server: int) -> None:
 
 
 def _redirect(output: Path) -> None:
-    """Standard input from nowhere; both outputs into the rank's file, whoever had taken them over before the fork."""
+    """Redirect standard input to nothing, and both outputs to the rank's file, even if they were replaced before the
+    fork.
+    """
     nowhere = os.open(os.devnull, os.O_RDONLY)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for source, target in ((nowhere, 0), (file, 1), (file, 2)):
@@ -194,7 +196,7 @@ def _redirect(output: Path) -> None:
 
 
 def fresh() -> None:
-    """Entry of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL LAST_WORDS``."""
+    """The entry point of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL LAST_WORDS``."""
     directory, index, channel, last_words = sys.argv[1:]
     request = messages.decode((Path(directory) / "request.json").read_bytes(), [Start])
     prepare_interpreter(request.preparation)
@@ -202,7 +204,7 @@ def fresh() -> None:
 
 
 def prepare_interpreter(preparation: str) -> None:
-    """Make a fresh interpreter look like the test process: path, arguments, main module, test classes."""
+    """Prepare a fresh interpreter like the test process: path, arguments, main module, test classes."""
     from multiprocessing import spawn
 
     recipe = json.loads(preparation)

@@ -1,11 +1,11 @@
-"""The rank server, and the test process' handle on it: both ends of one protocol.
+"""The rank server, and the test process' handle for it: both ends of one protocol.
 
-The server is a process that has everything imported and nothing started. It forks the ranks of a test on request,
-tells how each of them ended, and ends what is left of them when the test process says so or is gone. It runs no
-tensor operation, since a child of a process that has been in an OpenMP region hangs in its own first one.
+The server is a process that has imported everything and has started nothing. On request it forks the ranks of a test.
+It reports how each of them ended, and ends what is left of them when the test process says so or is gone. It runs no
+tensor operation, because after an OpenMP region in a process, its children hang in their first one.
 
-It is forked off the test process before the first test runs: then it has all test modules and costs no second import.
-Where that is not possible (a later server, threads in the test process, macOS) it is a fresh interpreter.
+It is forked from the test process before the first test runs, so it has all test modules without a second import. If
+that is not possible (a later server, threads in the test process, macOS), it is a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch_fsdp_tests.ranks import protocol, rank
 
 __unittest = True
 
-KILL_LIMIT = 5.0  # seconds for the kernel to take down killed processes
-TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to remove what their processes have left
+KILL_LIMIT = 5.0  # seconds for killed processes to end
+TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to clean up
 assert TIDY_LIMIT < KILL_LIMIT
 
 
 class Server(forkserver.ForkServer):
-    """The server's end: keeps the ranks as its children, and adopts what they leave behind."""
+    """The server's end. The ranks are its children, and it adopts what they leave behind."""
 
     requests = protocol.REQUESTS
 
@@ -58,7 +58,7 @@ class Server(forkserver.ForkServer):
                 self._end(request.start)
 
     def end_all(self) -> None:
-        """The test process is gone, maybe amid what it would have ended and removed, which falls to the server."""
+        """Clean up, because the test process is gone and cannot do it."""
         for start in list(self._starts):
             self._end(start)
         for directory in self._directories:
@@ -68,13 +68,13 @@ class Server(forkserver.ForkServer):
         there = self._starts[request.start] = {}
         self._processes[request.start] = request.processes
         self._directories.append(request.directory)
-        began = time.monotonic()  # before the first rank is there, so that none can speak or die earlier
+        began = time.monotonic()  # before the first rank exists, so that no event can be earlier
         try:
             if request.preparation is not None:
                 Path(request.directory, "request.json").write_bytes(messages.encode(request))
             elif accelerator.initialised():
                 raise RuntimeError(
-                    "the accelerator's runtime runs in the process that forks the ranks, where it would not survive: "
+                    "the accelerator's runtime is running in the process that forks the ranks, and a fork breaks it: "
                     f"do not touch the device when the test file is imported, or set {settings.START_VARIABLE}=spawn"
                 )
             begin = self._fork if request.preparation is None else self._spawn
@@ -104,7 +104,7 @@ class Server(forkserver.ForkServer):
         )
 
     def _end(self, start: int) -> None:
-        """Kill what is left of a start, down to processes that its ranks have started and lost, and name those."""
+        """Kill what is left of a start, including processes that its ranks started and lost, and report those."""
         mine = self._starts.get(start, {})
         for pid in mine:
             os.kill(pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ class Server(forkserver.ForkServer):
         while (now := time.monotonic()) < give_up:
             self.collect()
             ranks = {pid for there in self._starts.values() for pid in there}
-            # Descendants of a rank that is gone have become children of the server.
+            # If a rank is gone, its descendants are children of the server now.
             lost = {pid: host.command_of(pid) for pid in host.children() if pid not in ranks}
             tidying = {pid for pid, command in lost.items() if host.is_tracker(command) and now < patience}
             for pid in lost.keys() - tidying:
@@ -125,11 +125,11 @@ class Server(forkserver.ForkServer):
                 break
             if lost.keys() == tidying:
                 select.select([self.wakeup], [], [], (patience if tidying else give_up) - now)
-        self._starts.pop(start, None)  # it may be asked for again by a signal's handler
+        self._starts.pop(start, None)  # a signal handler may request it again
         self.control.tell(protocol.Over(start, self._processes.pop(start, ()), tuple(leaks)))
 
     def collect(self) -> None:
-        """Collect every child that has ended or stopped, and tell the test process of those that are ranks."""
+        """Collect every child that has ended or stopped, and report ranks among them to the test process."""
         super().collect()
         for pid, status in host.ended_children(os.WUNTRACED):
             for start, there in self._starts.items():
@@ -140,7 +140,7 @@ class Server(forkserver.ForkServer):
 
 
 class ServerHandle:
-    """The test process' end: starts a server and speaks to it."""
+    """The test process' end, which starts a server and talks to it."""
 
     def __init__(self, forked: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -153,26 +153,26 @@ class ServerHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether the server is there to be asked; also takes note of its death."""
+        """Whether the server is alive. Also records its death."""
         if self.status is None and os.getpid() == self._owner:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             self.status = status if pid else None
         return self.status is None and os.getpid() == self._owner
 
     def arrived(self, start: int) -> list[Any]:
-        """What the server has said of a start since the last call."""
+        """The server's messages about a start since the last call."""
         for message in self.connection.arrived():
             self._mail.setdefault(message.start, []).append(message)
         return self._mail.pop(start, [])
 
     def close(self) -> None:
-        """Let the server go: it ends when its control connection does, and takes its ranks along."""
+        """End the server: it ends when its control connection closes, and ends its ranks."""
         self.connection.close()
         if self.alive:
             os.waitpid(self._pid, 0)
 
     def reap_dead(self) -> int | None:
-        """Wait status of a server whose connection has ended; it is killed first, in case it only closed it."""
+        """The wait status of a server whose connection has closed. It is killed first, in case it still runs."""
         if self.alive:
             os.kill(self._pid, signal.SIGKILL)
             _, self.status = os.waitpid(self._pid, 0)
@@ -204,9 +204,9 @@ _server: ServerHandle | None = None
 
 
 def living_server() -> ServerHandle:
-    """The rank server of this process; a new one where it has died, or where this process was forked off its owner's.
+    """The rank server of this process. If it has died, or if this process is a fork of its owner, start a new one.
 
-    Only the first may be forked off this process: once tests have run here, a child of it could hang.
+    Only the first one may be forked from this process: after tests have run here, its forks could hang.
     """
     global _server
     if _server is None or not _server.alive:
@@ -218,13 +218,13 @@ def living_server() -> ServerHandle:
 
 
 def close_server() -> None:
-    """End the server, if this process has one, and with it all its ranks."""
+    """End the server and all its ranks, if this process has a server."""
     if _server is not None and _server.alive:
         _server.close()
 
 
 def fresh() -> None:
-    """Entry of a server that is a fresh interpreter: ``python -c ... PREPARATION CONTROL``."""
+    """The entry point of a server that is a fresh interpreter: ``python -c ... PREPARATION CONTROL``."""
     prepared, control = sys.argv[1:]
     os.environ.pop("PYTHONPATH", None)
     rank.prepare_interpreter(prepared)
@@ -232,7 +232,7 @@ def fresh() -> None:
 
 
 def _run(control: socket.socket) -> None:
-    """The server's whole life in its process."""
+    """Run the server in its process."""
     events.detach()
     host.adopt_orphans()
     server = Server(control)
@@ -244,7 +244,7 @@ def _run(control: socket.socket) -> None:
 
 
 def preparation() -> str:
-    """What makes a fresh interpreter look like this one, as JSON: multiprocessing's own recipe, less its secrets."""
+    """What a fresh interpreter needs to look like this one, as JSON: multiprocessing's recipe, without its secrets."""
     data = spawn.get_preparation_data("rank")
     data.pop("authkey", None)
     data["sys_path"] = [path or os.getcwd() for path in data["sys_path"]]
@@ -254,9 +254,9 @@ def preparation() -> str:
 
 
 def start_method() -> str:
-    """How ranks come to life: ``fork`` where the host and the device allow it, else ``spawn``.
+    """The start method for ranks: ``fork`` if the host and the device allow it, else ``spawn``.
 
-    Raises :class:`~torch_fsdp_tests.accelerator.ConfigurationError` for any other wish in the variable.
+    Raises :class:`~torch_fsdp_tests.accelerator.ConfigurationError` for an invalid value of the variable.
     """
     asked = settings.start(os.environ)
     if asked is not None:

@@ -1,4 +1,4 @@
-"""What a change reaches: a map of which tests enter which functions of torch, and what can be asked of it.
+"""Which tests a change reaches: a map of tests and the functions of torch that they enter, and queries on it.
 
 ``run_test.py --coverage --save-map FILE`` records one. Nothing here imports torch.
 """

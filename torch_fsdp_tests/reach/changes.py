@@ -1,7 +1,7 @@
-"""What somebody means by a change: a name, lines of a file, a diff, another source tree, or what is installed now.
+"""Parses a change: a name, lines of a file, a diff, another source tree, or the installed package.
 
-Each becomes names of functions, classes and modules. Of an edit these are the ones whose code differs, so that a change
-of comments or layout is none.
+The result is a set of names of functions, classes and modules. For an edit these are the ones whose code differs, so
+that a change of comments or layout does not count.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ _SHOWN = 5  # names in a sentence
 
 
 class UnknownChange(ValueError):
-    """Words that mean nothing that can be looked up. The message is one sentence."""
+    """The text does not name a change that can be looked up. The message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Names of what changes, and sentences on what could not be made out."""
+    """The names of what changes, and remarks on what could not be determined."""
 
     names: tuple[str, ...]
     remarks: tuple[str, ...] = ()
 
 
 def shown(names: Iterable[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first few of some names, and the number of the others."""
     known = list(names)
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     return ", ".join(known[:_SHOWN]) + more
 
 
 class Changes:
-    """Makes out changes of the package whose folder is ``root``, with the help of a map of it."""
+    """Finds changes of the package in the folder ``root``, with the help of its map."""
 
     def __init__(self, known: ReachMap, root: Path) -> None:
         self._map, self._root = known, root.resolve()
         self._prefix = f"{self._root.name}/"
 
     def find(self, what: str) -> Change:
-        """What a word of ``--reaching`` means. Raises :class:`UnknownChange`, or ``OSError`` for a bad file."""
+        """The change that an argument of ``--reaching`` names. Raises :class:`UnknownChange`, or ``OSError`` for a bad
+        file.
+        """
         place = Path(what)
         if what == "-":
             return self.of_diff(sys.stdin.buffer.read().decode(errors="replace"), "the diff on standard input")
@@ -88,7 +90,7 @@ class Changes:
         return {*self._map.reached}.union(*(module.parts for module in self._map.modules.values()))
 
     def _inside(self, names: Iterable[str]) -> Change:
-        """Of functions they themselves; of classes, modules and packages the functions that they hold, if any."""
+        """Functions stand for themselves. Classes, modules and packages stand for their functions, if they have any."""
         found = set[str]()
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
@@ -96,7 +98,7 @@ class Changes:
         return Change(tuple(sorted(found)))
 
     def _named(self, text: str) -> tuple[str, ...]:
-        """What a name means: as it is, by its end (``FlatParamHandle.unshard``), or as a package exports it."""
+        """Look up a full name, the end of a name (``FlatParamHandle.unshard``), or a name that a package exports."""
         parts = text.split(".")
         for count in range(len(parts), -1, -1):
             head, tail = ".".join(parts[:count]), ".".join(parts[count:])
@@ -111,13 +113,13 @@ class Changes:
 
         close = difflib.get_close_matches(text, sorted(self._all_names), n=3)
         nearest = f"; nearest: {', '.join(close)}" if close else ""
-        raise UnknownChange(f"{text!r} is no name in the map, no file and no folder{nearest}")
+        raise UnknownChange(f"{text!r} is not a name in the map, a file or a folder{nearest}")
 
     def _module(self, text: str) -> str:
         """The module of a path: in the installed package, in another tree of it, or relative to either."""
         modules = self._modules_at(text)
         if not modules:
-            raise UnknownChange(f"the map has nothing of the file {text}; it covers {self._covered()}")
+            raise UnknownChange(f"the map does not have the file {text}; it covers {self._covered()}")
         if len(modules) > 1:
             raise UnknownChange(f"{text} can mean {' or '.join(map(self._path_of, modules))}")
         return modules[0]
@@ -155,7 +157,7 @@ class Changes:
         try:
             return digests(functions_in(content, module))
         except (SyntaxError, ValueError) as error:
-            remarks.append(f"{self._path_of(module)} is not Python ({error}), so all of it counts as changed")
+            remarks.append(f"{self._path_of(module)} is not valid Python ({error}), so all of it counts as changed")
             return None
 
     def _of_lines(self, file: str, first: int, last: int) -> Change:
@@ -164,11 +166,11 @@ class Changes:
         content = (place if place.is_file() else self._root.parent / self._path_of(module)).read_bytes()
         count = content.count(b"\n")
         if not 1 <= first <= last <= count:
-            raise UnknownChange(f"{file} has the lines 1 to {count}, and {first}-{last} was asked for")
+            raise UnknownChange(f"{file} has only the lines 1 to {count}, not {first}-{last}")
         try:
             return Change(tuple(sorted(_around(content, module, range(first, last + 1)))))
         except (SyntaxError, ValueError) as error:
-            raise UnknownChange(f"{file} is not Python: {error}") from error
+            raise UnknownChange(f"{file} is not valid Python: {error}") from error
 
     # --- other sources --------------------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class Changes:
     # --- diffs ----------------------------------------------------------------------------------------------------
 
     def of_diff(self, text: str, called: str) -> Change:
-        """What a unified diff changes. It may have been applied to the installed package already, or not."""
+        """The changes in a unified diff. The installed package may have them already or not."""
         names, remarks, outside = set[str](), list[str](), list[str]()
         files = list(_files_of(text))
         if not files:
@@ -216,7 +218,7 @@ class Changes:
             else:
                 outside.append(path)
         if outside:
-            remarks.append(f"outside of what the map covers, and left out: {shown(outside)}")
+            remarks.append(f"ignored, because the map does not cover it: {shown(outside)}")
         return Change(tuple(sorted(names)), tuple(remarks))
 
     def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str]) -> set[str]:
@@ -235,7 +237,7 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class _Hunk:
-    """One place of a diff: the line where it starts, and what stands there before and after."""
+    """One hunk of a diff: the line where it starts, and its lines before and after."""
 
     start: int
     before: tuple[str, ...]
@@ -245,7 +247,7 @@ class _Hunk:
         return _Hunk(self.start, self.after, self.before)
 
     def touched(self) -> Iterator[int]:
-        """Numbers of the lines that go, and of those before which others come."""
+        """The numbers of removed lines, and of lines before which lines are added."""
         import difflib
 
         matcher = difflib.SequenceMatcher(None, self.before, self.after, autojunk=False)
@@ -255,7 +257,7 @@ class _Hunk:
 
 
 def _files_of(text: str) -> Iterator[tuple[str, list[_Hunk]]]:
-    """The files of a unified diff, by the path that they have before it, or after it where they are new."""
+    """The files of a unified diff by their old path, or by their new path if they are new."""
     lines = iter(text.split("\n"))  # not at form feeds, which a source may have
     path, hunks = "", list[_Hunk]()
     for line in lines:
@@ -283,7 +285,7 @@ def _hunk(header: re.Match[str], lines: Iterator[str]) -> _Hunk:
 
 
 def _patched(lines: list[str], hunks: Iterable[_Hunk]) -> list[str] | None:
-    """A text with a diff applied, where each hunk fits nearest to its place; None where one fits nowhere."""
+    """Apply a diff to a text. Each hunk is applied at the nearest fitting place. Returns None if one fits nowhere."""
     lines, moved, least = list(lines), 0, 0
     for hunk in hunks:
         height, wanted = len(hunk.before), hunk.start - 1 + moved
@@ -298,7 +300,7 @@ def _patched(lines: list[str], hunks: Iterable[_Hunk]) -> list[str] | None:
 
 
 def _around(content: bytes, module: str, numbers: Iterable[int]) -> set[str]:
-    """The innermost functions, classes or module in which these lines lie, but for blank lines and comments."""
+    """The innermost functions, classes or modules around these lines, except blank lines and comments."""
     lines, parts = [line.strip() for line in content.split(b"\n")], functions_in(content, module)
     code = [number for number in numbers if lines[number - 1] and not lines[number - 1].startswith(b"#")]
     return {max((p for p in parts if p.first <= n <= p.last), key=lambda p: p.first).name for n in code}

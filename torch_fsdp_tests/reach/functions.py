@@ -1,6 +1,6 @@
 """The functions of a source file, with their lines and a digest that comments, docstrings and layout do not change.
 
-Nothing is imported or run: a plan must be there at once, and the file may belong to another torch.
+Nothing is imported or run, because planning must be fast and the file may belong to another torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEFT_OUT = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function, or the statements of a class or of a module that belong to none of its functions.
+    """A function, or the statements of a class or module outside of its functions.
 
     ``name`` is the module's name and the ``__qualname__``, such as ``torch.nn.Module.train``. A property and its setter
     share a name and are two functions. ``body`` is the first line that runs only when the function does; in a class or
@@ -75,14 +75,14 @@ def _body(function: _Function) -> int:
 
 
 def _digest(scope: _Scope) -> str:
-    """Ten hexadecimal digits that change with the code of a scope, but not with that of a function or class in it."""
+    """Ten hexadecimal digits that depend on the code of a scope, but not on functions or classes inside it."""
     words: list[str] = []
     _spell(scope, words)
     return digest("\x1f".join(words).encode("utf-8", "backslashreplace"))
 
 
 def _spell(node: ast.AST, words: list[str]) -> None:
-    """Add a node in words that are the same in every version of Python, less the functions and classes inside of it."""
+    """Add a node as text that is the same in every version of Python, without the functions and classes inside it."""
     words.append(type(node).__name__)
     for field in node._fields:
         value = getattr(node, field, None)
@@ -99,19 +99,19 @@ def _spell(node: ast.AST, words: list[str]) -> None:
 
 
 def owners(functions: Iterable[Function]) -> dict[int, str]:
-    """To which function a line belongs that runs only when the function does; the name, by line.
+    """Map each line that runs only with a function to the name of that function.
 
-    A line of a function inside another one is not the outer one's; its header and decorators are.
+    The lines of an inner function do not belong to the outer one, but its header and decorators do.
     """
     found: dict[int, str] = {}
-    # An inner function begins after the outer one, and so replaces what that has said of its lines.
+    # An inner function comes after the outer one, and so replaces its entries.
     for function in sorted((each for each in functions if each.body is not None), key=lambda each: each.first):
         found.update(dict.fromkeys(range(function.body or 0, function.last + 1), function.name))
     return found
 
 
 def digests(functions: Iterable[Function]) -> dict[str, str]:
-    """The digest of each name; of a name that several functions share, all of theirs."""
+    """The digest of each name. If several functions share a name, it combines theirs."""
     found: dict[str, str] = {}
     for function in functions:
         found[function.name] = "+".join(filter(None, (found.get(function.name), function.digest)))
@@ -119,14 +119,14 @@ def digests(functions: Iterable[Function]) -> dict[str, str]:
 
 
 def digest(content: bytes) -> str:
-    """Ten hexadecimal digits that change with any byte."""
+    """Ten hexadecimal digits that depend on every byte."""
     import hashlib  # not at import: not every plan needs it
 
     return hashlib.sha256(content).hexdigest()[:10]
 
 
 def find_root(file: Path) -> Path | None:
-    """The folder of the outermost package that a file belongs to; None for a file of no package."""
+    """The folder of the outermost package of a file, or None if it is in no package."""
     folder, root = file.resolve().parent, None
     while (folder / "__init__.py").is_file():
         folder, root = folder.parent, folder

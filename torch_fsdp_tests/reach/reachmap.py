@@ -1,4 +1,4 @@
-"""Which tests enter which functions: the map, its file, and what can be asked of it."""
+"""The map of tests and the functions that they enter, its file, and queries on it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FORMAT = 1
 
 
 class MalformedMap(ValueError):
-    """A file that is no map, or one of another format; the message says what to do."""
+    """The file is not a map, or has another format. The message says what to do."""
 
 
 class Reached(NamedTuple):
-    """A test that enters a function: its seconds while that was recorded, and how many functions it enters at all."""
+    """A test that enters a function, its recorded seconds, and how many functions it enters in total."""
 
     file: str
     test: str
@@ -52,7 +52,7 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class ReachMap:
-    """Tests by the functions that they enter. A set of tests is a whole number: test N is in it if bit N is set."""
+    """Maps functions to the tests that enter them. A set of tests is an integer: test N is in it if bit N is set."""
 
     torch: str
     tests: tuple[Reached, ...]
@@ -102,7 +102,7 @@ class ReachMap:
         }
 
     def as_text(self) -> str:
-        """What a file of it holds: a line for each file of tests and each module, so that two can be compared."""
+        """The text of its file: a line for each test file and each module, so that two maps can be compared."""
         data = self.as_json()
 
         def lines(table: Mapping[str, Any]) -> str:
@@ -128,11 +128,11 @@ class ReachMap:
         return found
 
     def is_function(self, name: str) -> bool:
-        """Whether this is a function that was there when the map was recorded."""
+        """Whether this function existed when the map was recorded."""
         return name in self.reached or any(name in module.functions for module in self._around(name))
 
     def knows(self, name: str) -> bool:
-        """Whether a function, class, module or package of this name was there."""
+        """Whether a function, class, module or package of this name existed then."""
         return self.is_function(name) or any(name in m.scopes for m in self._around(name)) or bool(self.bits_of(name))
 
     def _around(self, name: str) -> list[Module]:
@@ -140,19 +140,18 @@ class ReachMap:
         return [module for each in _enclosing(name) if (module := self.modules.get(each)) is not None]
 
     def enclosing(self, name: str) -> str | None:
-        """The innermost of a name and what it lies in that tests reach; None where that is in no module of the map."""
+        """The innermost scope around a name that tests reach, or None if it is in no module of the map."""
         known = (each for each in _enclosing(name) if self._around(each))
         return next((each for each in known if self.bits_of(each)), None)
 
     def tests_of(self, qualified_name: str) -> list[Reached]:
-        """The tests that enter a function, or any function of a class or module: those that enter least come first.
-
-        Among equals the fastest comes first. Empty for what no test enters, and for an unknown name.
+        """The tests that enter a function, or any function of a class or module: sorted by the number of functions that
+        they enter, then by time. Empty if no test enters it, or for an unknown name.
         """
         return self.in_order(self.bits_of(qualified_name))
 
     def in_order(self, tests: int) -> list[Reached]:
-        """A set of tests, the most specific first, and the fastest among equals."""
+        """A set of tests in order: the most specific first, and the fastest among equals."""
         found = [test for test, bit in zip(self.tests, reversed(f"{tests:b}"), strict=False) if bit == "1"]
         return sorted(found, key=lambda test: (test.breadth, test.seconds, test.file, test.test))
 
@@ -165,7 +164,7 @@ class MapBuilder:
         self._entered: dict[tuple[str, str], set[str]] = {}
 
     def add(self, file: str, test: str, functions: Iterable[str], seconds: float = 0.0) -> None:
-        """Add functions that a test enters; its seconds are the most that were said."""
+        """Add functions that a test enters. Its seconds are the maximum of all calls."""
         key = file, test
         self._tests[key] = max(seconds, self._tests.get(key, 0.0))
         self._entered.setdefault(key, set()).update(functions)
@@ -175,7 +174,7 @@ class MapBuilder:
         return set().union(*self._entered.values())
 
     def build(self, torch: str, modules: Mapping[str, Module] | None = None) -> ReachMap:
-        """The map; the order in which things were added leaves no trace."""
+        """Build the map. It does not depend on the order in which things were added."""
         keys = sorted(self._tests)
         reached: dict[str, int] = {}
         for index, key in enumerate(keys):
@@ -186,14 +185,14 @@ class MapBuilder:
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """A qualified name, and what it lies in: ``a.b.c``, ``a.b``, ``a``."""
+    """A qualified name and the scopes around it: ``a.b.c``, ``a.b``, ``a``."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _pack(reached: Mapping[str, int], count: int) -> list[Any]:
-    """Names, and their sets as rows of bits of one width; both compress well."""
+    """Pack names, and their sets as bit rows of the same width. Both compress well."""
     width = (count + 7) // 8
     rows = b"".join(tests.to_bytes(width, "little") for tests in reached.values())
     return [width, *(base64.b64encode(zlib.compress(part, 9)).decode() for part in (" ".join(reached).encode(), rows))]

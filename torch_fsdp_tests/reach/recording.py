@@ -1,4 +1,4 @@
-"""From what coverage.py recorded under the names of tests to the map."""
+"""Makes the map from what coverage.py recorded under the names of tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE = FOLDERS[:2]
 
 
 def context(file: str, test: str) -> str:
-    """Under which name coverage.py is to record what a test runs."""
+    """The name under which coverage.py records what a test runs."""
     return f"{file}{SEPARATOR}{test}"
 
 

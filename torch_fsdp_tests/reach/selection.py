@@ -1,4 +1,4 @@
-"""Which tests to run for a change, and what no test would notice of it."""
+"""Selects the tests for a change, and finds what no test would notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Tests in the order in which they should run, and what is to be said of them."""
+    """Tests in the order in which they should run, and remarks on them."""
 
     tests: tuple[Reached, ...]
     functions: int  # that change
@@ -45,5 +45,5 @@ def select(names: Iterable[str], known: ReachMap) -> Selection:
     remarks: tuple[str, ...] = ()
     if instead:
         new = shown(name for names in instead.values() for name in names)
-        remarks = (f"not in the map: {new}; taken for them are the tests of {shown(instead)}",)
+        remarks = (f"not in the map: {new}; the tests of {shown(instead)} run instead",)
     return Selection(tests, len(asked), tuple(unreached), remarks)

@@ -54,9 +54,8 @@ Work = Callable[..., None]
 
 
 class ThreadedWork(dist.Work):
-    """The handle of a collective or transfer that some rank will complete.
-
-    `wait` blocks the calling thread, on accelerators too, and orders its current stream behind the result.
+    """The handle of a collective or transfer that some rank will complete. `wait` blocks the calling thread, on
+    accelerators too, and makes its current stream wait for the result.
     """
 
     def __init__(self, pendings: Sequence[Pending], outputs: Sequence[Tensor], limit: float) -> None:
@@ -64,7 +63,7 @@ class ThreadedWork(dist.Work):
         self._pendings, self._outputs, self._limit = pendings, list(outputs), limit
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True once the outputs hold the result; zero stands for the group's own limit.
+        """Wait until the outputs have the result, and return True. A timeout of zero means the group's limit.
 
         Raises PeerFailed, Mismatch, CollectiveError or CollectiveTimeout.
         """
@@ -98,9 +97,8 @@ class ThreadedWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future:
-        """A future that holds the outputs already.
-
-        Blocks first: a callback that ran in the thread that completes the collective would see that rank as its own.
+        """Block, and return a future that has the outputs already. If a callback ran in the thread that completes the
+        collective, it would see that thread's rank.
         """
         self.wait()
         future: Future = Future()
@@ -138,7 +136,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
 
     @classmethod
     def exception_handle(cls, exc: BaseException, rank: int | None = None) -> None:
-        """Tell all ranks that this one failed with `exc`: whoever waits, now or later, raises PeerFailed.
+        """Tell all ranks that this one failed with `exc`. Every rank that waits, now or later, raises PeerFailed.
 
         `rank` is that of the calling thread's default group unless given. Only the first failure counts.
         """
@@ -149,11 +147,11 @@ class ProcessLocalGroup(dist.ProcessGroup):
 
     @classmethod
     def reset(cls) -> None:
-        """Start afresh: threads that still wait are sent away for good, and groups made from now on know no failure."""
+        """Start again. Threads that still wait raise, and groups that are made from now on have no failure."""
         board, cls._board = cls._board, Board()
         board.fail(None, "the end of its test")
 
-    # Identity, as torch.distributed asks for it.
+    # The group's identity, which torch.distributed reads.
 
     def rank(self) -> int:
         return self._rank
@@ -182,7 +180,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         return self._desc
 
     def _set_sequence_number_for_group(self) -> None:
-        """Numbers start at 0 in every group and need no agreement."""
+        """Does nothing, because numbers start at 0 in every group."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -201,8 +199,8 @@ class ProcessLocalGroup(dist.ProcessGroup):
     ) -> ProcessLocalGroup | None:
         """The group of those ranks (group ranks of this one, in this order) whose callers pass the same `ranks`.
 
-        As for a real backend every rank of this group calls; a rank outside `ranks` gets None. `device_types` is
-        accepted for the signature's sake: this group serves all devices.
+        As with a real backend, every rank of this group calls this, and a rank outside `ranks` gets None.
+        `device_types` only exists for the signature, because this group supports all devices.
         """
         number = self._next()
         if self._rank not in ranks:
@@ -216,7 +214,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         group._set_group_desc(group_desc or f"{self._desc}:split")
         return group
 
-    # The one way in for collectives, and the one for transfers.
+    # The only entry for collectives, and the only one for transfers.
 
     def _next(self) -> int:
         self._sequence = next(self._numbers)
@@ -244,7 +242,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         root: int | None = None,
         alike: Sequence[Tensor] = (),
     ) -> ThreadedWork:
-        """Bring this rank's `parts`; `alike` are the tensors whose shapes and types are the same on all ranks."""
+        """Add this rank's `parts`. `alike` are the tensors whose shapes and types must be the same on all ranks."""
         agreed, reduction = [], None
         if reduces:
             reduction = Reduction.of(getattr(opts, "reduceOp", opts))
@@ -269,19 +267,19 @@ class ProcessLocalGroup(dist.ProcessGroup):
         return self._work([meeting], [tensor for part in parts for tensor in part.outs], opts)
 
     def _expect(self, name: str, what: str, found: int, wanted: int) -> None:
-        """Refuse on the spot what is wrong without asking any other rank."""
+        """Refuse at once what is wrong on this rank, whatever the other ranks do."""
         if found != wanted:
             raise ValueError(f"{name} on rank {self._rank}: {what} must be {wanted}, not {found}")
 
     def _expect_lists(self, name: str, what: str, lists: Lists, present: bool = True) -> Sequence[Tensor]:
-        """The one list of a list of lists, holding a tensor a rank; none where `present` is False."""
+        """Return the only list in a list of lists. It has one tensor per rank, or is empty if `present` is False."""
         if not present:
             return ()
         self._expect(name, f"the number of {what} lists", len(lists), 1)
         self._expect(name, f"the number of {what} tensors", len(lists[0]), self._world_size)
         return lists[0]
 
-    # Collectives. `opts` defaults are None rather than an options object: what is absent there is the default here.
+    # Collectives. `opts` defaults to None and not to an options object. What it does not set has the default.
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = dist.ReduceOp.SUM) -> ThreadedWork:
         parts = [Part([tensor], [tensor]) for tensor in tensors]
@@ -300,7 +298,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         return self._join("broadcast", parts, collectives.broadcast, opts, root=opts.rootRank, alike=tensors)
 
     def allgather(self, output_tensors: Lists, input_tensors: Sequence[Tensor], opts: Any = None) -> ThreadedWork:
-        """Inputs may differ in size from rank to rank, as nccl allows and gloo does not."""
+        """Inputs may differ in size between ranks. nccl allows this, and gloo does not."""
         outs = self._expect_lists("all_gather", "output", output_tensors)
         self._expect("all_gather", "the number of inputs", len(input_tensors), 1)
         return self._join("all_gather", [Part(input_tensors, outs)], collectives.all_gather, opts)
@@ -342,7 +340,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: Sequence[Tensor], input_tensors: Lists, opts: Any = dist.ReduceOp.SUM
     ) -> ThreadedWork:
-        """Ranks may receive different sizes, as nccl allows and gloo does not."""
+        """Ranks may receive different sizes. nccl allows this, and gloo does not."""
         ins = self._expect_lists("reduce_scatter", "input", input_tensors)
         self._expect("reduce_scatter", "the number of outputs", len(output_tensors), 1)
         parts = [Part(ins, output_tensors)]
@@ -376,7 +374,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> ThreadedWork:
-        """Split sizes count rows of dimension 0; none at all means equal parts."""
+        """Split sizes count rows of dimension 0. Without split sizes all parts are equal."""
         parts = Part(self._rows(input, input_split_sizes), self._rows(output, output_split_sizes))
         return self._join("all_to_all_single", [parts], collectives.all_to_all, opts)
 
@@ -396,7 +394,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         if output.dtype != input.dtype:
             raise ValueError(f"{name} on rank {self._rank}: output {describe([output])} and input {describe([input])}")
 
-    # Transfers. A send is complete when its receiver has the data: nothing is buffered, as with gloo and nccl.
+    # Transfers. As with gloo and nccl, a send is complete when its receiver has the data. Nothing is buffered.
 
     def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> ThreadedWork:
         return self._post(True, self._rank, dst_rank, tag, tensors)
@@ -411,7 +409,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         post = Post(self._channel.board, self._channel, sends, src, dst, tag, tensors)
         return self._work([self._channel.post(post)], () if sends else tensors, None)
 
-    # The names of torch before 2.13, which PyProcessGroup.hpp and torch.distributed call there.
+    # The names before torch 2.13, which its PyProcessGroup.hpp and torch.distributed call.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -423,8 +421,8 @@ class ProcessLocalGroup(dist.ProcessGroup):
 def _create_threaded_pg(prefix_store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> ProcessLocalGroup:
     """What `init_process_group` and `new_group` call in each rank of the group; returns once all have called.
 
-    The threads find each other through the store that they share: the first one leaves a token there, numbered by
-    how often the group was made, since a world may be destroyed and made again over the same store.
+    The threads find each other through their shared store. The first one puts a token there. The token's key counts how
+    often the group was made, because a world may be destroyed and made again over the same store.
     """
     generation = (prefix_store.add("arrivals", 1) - 1) // world_size
     token = prefix_store.compare_set(f"token/{generation}", "", uuid.uuid4().hex).decode()
@@ -434,9 +432,9 @@ def _create_threaded_pg(prefix_store: dist.Store, rank: int, world_size: int, ti
 
 
 class ThreadLocalWorld(threading.local):
-    """c10d's tables of groups, one set a thread; takes the place of `torch.distributed.distributed_c10d._world`.
+    """c10d's tables of groups, one set per thread. It replaces `torch.distributed.distributed_c10d._world`.
 
-    `threading.local` runs `__init__` again in every thread that looks.
+    `threading.local` runs `__init__` again in every thread that uses it.
     """
 
     def __init__(self) -> None:
@@ -451,11 +449,11 @@ class ThreadLocalWorld(threading.local):
         self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
         self.comms: list[Any] = []
 
-    # Derived from the tables above, so c10d's own description serves.
+    # It is derived from the tables above, so c10d's own implementation works.
     pg_config_info = c10d._World.pg_config_info
 
     def __getattr__(self, name: str) -> Any:
-        """A table that the installed torch has beside these (2.15 has hooks of its flight recorder), empty at first."""
+        """Another table that the installed torch has, such as the flight recorder's hooks in 2.15. Empty at first."""
         if _replaced is None or name.startswith("_"):
             raise AttributeError(f"c10d's world has no {name!r}")
         setattr(self, name, type(getattr(_replaced[0], name))())
@@ -466,10 +464,10 @@ _replaced: tuple[Any, bool] | None = None  # c10d's world and autograd's threadi
 
 
 def _install_threaded_pg() -> ThreadLocalWorld:
-    """Give every thread a world of its own from here on; returns what `distributed_c10d._world` now is.
+    """From here on, give every thread its own world. Returns the new `distributed_c10d._world`.
 
-    Also isolates c10d's C++ registries of groups and work by thread, which functional collectives go through, and
-    keeps backward in the calling thread. Installing again replaces the tables and keeps the way back.
+    Also separates c10d's C++ registries of groups and work by thread, which functional collectives use, and keeps
+    backward in the calling thread. A second installation replaces the tables, and can still be undone.
     """
     global _replaced
     if _replaced is None:
@@ -490,6 +488,6 @@ def _uninstall_threaded_pg() -> None:
         torch.autograd.set_multithreading_enabled(multithreading)
 
 
-# The group that the creator returns serves every device, so the list only has to satisfy torch's table. Types that
-# have a default backend already are safe to name; a type that has none would get this one as its default.
+# The group supports every device, so this list only has to satisfy torch's table. It names types that have a default
+# backend already, because any other type would get this one as its default.
 dist.Backend.register_backend("threaded", _create_threaded_pg, devices=list(dist.Backend.default_device_backend_map))

@@ -1,7 +1,8 @@
 """What each collective does to tensors, as plain functions over the parts of all ranks.
 
-Nothing here knows of threads or process groups: a function receives one `Part` a rank, in rank order, and writes
-the outputs. It runs once per collective, in whichever thread completes it, below autograd (see `meeting.perform`).
+Nothing here depends on threads or process groups. A function gets one `Part` per rank, in order of rank, and writes the
+outputs. It runs once per collective, below autograd, in the thread that completes the collective (see
+`meeting.perform`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch.distributed import ReduceOp
 
 
 class Mismatch(RuntimeError):
-    """The ranks of a group do not agree on what they are doing: the message names ranks, collective and tensors."""
+    """The ranks of a group call different collectives. The message names ranks, collective and tensors."""
 
 
 class Part(NamedTuple):
-    """One rank's share of one collective: what it reads and what it writes, one or many tensors of any shape."""
+    """One rank's inputs and outputs in one collective: one or more tensors of any shape."""
 
     ins: Sequence[Tensor]
     outs: Sequence[Tensor]
@@ -30,22 +31,21 @@ Column = Sequence[Part]  # the parts of all ranks, by group rank
 
 
 class Reduction(NamedTuple):
-    """A reduce operation and, for PREMUL_SUM, the factor that this rank's input is multiplied with first."""
+    """A reduce operation, and for PREMUL_SUM the factor by which this rank's input is multiplied first."""
 
     kind: Any  # ReduceOp.RedOpType
     factor: float | Tensor | None = None
 
     @classmethod
     def of(cls, op: Any) -> Reduction:
-        """Take apart what a caller passed as reduce operation.
-
-        `ReduceOp.factor` is younger than torch 2.11; the state that pickling uses carries the factor in all versions.
+        """Parse the caller's reduce operation. `ReduceOp.factor` is newer than torch 2.11, but the pickled state has
+        the factor in all versions.
         """
         kind = getattr(op, "op", op)
         return cls(kind, op.__getstate__()[1] if kind == ReduceOp.PREMUL_SUM else None)
 
     def refuses(self, dtype: torch.dtype) -> str | None:
-        """Why tensors of `dtype` cannot be reduced this way, or None."""
+        """The reason why tensors of `dtype` cannot be reduced in this way, or None."""
         integral = not (dtype.is_floating_point or dtype.is_complex)
         if self.kind in _BITWISE and not integral:
             return f"{self.kind.name} needs integers or booleans, not {dtype}"
@@ -77,11 +77,11 @@ _STEPS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 
 
 def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tensor:
-    """One fresh tensor: `tensors` of all ranks reduced in rank order, on the first one's device.
+    """Reduce the `tensors` of all ranks in order of rank, to a new tensor on the first one's device.
 
-    Floating point types narrower than 32 bits are accumulated in float32 and rounded once when copied out, so the
-    result does not depend on the number of ranks more than it must; integers wrap as they do in gloo. The caller's
-    copy does the rounding: the result may be wider than the inputs.
+    Floating point types with fewer than 32 bits are accumulated in float32 and rounded only once, when the caller
+    copies the result. So the result may be wider than the inputs, and depends on the number of ranks as little as
+    possible. Integers wrap as they do in gloo.
     """
     kind, dtype = reductions[0].kind, tensors[0].dtype
     narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
@@ -89,7 +89,8 @@ def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tenso
     device = tensors[0].device
 
     def term(tensor: Tensor, reduction: Reduction) -> Tensor:
-        # A copy for the first one (the total is updated in place), and for a factor (the input must survive).
+        # This copies the first one, because the total is updated in place, and any input with a factor, because it must
+        # not change.
         moved = tensor.to(device=device, dtype=wide)
         if reduction.factor is None:
             return moved
@@ -108,16 +109,16 @@ def reduced(tensors: Sequence[Tensor], reductions: Sequence[Reduction]) -> Tenso
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """Fill `target` with the elements of `value`, whose shape may differ but whose count may not.
+    """Fill `target` with the elements of `value`. The shapes may differ, but not the number of elements.
 
-    Written through `.data`: a backend's kernel writes below autograd and leaves the version counter alone, so
+    It writes through `.data`. A backend's kernel writes below autograd and does not change the version counter, so
     neither a view's history nor a tensor saved for backward may notice the write here either.
     """
     target.data.copy_(value.reshape(target.shape))
 
 
 def deliver(target: Tensor, source: Tensor, to_rank: int, from_rank: int) -> None:
-    """`write` from one rank to another, after checking that both mean the same number of the same elements."""
+    """`write` from one rank to another, after a check that number and dtype of the elements agree."""
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise Mismatch(
             f"rank {to_rank} makes room for {describe([target])} from rank {from_rank}, "
@@ -127,7 +128,7 @@ def deliver(target: Tensor, source: Tensor, to_rank: int, from_rank: int) -> Non
 
 
 def describe(tensors: Sequence[Tensor]) -> str:
-    """Types and shapes in words, `2 x float32[2, 3], int64[1]`: equal words mean equal types and shapes."""
+    """Types and shapes as text, such as `2 x float32[2, 3], int64[1]`. Equal texts mean equal types and shapes."""
     words = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
     counted = ((word, sum(1 for _ in same)) for word, same in itertools.groupby(words))
     return ", ".join(word if count == 1 else f"{count} x {word}" for word, count in counted)
@@ -140,7 +141,7 @@ def all_reduce(column: Column, reductions: Sequence[Reduction]) -> None:
 
 
 def reduce(column: Column, reductions: Sequence[Reduction], root: int) -> None:
-    # What gloo leaves in the tensors of the other ranks is undefined; here they keep what they had.
+    # In gloo the tensors of the other ranks are undefined. Here they do not change.
     write(column[root].outs[0], reduced([part.ins[0] for part in column], reductions))
 
 
@@ -158,7 +159,7 @@ def all_gather(column: Column) -> None:
 
 
 def all_gather_into_tensor(column: Column) -> None:
-    # Joined first: an input may be a slice of its own output, and one copy a rank beats one a pair of ranks.
+    # Inputs are joined first, because an input may be a slice of its own output. It also needs only one copy per rank.
     device = column[0].ins[0].device
     everything = torch.cat([part.ins[0].reshape(-1).to(device) for part in column])
     for part in column:
@@ -185,7 +186,7 @@ def reduce_scatter(column: Column, reductions: Sequence[Reduction]) -> None:
                     f"and rank {from_rank} passes it {describe([giver.ins[to_rank]])}"
                 )
         totals.append(reduced([giver.ins[to_rank].reshape(-1) for giver in column], reductions))
-    # Written last: an output may be a view of an input.
+    # Outputs are written last, because an output may be a view of an input.
     for part, total in zip(column, totals, strict=True):
         write(part.outs[0], total)
 
@@ -203,4 +204,4 @@ def all_to_all(column: Column) -> None:
 
 
 def barrier(column: Column) -> None:
-    """Nothing moves; that all ranks have arrived is the effect."""
+    """Move nothing. The effect is that all ranks have arrived."""

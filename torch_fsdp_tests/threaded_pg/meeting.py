@@ -1,8 +1,8 @@
-"""Where the threads of one process meet: one `Meeting` a collective, one `Post` a send or receive.
+"""Where the threads of one process meet: a `Meeting` for each collective, and a `Post` for each send or receive.
 
-A rank never waits while it brings its part. The last one to arrive performs the collective and opens the meeting for
-all; whoever needs the result waits on that, so work objects are as asynchronous as those of a real backend. Three
-things end a wait: the meeting opened, another rank failed (`Board.fail`), or the limit passed. Nothing polls.
+A rank adds its part without waiting. The last one to arrive performs the collective and opens the meeting for all. A
+rank that needs the result waits for that, so work objects are as asynchronous as those of a real backend. Three things
+end a wait: the meeting opened, another rank failed (`Board.fail`), or the limit passed. Nothing polls.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch_fsdp_tests.threaded_pg.collectives import Column, Mismatch, Part, del
 
 
 class PeerFailed(SystemExit):
-    """Raised in every other rank when one rank has failed; `rank` and `cause` say which and why.
+    """Raised in all other ranks when a rank has failed. `rank` and `cause` say which one and why.
 
-    It derives from SystemExit, as what upstream raises here does: neither `except Exception` nor an
-    `assertRaises(RuntimeError)` in a test body may take the failure of another rank for the one it expects.
+    It derives from SystemExit, like upstream's exception. Otherwise `except Exception` or `assertRaises(RuntimeError)`
+    in a test body could catch another rank's failure instead of the one that it expects.
     """
 
     def __init__(self, rank: int | None, cause: BaseException | str) -> None:
@@ -37,20 +37,21 @@ class PeerFailed(SystemExit):
 
 
 class CollectiveError(RuntimeError):
-    """A collective went wrong while it was performed; every rank of the group raises it."""
+    """A collective failed while it was performed. Every rank of the group raises this."""
 
 
 class CollectiveTimeout(CollectiveError):
-    """Some ranks never arrived; the message names them, the collective and the limit."""
+    """Some ranks never arrived. The message names them, the collective and the limit."""
 
 
 def default_limit() -> float:
-    """Seconds that a rank waits for the others at most: DISTRIBUTED_TESTS_DEFAULT_TIMEOUT, or 120."""
+    """The longest time that a rank waits for the others, in seconds: DISTRIBUTED_TESTS_DEFAULT_TIMEOUT, or 120."""
     return float(settings.timeout(os.environ))
 
 
 class Fence:
-    """Orders the device streams of threads: whoever passes runs after everything that was queued when it was raised.
+    """Orders the device streams of threads. A thread that passes it runs after everything that was queued when the
+    fence was made.
 
     Each rank queues on its own streams, and the collective runs on the streams of the thread that completes it. On
     devices without streams, the CPU among them, a fence is empty.
@@ -77,7 +78,7 @@ def _stream_devices(tensors: Sequence[Tensor]) -> set[torch.device]:
 class Call:
     """One rank's call of a collective.
 
-    `name` and `agreed` have to be equal on all ranks; both are words, and so serve errors too. `parts` holds several
+    `name` and `agreed` must be equal on all ranks. Both are texts, so that errors can show them. `parts` holds several
     entries only for coalesced collectives; `work` gets, for each of these, the parts and the `extra` of all ranks.
     """
 
@@ -100,10 +101,10 @@ class Call:
 
 
 class Board:
-    """All open waits of one world of ranks, so that one failure ends them all.
+    """All pending waits of one world of ranks, so that one failure ends them all.
 
-    A world has its own board: a thread that outlives its test still holds the closed board and ends at its next
-    collective, instead of meeting the ranks of the next test.
+    Every world has its own board. A thread that outlives its test still has the closed board, and ends at its next
+    collective instead of meeting the ranks of the next test.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class Board:
         self.failure: PeerFailed | None = None
 
     def fail(self, rank: int | None, cause: BaseException | str) -> None:
-        """Record the first failure and wake every waiting rank. Later ones are consequences and change nothing."""
+        """Record the first failure, and wake all waiting ranks. Later failures are consequences, and change nothing."""
         with self._lock:
             if self.failure is None:
                 self.failure = PeerFailed(rank, cause)
@@ -130,14 +131,14 @@ class Board:
                 pending.opened.set()
 
     def close(self, pending: Pending) -> bool:
-        """Take `pending` off the board; False when it had ended already."""
+        """Remove `pending` from the board. Returns False if it had ended already."""
         with self._lock:
             self._open.discard(pending)
             first, pending.finished = not pending.finished, True
             return first
 
     def channel(self, token: str, size: int) -> Channel:
-        """The one channel of the group that `token` stands for, made by the rank that asks first."""
+        """The channel of the group with this `token`. The first rank that asks makes it."""
         with self._lock:
             return self._channels.setdefault(token, Channel(self, size))
 
@@ -151,7 +152,7 @@ class Board:
 
 
 class Pending:
-    """Something that other ranks complete: opened exactly once, with or without an error."""
+    """Something that other ranks complete. It is opened exactly once, with or without an error."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -161,13 +162,13 @@ class Pending:
         self.fence: Fence | None = None
 
     def finish(self, error: BaseException | None = None, fence: Fence | None = None) -> None:
-        """Open for all who wait. The first end counts: work that completes after its limit passed stays too late."""
+        """Open it for all who wait. The first end counts: work that completes after its limit is still late."""
         if self.board.close(self):
             self.error, self.fence = error, fence
             self.opened.set()
 
     def missing(self) -> str:
-        """Who has not come, for the error of a wait that reached its limit."""
+        """Who has not arrived, for the error of a wait that reached its limit."""
         raise NotImplementedError
 
     def wait(self, limit: float) -> None:
@@ -178,7 +179,7 @@ class Pending:
         if not self.finished:
             self.board.check()
         if self.error is not None:
-            # A fresh exception a rank: one object raised in several threads would mix their tracebacks.
+            # Each rank raises a new exception, because one object in several threads would mix their tracebacks.
             raise type(self.error)(*self.error.args) from self.error.__cause__
         if self.fence is not None:
             self.fence.wait()
@@ -187,9 +188,9 @@ class Pending:
 def perform(work: Callable[[], None], tensors: Sequence[Tensor], before: Sequence[Fence]) -> tuple[Any, Fence | None]:
     """Run `work`, which moves data between ranks, and return (its error or None, the fence behind it).
 
-    Dispatch modes of the thread that happens to arrive last are set aside: a test that counts operations must not see
-    another rank's, nor depend on the order of arrival. Inference mode need not be: `collectives.write` goes through
-    `.data`, which serves tensors made in it or not, from a thread that is in it or not.
+    Dispatch modes of the last thread are disabled. A test that counts operations must not see another rank's, and must
+    not depend on the order of arrival. Inference mode may stay on: `collectives.write` uses `.data`, which works for
+    all tensors and in all threads.
     """
     try:
         with ExitStack() as stack:
@@ -211,7 +212,7 @@ class Meeting(Pending):
         super().__init__(channel.board)
         self.channel, self.number = channel, number
         self.calls: dict[int, Call] = {}
-        self.spoiled = False  # the calls do not agree, and nothing may be performed
+        self.spoiled = False  # the calls disagree, so nothing may be performed
 
     def __str__(self) -> str:
         return f"collective {self.number} of {self.channel}"
@@ -222,7 +223,7 @@ class Meeting(Pending):
         return f"{self}, {self.calls[came[0]]}: ranks {came} wait for ranks {absent}, which did not arrive"
 
     def disagreement(self, rank: int, call: Call) -> Mismatch | None:
-        """What is wrong with `call` of `rank` beside the calls that came before it."""
+        """How the `call` of `rank` disagrees with the earlier calls, or None."""
         other, first = next(iter(self.calls.items()))
         if (call.name, call.agreed) == (first.name, first.agreed):
             return None
@@ -249,7 +250,7 @@ class Meeting(Pending):
 
 @dataclass(eq=False)
 class Post(Pending):
-    """One end of a point to point transfer. `src` is None where any sender will do."""
+    """One end of a point-to-point transfer. `src` is None if any sender is accepted."""
 
     board: Board
     channel: Channel
@@ -273,14 +274,16 @@ class Post(Pending):
         return f"{self} found no {'receiver' if self.sends else 'sender'}"
 
     def matches(self, other: Post) -> bool:
-        """Whether the two ends belong together; order of posting decides between several."""
+        """Whether the two ends belong together. If there are several candidates, the first one counts."""
         if self.sends == other.sends or (self.dst, self.tag) != (other.dst, other.tag):
             return False
         return None in (self.src, other.src) or self.src == other.src
 
 
 class Channel:
-    """What the ranks of one group share. Collectives pair up by number: the n-th call of each rank is one meeting."""
+    """What the ranks of one group share. Collectives are matched by number: the n-th calls of all ranks are one
+    meeting.
+    """
 
     def __init__(self, board: Board, size: int) -> None:
         self.board, self.size = board, size
@@ -293,7 +296,7 @@ class Channel:
         return self.name
 
     def join(self, rank: int, number: int, call: Call) -> Meeting:
-        """Bring `rank`'s part of collective `number`, and perform the collective if no part is missing."""
+        """Add `rank`'s part of collective `number`, and perform the collective if no part is missing."""
         self.board.check()
         with self._lock:
             meeting = self._meetings.get(number)
@@ -313,7 +316,7 @@ class Channel:
         return meeting
 
     def post(self, post: Post) -> Post:
-        """Offer one end of a transfer; with its other end on offer already, transfer."""
+        """Offer one end of a transfer. If the other end is there already, transfer the data."""
         self.board.check()
         with self._lock:
             other = next((waiting for waiting in self._posts if waiting.matches(post)), None)

@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.versions``: the suite over versions of torch, and one table of what came out."""
+"""``python -m torch_fsdp_tests.versions``: run the suite over versions of torch, and make one table of the results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def main(argv: Sequence[str]) -> ExitStatus:
         _say(str(refusal))
         return ExitStatus.REFUSED
     except Stopped as stopped:
-        _say("stopped; the same command goes on from here")
+        _say("stopped; the same command continues")
         return ExitStatus(128 + stopped.number)  # as shells count it
     except KeyboardInterrupt:  # before there was anything to stop
         return ExitStatus.INTERRUPTED
     except OSError as error:
-        _say(f"cannot go on: {error}")
+        _say(f"cannot continue: {error}")
         return ExitStatus.BROKEN
 
 
@@ -54,7 +54,7 @@ def _about(label: str) -> Say:
 
 
 def _run_all(asked: Options) -> list[VersionRun]:
-    """Make all environments first, so that a version that does not exist is known before an hour has gone by."""
+    """Make all environments first, so that a version that does not exist is reported before an hour has passed."""
     assert asked.suite is not None
     found: dict[str, VersionRun] = {}
     with Processes(asked.recipe.folder) as processes, _alone(asked.output):
@@ -80,7 +80,7 @@ def _run_all(asked: Options) -> list[VersionRun]:
 
 
 def _broken(asked: Options, label: str, problem: CannotBeMade) -> VersionRun:
-    """A version without results, said now and in the table. What it had before is kept for another time."""
+    """Report a version without results now and in the table. Its earlier results are kept."""
     _about(label)(problem.at_length())
     Folder(asked.output, label).note_problem(str(problem))
     return VersionRun(label, problem=str(problem))
@@ -88,17 +88,17 @@ def _broken(asked: Options, label: str, problem: CannotBeMade) -> VersionRun:
 
 @contextlib.contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """Keep a second run out of the same results; the lock goes with the process that holds it."""
+    """Lock the results against a second run. The lock ends with the process that holds it."""
     with open(output / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Refusal(f"another run writes into {output}; name another folder with --output") from error
+            raise Refusal(f"another run is writing to {output}; name another folder with --output") from error
         yield
 
 
 def _there(output: Path) -> list[VersionRun]:
-    """The results that are there."""
+    """The results that exist."""
     found = [Folder(output, path.parent.name).read() for path in sorted(output.glob(f"*/{RECORD}"))]
     if not found:
         raise Refusal(f"no version is named, and there are no results in {output}")
@@ -110,7 +110,7 @@ def _names(runs: Sequence[VersionRun]) -> set[str]:
 
 
 def _askers() -> Iterator[Path]:
-    """The files in which a fact may be asked for; where the facts are made does not count."""
+    """The files that may use a fact, except the one that defines the facts."""
     return (path for path in suite.sources() if path.name != "torch_facts.py")
 
 
@@ -124,7 +124,7 @@ def _tell(asked: Options, found: Table) -> None:
     _say(f"table: {os.path.relpath(asked.output / PAGE)} and {os.path.relpath(asked.output / JSON)}")
     if asked.write is not None:
         texts.write_block(asked.write, found)
-        _say(f"written into {asked.write}")
+        _say(f"written to {asked.write}")
 
 
 def _status(runs: Sequence[VersionRun], found: Table) -> ExitStatus:

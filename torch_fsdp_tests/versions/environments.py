@@ -1,4 +1,4 @@
-"""An environment for each version: made once, outside the checkout, and kept."""
+"""An environment for each version. It is made once, outside of the checkout, and kept."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch_fsdp_tests.versions.pythons import Python
 from torch_fsdp_tests.versions.refusal import CannotBeMade, Refusal
 from torch_fsdp_tests.versions.wanted import Kind, Wanted, wheels_version
 
-MADE = "made.json"  # written last: an environment without it was never completed
-# What torch needs at run time; a folder with a torch package may or may not have it beside.
+MADE = "made.json"  # written last; an environment without it is incomplete
+# What torch needs at run time. A folder with a torch package may or may not have it.
 _BESIDE_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 _SHOWN = ("Downloading ", "Installing collected ", "Building wheel", "... ")  # lines of pip that tell what takes long
 
@@ -38,7 +38,7 @@ _ASKED = [(3, minor) for minor in range(10, 20)]  # Pythons, for the sentence th
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How environments are made: what the options say, and what the tests need beside torch."""
+    """How environments are made: the options, and what the tests need beside torch."""
 
     folder: Path
     requirements: tuple[str, ...]
@@ -48,7 +48,7 @@ class Recipe:
     pip: tuple[str, ...] = ()  # arguments for every call of pip
 
     def of(self, wanted: Wanted) -> dict[str, object]:
-        """All that decides what the environment holds; another recipe makes another environment."""
+        """Everything that determines the environment. Another recipe makes another environment."""
         stamp = [path.stat().st_mtime_ns for path in [Path(wanted.what)] if wanted.kind is Kind.WHEEL]
         return {
             "kind": wanted.kind.value,
@@ -69,7 +69,7 @@ class Environment:
     python: str
 
     def variables(self, caller: Mapping[str, str]) -> dict[str, str]:
-        """The caller's variables, without those that lead elsewhere or forbid byte code, which makes starts fast."""
+        """The caller's variables, without those that change paths or forbid bytecode, which makes starts faster."""
         left_out = {"PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
         folder = os.path.dirname(self.python)
         path = os.pathsep.join(filter(None, (folder, caller.get("PATH"))))
@@ -77,7 +77,7 @@ class Environment:
 
 
 class Maker:
-    """Makes environments, or finds them made."""
+    """Makes environments, or finds existing ones."""
 
     def __init__(self, recipe: Recipe, processes: Processes) -> None:
         self._recipe, self._processes = recipe, processes
@@ -85,7 +85,7 @@ class Maker:
         self._found: list[Python] | None = None
 
     def make(self, wanted: Wanted, say: Say) -> Environment:
-        """A version's environment. Raises :class:`Refusal` where there is no such torch, or :class:`CannotBeMade`."""
+        """A version's environment. Raises :class:`Refusal` if there is no such torch, or :class:`CannotBeMade`."""
         self._say = say
         if wanted.kind is Kind.ENVIRONMENT:
             return Environment(wanted, wanted.what)
@@ -97,7 +97,7 @@ class Maker:
         environment = Environment(wanted, str(folder / "bin" / "python"))
         with self._lock(folder):
             if _made(folder) == recipe:
-                self._say(f"the environment is there: {folder}")
+                self._say(f"the environment exists: {folder}")
                 return environment
             try:
                 self._make(environment, folder)
@@ -111,7 +111,7 @@ class Maker:
 
     @contextlib.contextmanager
     def _lock(self, folder: Path) -> Iterator[None]:
-        """Wait while another run makes the same environment; the lock goes with the process that holds it."""
+        """Wait while another run makes the same environment. The lock ends with the process that holds it."""
         with open(f"{folder}.lock", "w") as file:
             said = False
             while True:
@@ -120,7 +120,7 @@ class Maker:
                     break
                 except BlockingIOError:
                     if not said:
-                        self._say(f"waiting for another run, which makes {folder}")
+                        self._say(f"waiting for another run that is making {folder}")
                         said = True
                     self._processes.check()
                     time.sleep(0.2)
@@ -132,7 +132,7 @@ class Maker:
         log.unlink(missing_ok=True)
         wanted = environment.wanted
         for python in self._candidates(wanted):
-            if folder.exists():  # half made, or for another day, or of a Python that has no such torch
+            if folder.exists():  # incomplete, of another day, or of a Python without such a torch
                 self._say(f"removing {folder}")
                 shutil.rmtree(folder)
             self._say(f"making an environment with {python} ({python.path}): {folder}")
@@ -144,7 +144,7 @@ class Maker:
             self._say(f"no torch {wanted.label} for {python}")
         else:
             raise Refusal(self._not_found(environment, log))
-        # Nothing that is installed from now on may exchange torch.
+        # Nothing that is installed from now on may replace torch.
         fixed = Path(f"{folder}.constraints")
         write_text(fixed, self._frozen(environment, log, folder))
         more = _BESIDE_TORCH if wanted.kind is Kind.PACKAGE else ()
@@ -165,7 +165,7 @@ class Maker:
         return fitting
 
     def _install_torch(self, environment: Environment, folder: Path, log: Path) -> bool:
-        """Install torch; False where there is none of this version for this Python."""
+        """Install torch. Returns False if this version does not exist for this Python."""
         wanted, index = environment.wanted, self._recipe.index
         match wanted.kind:
             case Kind.PACKAGE:
@@ -187,7 +187,7 @@ class Maker:
     def _pip(
         self, environment: Environment, folder: Path, log: Path, what: Sequence[str], may_lack: bool = False
     ) -> Finished:
-        """``pip install``. Where ``may_lack`` says so, torch may turn out not to be there for this Python."""
+        """Run ``pip install``. With ``may_lack``, torch may be missing for this Python."""
         options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
         command = [environment.python, "-m", "pip", "install", *options, *self._recipe.pip, *what]
         done = self._processes.run(command, environment.variables(os.environ), log, self._say_some)
@@ -197,7 +197,7 @@ class Maker:
         return done
 
     def _frozen(self, environment: Environment, log: Path, folder: Path) -> str:
-        """A constraint that keeps the torch which is installed."""
+        """A constraint that keeps the installed torch."""
         command = [environment.python, "-m", "pip", "--disable-pip-version-check", "list", "--format=freeze"]
         done = self._processes.run(command, environment.variables(os.environ), log, lambda line: None)
         if done.status != 0:
@@ -209,14 +209,14 @@ class Maker:
             self._say(line.strip())
 
     def _words(self, done: Finished, folder: Path) -> str:
-        """Why a step failed: what is behind it where that can be told, and the tool's own last words."""
+        """Why a step failed: the cause if it is known, and the tool's last output."""
         said = done.last_words()
         if "No space left on device" in done.output and (space := _space(folder)):
             return f"{space}: {said}"
         return f"the index cannot be reached: {said}" if _NO_NETWORK.search(done.output) else said
 
     def _not_found(self, environment: Environment, log: Path) -> str:
-        """No interpreter here has this version: say which Pythons it is made for, as far as the index can be asked."""
+        """No interpreter here has this version. Say for which Pythons it is made, if the index knows."""
         wanted = environment.wanted
         tried = ", ".join(str(python) for python in self._candidates(wanted))
         if wanted.kind is not Kind.RELEASE:
@@ -240,7 +240,7 @@ class Maker:
 
 
 def _made(folder: Path) -> object:
-    """The recipe of a completed environment."""
+    """The recipe of a complete environment."""
     try:
         return json.loads((folder / MADE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -248,6 +248,6 @@ def _made(folder: Path) -> object:
 
 
 def _space(folder: Path) -> str | None:
-    """Words for a disk that is as good as full."""
+    """The message for a disk that is almost full."""
     free = shutil.disk_usage(folder.parent).free
     return f"there is no space left in {folder.parent} ({free >> 20} MB)" if free < 1 << 30 else None

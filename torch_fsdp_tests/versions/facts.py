@@ -1,6 +1,6 @@
-"""The facts of ``torch_facts``: each version's, asked in its own environment, and what the answers say together.
+"""The facts of ``torch_facts`` for each version, which are computed in its environment, and their summary.
 
-``python -m torch_fsdp_tests.versions.facts FILE`` is the end inside the environment, and the only one that has torch.
+``python -m torch_fsdp_tests.versions.facts FILE`` runs inside the environment, and is the only part that has torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def answer() -> dict[str, Any]:
-    """What the torch of this process says of each fact: whether it holds."""
+    """Whether each fact holds for the torch of this process."""
     from torch_fsdp_tests import torch_facts
 
     facts = {}
@@ -30,16 +30,16 @@ def answer() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What the versions of a table say together; names of facts, each with words where there is more to say."""
+    """A summary over all versions: names of facts, with an explanation where one is needed."""
 
     ended: dict[str, str]  # they hold on every version
     absent: dict[str, str]  # they hold on none
-    disagreeing: dict[str, str]  # the probe and the version say different things, or the probe fails
-    unasked: dict[str, str]  # no test and no module asks for them
+    disagreeing: dict[str, str]  # the probe and the version disagree, or the probe fails
+    unasked: dict[str, str]  # no test and no module uses them
 
 
 def summarize(answers: Mapping[str, Mapping[str, Any]], asked: Iterable[str]) -> Summary:
-    """``answers`` are the facts of each version, by the version that torch gives itself; ``asked`` the names in use."""
+    """``answers`` has the facts of each version, by torch's own version; ``asked`` has the names in use."""
     names = dict.fromkeys(name for facts in answers.values() for name in facts)
     asked = set(asked)
     ended, absent, disagreeing, unasked = {}, {}, {}, {}
@@ -74,7 +74,7 @@ def _disagreement(version: str, fact: Mapping[str, Any], since: str) -> str:
 
 
 def in_use(sources: Iterable[Path], names: Iterable[str]) -> set[str]:
-    """The names that stand in any of these files of Python."""
+    """The names that occur in any of these Python files."""
     pattern = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
     words: set[str] = set()
     for path in sources:
@@ -83,7 +83,7 @@ def in_use(sources: Iterable[Path], names: Iterable[str]) -> set[str]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """``2.15.0+cpu`` as numbers that can be compared."""
+    """A version such as ``2.15.0+cpu`` as numbers that can be compared."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 

@@ -27,14 +27,14 @@ a version is
   torch-2.16...whl    a wheel
   FOLDER              an environment (bin/python), a folder with a torch package, or one with wheels of one version
   PYTHON              the interpreter of an environment
-  LABEL=ANY           any of these under a name of its own: 2.15.0=/path/to/environment
-Nothing is installed into an environment that exists. All others are made once and kept.
+  LABEL=ANY           any of these with a name: 2.15.0=/path/to/environment
+Nothing is installed into an existing environment. All others are made once and kept.
 
   python -m torch_fsdp_tests.versions 2.9.1 2.15.0 nightly -i distributed \\
       --index-url https://download.pytorch.org/whl/cpu -- --strict-defects
 
-A run that was interrupted goes on where it was. A version that was run in the same state of the suite is not run again.
-Without a version, the table is made of the results that are there.
+An interrupted run continues where it stopped. A version that ran in the same state of the suite does not run again.
+Without a version, the table shows the results that exist.
 
 exit statuses:
 """
@@ -42,14 +42,14 @@ exit statuses:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is to be done, checked."""
+    """The checked options."""
 
     versions: tuple[Wanted, ...]
-    suite: Suite | None  # None where nothing is run
+    suite: Suite | None  # None if nothing runs
     recipe: Recipe
     output: Path
     again: frozenset[str]  # labels
-    failed: bool  # whether files in which something failed are run again
+    failed: bool  # whether files with failures run again
     as_markdown: bool
     write: Path | None
 
@@ -67,54 +67,64 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m torch_fsdp_tests.versions",
         usage="%(prog)s [VERSION ...] [-i TEST ...] [options] [-- options of run_test.py]",
-        description="Run the suite of this checkout over versions of torch, and compare them test by test.",
+        description="Run this checkout's suite with several versions of torch, and compare the results test by test.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="see below")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "TEST"}
-    parser.add_argument("-i", "--include", **several, help="which tests, as for run_test.py (default: all)")
-    parser.add_argument("-x", "--exclude", **several, help="the same, left out")
-    parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="tests inside files")
+    parser.add_argument("-i", "--include", **several, help="the tests to run, as for run_test.py (default: all)")
+    parser.add_argument("-x", "--exclude", **several, help="tests to leave out")
+    parser.add_argument("-k", action="append", default=[], metavar="PATTERN", help="select tests by name inside files")
     add = parser.add_argument_group("environments").add_argument
-    add("--environments", type=Path, metavar="DIR", help="where they are kept (default: in the user's cache folder)")
-    words = "interpreter of which to make them; may be repeated (default: what is on PATH, and pyenv's)"
+    add(
+        "--environments",
+        type=Path,
+        metavar="DIR",
+        help="keep environments in this folder (default: in the user's cache)",
+    )
+    words = "make environments with this interpreter; may be repeated (default: those on PATH, and pyenv's)"
     add("--python", action="append", default=[], metavar="PATH", help=words)
-    add("--index-url", metavar="URL", help="where torch is, such as https://download.pytorch.org/whl/cpu")
-    add("--extra-index-url", action="append", default=[], metavar="URL", help="where torch is, too; may be repeated")
-    add("--nightly-index-url", default=NIGHTLIES, metavar="URL", help=f"where nightlies are (default: {NIGHTLIES})")
-    words = "argument for every pip install, as in --pip-arg=--no-cache-dir; may be repeated"
+    add("--index-url", metavar="URL", help="package index of torch, such as https://download.pytorch.org/whl/cpu")
+    add("--extra-index-url", action="append", default=[], metavar="URL", help="another package index; may be repeated")
+    add(
+        "--nightly-index-url",
+        default=NIGHTLIES,
+        metavar="URL",
+        help=f"package index of nightlies (default: {NIGHTLIES})",
+    )
+    words = "pass an argument to every pip install, as in --pip-arg=--no-cache-dir; may be repeated"
     add("--pip-arg", action="append", default=[], metavar="ARG", help=words)
     add = parser.add_argument_group("results").add_argument
-    words = f"where they are kept (default: {REPORTS}/versions of the checkout)"
+    words = f"keep results in this folder (default: {REPORTS}/versions of the checkout)"
     add("--output", type=Path, default=CHECKOUT / REPORTS / "versions", metavar="DIR", help=words)
-    words = "run these versions anew, or all; to stand at the end"
+    words = "run these versions again, or all of them; must be the last option"
     add("--again", nargs="*", metavar="LABEL", help=words)
-    add("--failed", action="store_true", help="run the files anew in which something failed")
-    add("--markdown", action="store_true", help="print the README's table, and nothing else, on stdout")
-    add("--write", type=Path, metavar="FILE", help="put that table between its marks in this file")
+    add("--failed", action="store_true", help="run files with failures again")
+    add("--markdown", action="store_true", help="print only the table, in Markdown, on stdout")
+    add("--write", type=Path, metavar="FILE", help="write that table between its marks in this file")
     return parser
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """What the arguments ask for. Leaves, or raises :class:`Refusal`, when they make no sense."""
+    """Parse the arguments. Exits or raises :class:`Refusal` if they are wrong."""
     if not REQUIREMENTS.is_file():
-        raise Refusal(f"{CHECKOUT} is no checkout of this project, and only a checkout has the tests: start it there")
+        raise Refusal(f"{CHECKOUT} is not a checkout of this project, which has the tests: start the command there")
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     given = _parser().parse_args(argv[:dashes])
     versions = tuple(map(wanted.parse, given.versions))
     labels = [version.label for version in versions]
     for label in labels:
         if labels.count(label) > 1:
-            raise Refusal(f"two versions are called {label}; give one a name of its own: NAME=VERSION")
+            raise Refusal(f"two versions are called {label}; give one of them a name: NAME=VERSION")
     again = given.again if given.again is None or given.again else labels
     for label in again or ():
         if label not in labels:
-            raise Refusal(f"--again: {label} is none of the versions {', '.join(labels) or '(none is named)'}")
+            raise Refusal(f"--again: {label} is not one of the versions {', '.join(labels) or '(none is named)'}")
     selection = [*(["-i", *given.include] if given.include else []), *(["-x", *given.exclude] if given.exclude else [])]
     selection += [word for pattern in given.k for word in ("-k", pattern)]
     if not versions and (selection or argv[dashes + 1 :]):
-        raise Refusal("no version is named, so nothing is run: leave out the selection of tests, or name versions")
+        raise Refusal("no version is named, so nothing runs: leave out the selection of tests, or name versions")
     if given.write is not None:
         texts.check_markers(given.write)
     index = ["--index-url", given.index_url] if given.index_url else []

@@ -1,4 +1,4 @@
-"""The processes that this command starts, one at a time: heard, logged, and ended with it however it ends."""
+"""The processes that this command starts, one at a time. Their output is logged, and they end with the command."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from typing import Any
 from torch_fsdp_tests.dispatch.listing import seconds
 from torch_fsdp_tests.dispatch.reaper import Reaper
 
-TICK = 0.2  # seconds between two looks at the process and at signals, while it says nothing
-PULSE = 60.0  # seconds of silence after which a sign of life is given
-REMEMBERED = 200  # last lines of output that the caller gets
-SCRATCH = ".scratch-"  # and the process id of the command whose folder it is
+TICK = 0.2  # seconds between two checks of the process and of signals while it prints nothing
+PULSE = 60.0  # seconds of silence after which a progress line is printed
+REMEMBERED = 200  # the number of last lines of output that the caller gets
+SCRATCH = ".scratch-"  # followed by the process id of the command that owns the folder
 Say = Callable[[str], None]
 
 
 class Stopped(BaseException):
-    """Somebody asked this command to stop, by the signal of that number."""
+    """The command got a signal that stops it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -47,28 +47,28 @@ def _is_alive(pid: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """How a process ended, and the end of what it said."""
+    """How a process ended, and the end of its output."""
 
     status: int
     output: str
 
     def last_words(self) -> str:
-        """The last lines that say what went wrong, or the last line at all."""
+        """The last lines that describe an error, or the last line."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         errors = dict.fromkeys(line for line in lines if line.lower().startswith("error"))
-        nothing = f"it said nothing and left with status {self.status}"
+        nothing = f"it printed nothing and exited with status {self.status}"
         return "; ".join([*errors][-3:] or lines[-1:] or [nothing])
 
 
 class Processes:
-    """Starts processes. While it is open, signals are noted and end the running process first.
+    """Starts processes. While this is open, signals are recorded, and end the running process first.
 
     A :class:`~torch_fsdp_tests.dispatch.reaper.Reaper` ends what a killed command would leave, and removes the
     folder ``scratch``, in which pip unpacks.
     """
 
     def __init__(self, parent: Path) -> None:
-        for path in parent.glob(f"{SCRATCH}*-*"):  # no reaper outlives its machine
+        for path in parent.glob(f"{SCRATCH}*-*"):  # a reaper does not survive the machine
             if not _is_alive(int(path.name.removeprefix(SCRATCH).partition("-")[0])):
                 shutil.rmtree(path, ignore_errors=True)
         self.scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=parent))
@@ -92,17 +92,17 @@ class Processes:
         self._signals.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def check(self) -> None:
-        """Raise :class:`Stopped` when somebody has asked for it."""
+        """Raise :class:`Stopped` after a signal."""
         if self._signals:
             raise Stopped(self._signals[0])
 
     def run(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, say: Say, patience: float = 2.0
     ) -> Finished:
-        """Run to the end; each line of output goes to ``say`` and to the end of the log.
+        """Run a process to its end. Each line of output goes to ``say`` and to the end of the log.
 
-        On a signal the process is asked to stop, and killed with its whole group ``patience`` seconds later, or at a
-        second signal. Then :class:`Stopped` is raised.
+        After a signal the process is asked to stop. It is killed with its whole group after ``patience`` seconds, or
+        after a second signal. Then :class:`Stopped` is raised.
         """
         self.check()
         process = subprocess.Popen(
@@ -125,7 +125,7 @@ class Processes:
         return Finished(process.returncode, "\n".join(lines))
 
     def _hear(self, process: subprocess.Popen[bytes], log: Path, say: Say, patience: float) -> list[str]:
-        """Take in what the process says until it is gone; a descendant that keeps the pipe open is not waited for."""
+        """Read the output until the process is gone. A descendant that keeps the pipe open is not waited for."""
         assert process.stdout is not None
         pipe, decoder = process.stdout.fileno(), codecs.getincrementaldecoder("utf-8")("backslashreplace")
         lines: list[str] = []

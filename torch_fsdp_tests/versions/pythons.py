@@ -1,4 +1,4 @@
-"""The interpreters of this machine of which an environment can be made."""
+"""The interpreters of this machine that can make an environment."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Python:
 
 
 def find(given: Sequence[str], environment: Mapping[str, str]) -> list[Python]:
-    """One interpreter for each version of Python, the preferred one first.
+    """Find one interpreter for each version of Python, the preferred one first.
 
-    Those that were named come first, in that order, and then only they count. Otherwise the one that runs this is
-    preferred, and then the newest.
+    If interpreters are named, only these are used, in that order. Otherwise the running one comes first, and then the
+    newest.
     """
     if given:
         return _ask(given)
@@ -42,7 +42,7 @@ def find(given: Sequence[str], environment: Mapping[str, str]) -> list[Python]:
 
 
 def _around(environment: Mapping[str, str]) -> Iterator[str]:
-    """Interpreters on PATH, and all of pyenv's, which puts only those on PATH that it has switched on."""
+    """The interpreters on PATH, and all of pyenv's, because pyenv puts only active ones on PATH."""
     for folder in map(Path, os.get_exec_path(dict(environment))):
         try:
             names = sorted(os.listdir(folder))
@@ -54,7 +54,7 @@ def _around(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _ask(paths: Iterable[str]) -> list[Python]:
-    """The first one of each version, of those that answer and are new enough."""
+    """The first interpreter of each version among those that run and are new enough."""
     found: dict[tuple[int, int], Python] = {}
     for path in dict.fromkeys(paths):
         version = _version(path)
@@ -64,7 +64,7 @@ def _ask(paths: Iterable[str]) -> list[Python]:
 
 
 def _version(path: str) -> tuple[int, int] | None:
-    """The version of a CPython with the global lock, venv and pip; None for anything else."""
+    """The version of a CPython with the global lock, venv and pip, or None for anything else."""
     try:
         said = subprocess.run(
             [path, "-I", "-c", _ASK], capture_output=True, text=True, timeout=ANSWER_WITHIN, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Why something cannot be done, in a sentence."""
+"""Errors whose message is one sentence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 class Refusal(Exception):
-    """What was asked for makes no sense, or does not exist; the message says so in a sentence."""
+    """The arguments are wrong, or name something that does not exist."""
 
 
 class CannotBeMade(Exception):
-    """An environment could not be made although what was asked for makes sense: the network, the disk, a wheel."""
+    """An environment could not be made because of the network, the disk or a wheel."""
 
     def __init__(self, words: str, log: Path) -> None:
         super().__init__(words)
         self.log = log
 
     def at_length(self) -> str:
-        return f"{self} (all of it: {self.log})"
+        return f"{self} (full output: {self.log})"

@@ -1,4 +1,4 @@
-"""One version's run: what is kept of it, and how it goes on where it was."""
+"""The run of one version: what is stored, and how an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torch_fsdp_tests.versions.suite import CHECKOUT, Suite
 RECORD = "version.json"
 FACTS = "facts.json"
 LOG = "output.log"
-STOPPING = 10.0  # seconds that run_test.py gets to end its files and to write its report
+STOPPING = 10.0  # seconds for run_test.py to end its files and to write its report
 _STOPPED = str(Ending(How.STOPPED))
-_NEEDED = ("expecttest", "numpy")  # beside torch; without the other packages some tests of the harness skip
+_NEEDED = ("expecttest", "numpy")  # needed beside torch; without the other packages some tests of the harness skip
 _ASK = f"""\
 import importlib.util, json, platform
 from torch_fsdp_tests.dispatch import devices
@@ -37,7 +37,7 @@ print(json.dumps([devices.torch_version(), platform.python_version(), lacking]))
 
 @dataclasses.dataclass
 class VersionRun:
-    """What is known of a version: what was run, the files that ended, and the facts of its torch."""
+    """The results of a version: what ran, the files that ended, and the facts of its torch."""
 
     label: str
     what: str = ""  # was run, in words
@@ -53,11 +53,11 @@ class VersionRun:
     seconds: float = 0.0
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_complete: bool = False
-    problem: str = ""  # why there is nothing, or not everything, to compare
+    problem: str = ""  # why nothing, or not everything, can be compared
 
 
 class Folder:
-    """The folder of a version's results: a record, and a report for each time that it was started."""
+    """The folder of a version's results: a record, and a report for each start."""
 
     def __init__(self, output: Path, label: str) -> None:
         self.path, self.label = output / label, label
@@ -67,7 +67,7 @@ class Folder:
         return data if isinstance(data, dict) else {}
 
     def begin(self, key: object, about: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-        """Note what is to be run and in which state, and keep of what is there what that state has not changed."""
+        """Record what will run, and the state of the suite. Keep the results that this state has not changed."""
         record = self.record()
         kept = record.get("parts", {}) if record.get("key") == key else {}
         self._write({"key": key, "about": dict(about), "digests": dict(digests), "parts": kept})
@@ -76,7 +76,7 @@ class Folder:
             self._write({"key": key, "about": dict(about), "digests": dict(digests), "parts": {}})
 
     def forget(self, names: Iterable[str]) -> None:
-        """Have these files run again."""
+        """Let these files run again."""
         record = self.record()
         for name in names:
             for ran in record["parts"].values():
@@ -95,11 +95,11 @@ class Folder:
         write_text(self.path / RECORD, json.dumps(record, indent=1) + "\n")
 
     def parts(self) -> list[Path]:
-        """The folders of the reports, in the order in which they were begun."""
+        """The folders of the reports, in order."""
         return sorted(self.path.glob("part-*"), key=lambda path: int(path.name.removeprefix("part-")))
 
     def new_part(self) -> Path:
-        """The folder of one more report, which is about the files as they are now."""
+        """The folder of a new report, which belongs to the current state of the files."""
         parts, record = self.parts(), self.record()
         name = f"part-{int(parts[-1].name.removeprefix('part-')) + 1 if parts else 1}"
         record["parts"][name] = record["digests"]
@@ -107,21 +107,21 @@ class Folder:
         return self.path / name
 
     def read(self) -> VersionRun:
-        """What the record says, and the files that ran to their end and have not changed since."""
+        """Read the record, and the files that ran to their end and have not changed since."""
         record = self.record()
         run = VersionRun(self.label, **record.get("about", {}))
         is_cut_up = "shard" in (record.get("key") or {}).get("options", ())
         done: dict[str, list[dict[str, Any]]] = {}
         for part in self.parts():
             whole = _json(part / report.FILE)
-            data = whole or _json(part / report.UNFINISHED)  # what a run that was killed had kept by then
+            data = whole or _json(part / report.UNFINISHED)  # what a killed run had stored so far
             if data is None:
                 continue
             run.device = data["device"] or run.device
             run.seconds += data["seconds"]
             run.known_defects += data["known_defects"]
             ran = record["parts"].get(part.name, {})
-            # A shard of a run may hold some parts of a file only; what it was to run, it did run.
+            # A shard may have only some parts of a file. It ran everything that it should.
             run.is_complete = (
                 is_cut_up and bool(whole) and not data["not_started"] and not any(map(_was_stopped, data["files"]))
             )
@@ -133,12 +133,12 @@ class Folder:
         run.is_complete = bool(run.selected) and (run.is_complete or set(run.selected) <= done.keys())
         run.facts = _json(self.path / FACTS) or {}
         if not run.is_complete and not run.problem:
-            run.problem = f"broken off: {len(done)} of {len(run.selected)} files came to their end"
+            run.problem = f"interrupted: {len(done)} of {len(run.selected)} files ended"
         return run
 
 
 def _json(path: Path) -> Any:
-    """The contents of a file; None where there is none, or half of one."""
+    """The contents of a file, or None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _by_name(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _came_to_its_end(parts: list[dict[str, Any]]) -> bool:
-    """Whether a file came to its end, in all the parts that it was cut into."""
+    """Whether all parts of a file ran to their end."""
     return len(parts) == parts[0]["num_shards"] and not any(map(_was_stopped, parts))
 
 
@@ -166,22 +166,23 @@ def _has_failed(file: Mapping[str, Any]) -> bool:
 
 
 class Runs:
-    """Runs the suite in one environment after the other, and keeps the results."""
+    """Runs the suite in one environment after the other, and stores the results."""
 
     def __init__(self, suite: Suite, output: Path, processes: Processes, show: Say) -> None:
         """``show`` takes the output of ``run_test.py``, line by line."""
         self._suite, self._output, self._processes, self._show = suite, output, processes, show
 
     def run(self, environment: Environment, again: bool, failed: bool, say: Say) -> VersionRun:
-        """Run all of the suite, or what is left to run, and return the whole; ``failed`` files are left to run.
+        """Run the whole suite, or what is left of it, and return all results. With ``failed``, files with failures run
+        again.
 
-        Raises :class:`CannotBeMade`, or :class:`Refusal`, for an environment that turns out to be of no use.
+        Raises :class:`CannotBeMade` or :class:`Refusal` if the environment cannot be used.
         """
         folder, suite = Folder(self._output, environment.wanted.label), self._suite
         torch, python = self.look(environment)
         key = {**suite.key, "torch": torch, "python": python, "interpreter": environment.python}
         before = folder.read()
-        # What is left of a shard cannot be told from its files, so it is run as a whole.
+        # The files do not say what is left of a shard, so all of it runs.
         if again or (suite.is_cut_up and not before.is_complete):
             folder.clear()
         elif failed and suite.is_cut_up and any(map(_has_failed, before.files)):
@@ -195,10 +196,10 @@ class Runs:
         if not before.facts:
             self._ask_facts(environment, folder)
         if before.is_complete:
-            say("has been run already in this state of the suite; --again runs it anew, --failed what failed")
+            say("has been run already in this state of the suite; --again repeats it, and --failed repeats failures")
             return folder.read()
         ended = {file["file"] for file in before.files}
-        about_rest = f", going on after {len(ended)} of {len(suite.files)} files" if ended else ""
+        about_rest = f", continuing after {len(ended)} of {len(suite.files)} files" if ended else ""
         say(f"running {suite.words} with Python {python}{about_rest}")
         last_words = self._start(environment, folder, ended, say)
         run = folder.read()
@@ -207,7 +208,7 @@ class Runs:
         return folder.read()
 
     def look(self, environment: Environment) -> tuple[str, str]:
-        """The versions of torch and of Python, without an import of torch; raises as :meth:`run` does."""
+        """The versions of torch and Python, without an import of torch. Raises the same exceptions as :meth:`run`."""
         wanted, interpreter = environment.wanted, environment.python
         said = self._python(environment, ["-c", _ASK], lambda line: None)
         try:
@@ -218,7 +219,7 @@ class Runs:
         if torch is None:
             raise Refusal(f"{interpreter} has no torch")
         if wanted.torch is not None and not _is(torch, wanted.torch):
-            raise Refusal(f"{wanted.label} is to be torch {wanted.torch}, and {interpreter} has torch {torch}")
+            raise Refusal(f"{wanted.label} should be torch {wanted.torch}, but {interpreter} has torch {torch}")
         if lacking:
             raise Refusal(f"{interpreter} lacks {' and '.join(lacking)}, which the tests need")
         return torch, python
@@ -227,20 +228,20 @@ class Runs:
         path = folder.path / FACTS
         said = self._python(environment, ["-m", facts.__name__, str(path)], lambda line: None)
         if said.status != 0 or not path.exists():
-            raise CannotBeMade(f"torch cannot be asked: {said.last_words()}", self._log(environment))
+            raise CannotBeMade(f"the facts of torch cannot be determined: {said.last_words()}", self._log(environment))
 
     def _log(self, environment: Environment) -> Path:
         return self._output / environment.wanted.label / LOG
 
     def _python(self, environment: Environment, arguments: list[str], show: Say) -> Any:
-        """Run the environment's interpreter on this checkout."""
+        """Run the environment's interpreter with this checkout."""
         log = self._log(environment)
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {**environment.variables(os.environ), "PYTHONPATH": str(CHECKOUT)}
         return self._processes.run([environment.python, *arguments], variables, log, show, patience=STOPPING)
 
     def _start(self, environment: Environment, folder: Folder, ended: set[str], say: Say) -> str:
-        """Run the files that have not ended yet, and return the last words of ``run_test.py``."""
+        """Run the files that have not ended yet, and return the last output of ``run_test.py``."""
         part = folder.new_part()
         own = list(self._suite.arguments)
         cut = own.index("--") if "--" in own else len(own)
@@ -251,10 +252,10 @@ class Runs:
         if "coverage" in self._suite.options:  # the next version's run would replace it
             with contextlib.suppress(FileNotFoundError):
                 shutil.move(self._suite.reports / coverage.RESULT, part / coverage.RESULT)
-                say(f"what was covered: {part / coverage.RESULT}")
-        return f"run_test.py left with status {said.status}: {said.last_words()}"
+                say(f"coverage data: {part / coverage.RESULT}")
+        return f"run_test.py exited with status {said.status}: {said.last_words()}"
 
 
 def _is(torch: str, wanted: str) -> bool:
-    """Whether ``2.15.0+cpu`` is the ``2.15.0`` that was wanted; one that names its build wants that build."""
+    """Whether a version such as ``2.15.0+cpu`` is the requested ``2.15.0``. A request with a build needs that build."""
     return torch == wanted or torch.partition("+")[0] == wanted

@@ -1,4 +1,4 @@
-"""What is run: the files that a selection names, and the state of the checkout that they are run from."""
+"""What runs: the selected files, and the state of the checkout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,23 @@ from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
 from torch_fsdp_tests.versions.refusal import Refusal
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-_OURS = {"report", "list_files", "list_tests", "dry_run", "as_json", "failed_only", "compare"}  # or of no use here
-_OURS |= {"reaching", "changed", "map", "save_map", "fail_fast"}  # a map is of one version, and every version runs all
-_NO_MATTER = ("keep_going", "jobs", "verbose", "slow_after", "pipe_logs", "save_xml")  # to which tests run, and how
-_FSDPS = "distributed/"  # the tests of FSDP and its company; the others are the suite's own
+_OURS = {"report", "list_files", "list_tests", "dry_run", "as_json", "failed_only", "compare"}  # or useless here
+_OURS |= {
+    "reaching",
+    "changed",
+    "map",
+    "save_map",
+    "fail_fast",
+}  # a map belongs to one version
+_NO_MATTER = (
+    "keep_going",
+    "jobs",
+    "verbose",
+    "slow_after",
+    "pipe_logs",
+    "save_xml",
+)  # do not change what runs
+_FSDPS = "distributed/"  # the tests of FSDP and what it is used with; the others test the suite itself
 _VARIABLES = ("TORCH_FSDP_TESTS_", "PYTORCH_TEST_", "DISABLED_TESTS_FILE", "SLOW_TESTS_FILE")
 
 
@@ -36,29 +49,29 @@ class Suite:
     is_dirty: bool
     digest: str  # of the contents of all that a run reads
     digests: dict[str, str]  # by file, of all that its results depend on
-    reports: Path  # where run_test.py leaves what nobody names a place for
+    reports: Path  # where run_test.py puts what has no other place
 
     @property
     def is_cut_up(self) -> bool:
-        """Whether only a part of the files is this run's, so that its files cannot be told from the selection."""
+        """Whether this run has only a part of the files, so that the selection does not say which."""
         return "shard" in self.options
 
     @property
     def key(self) -> dict[str, Any]:
-        """What has to be the same for results to be still good."""
+        """What must not change if results are to stay valid."""
         chosen = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-        whole = {"digest": self.digest} if self.is_cut_up else {}  # a shard's files follow from all of them
+        whole = {"digest": self.digest} if self.is_cut_up else {}  # a shard's files depend on all of them
         return {**whole, "options": self.options, "variables": dict(sorted(chosen.items()))}
 
 
 def of(arguments: Sequence[str]) -> Suite:
-    """The suite that these arguments of ``run_test.py`` select. Raises :class:`Refusal`, or leaves as it would."""
+    """The suite that these arguments of ``run_test.py`` select. Raises :class:`Refusal`, or exits."""
     own = list(arguments)[: list(arguments).index("--") if "--" in arguments else len(arguments)]
     parser = options.make_parser()
     given = {name: value for name, value in vars(parser.parse_intermixed_args(own)).items() if value != []}
     spelled = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
     for name in _OURS & given.keys():
-        raise Refusal(f"the option {spelled[name]} of run_test.py cannot be handed on")
+        raise Refusal(f"the option {spelled[name]} of run_test.py cannot be used here")
     directory = given.get("test_directory", CHECKOUT / DEFAULT_DIRECTORY)
     if not directory.is_dir():
         raise Refusal(f"the test directory {directory} does not exist")
@@ -95,7 +108,7 @@ def of(arguments: Sequence[str]) -> Suite:
 
 
 def _spelled(option: str, value: object) -> str:
-    """An option as it is typed."""
+    """The name of an option as a user types it."""
     values: list[Any] = value if isinstance(value, list) else [value]
     if option == "-k":
         return " ".join(shlex.join([option, str(each)]) for each in values)
@@ -103,10 +116,10 @@ def _spelled(option: str, value: object) -> str:
 
 
 def _digests(folders: Sequence[Path], tests: Mapping[str, Path]) -> tuple[str, dict[str, str]]:
-    """A digest of all that a run reads, and one for each file of tests.
+    """A digest of everything that a run reads, and one for each test file.
 
-    A file of FSDP's tests depends on itself and on the code that it shares with others, which this command is no
-    part of. The suite's own tests read everything.
+    An FSDP test file depends on itself and on shared code, which does not include this command. The suite's own tests
+    depend on everything.
     """
     names = {path: name for name, path in tests.items()}
     whole, shared = hashlib.sha256(), hashlib.sha256()
@@ -128,20 +141,20 @@ def _digests(folders: Sequence[Path], tests: Mapping[str, Path]) -> tuple[str, d
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files that belong to the suite: neither hidden nor byte code."""
+    """The files of the suite, without hidden files and bytecode."""
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         yield from (Path(path, name) for name in sorted(names) if not name.startswith("."))
 
 
 def sources() -> Iterator[Path]:
-    """The files of Python of the checkout's package and tests."""
+    """The Python files of the checkout's package and tests."""
     for folder in ("torch_fsdp_tests", DEFAULT_DIRECTORY):
         yield from (path for path in _files(CHECKOUT / folder) if path.suffix == ".py")
 
 
 def _git(*arguments: str) -> str:
-    """What git says of the checkout; nothing where it is no repository or there is no git."""
+    """The output of git for the checkout. Empty without a repository or without git."""
     try:
         said = subprocess.run(["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""What the versions' runs say side by side, as data."""
+"""The results of all versions side by side, as data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSING = (State.PASSED, State.EXPECTED_FAILURE, State.KNOWN_FAILURE)
 
 @dataclasses.dataclass
 class Row:
-    """One version in numbers. Tests that show known defects are counted apart; they fail as they should."""
+    """One version in numbers. Tests that show known defects are counted separately: they fail as they should."""
 
     label: str
     torch: str
@@ -34,14 +34,14 @@ class Row:
     known_defects: int  # tests
     not_run: int
     defects: Names  # ids of the registry
-    skips: list[dict[str, Any]]  # reason, and how many tests and subtests it kept from running
+    skips: list[dict[str, Any]]  # reason, and the number of tests and subtests that it skipped
     failures: list[dict[str, Any]]  # test, outcome and reason
     problem: str
 
 
 @dataclasses.dataclass
 class Only:
-    """Tests that are alike in where they exist, or in where they execute."""
+    """Tests that exist, or execute, on the same versions."""
 
     on: list[str]  # labels
     tests: Names
@@ -49,7 +49,7 @@ class Only:
 
 @dataclasses.dataclass
 class Table:
-    """All of it. Only versions of one selection that came to their end are compared test by test."""
+    """The whole table. Versions are compared test by test if they ran the same selection to its end."""
 
     rows: list[Row]
     compared: list[str]  # labels, the oldest torch first
@@ -64,7 +64,7 @@ class Table:
 
 
 def make(runs: Sequence[VersionRun], asked: Iterable[str]) -> Table:
-    """The table of these runs, the oldest torch first. ``asked`` are the names of facts that something asks for."""
+    """Make the table of these runs, the oldest torch first. ``asked`` has the names of facts that are in use."""
     runs = sorted(runs, key=lambda run: (facts.numbers(run.torch or run.label), run.label))
     complete = [run for run in runs if run.is_complete]
     what = complete[-1].what if complete else ""
@@ -94,7 +94,7 @@ def _tests(run: VersionRun) -> dict[str, Mapping[str, Any]]:
 
 
 def _grouped(places: Mapping[str, list[str]], everywhere: list[str]) -> list[Only]:
-    """The tests of the same places together; those of every place are left out. The newest places come last."""
+    """Group tests by their versions. Tests of all versions are left out. The newest versions come last."""
     groups: dict[tuple[str, ...], Names] = collections.defaultdict(list)
     for name in sorted(places):
         if places[name] != everywhere:
@@ -151,8 +151,8 @@ def _remarks(runs: Sequence[VersionRun], compared: Sequence[VersionRun]) -> list
     others = [run.label for run in runs if run not in compared and run.files]
     if compared and others:
         remarks.append(
-            f"not compared test by test, since they ran something else or not all of it: {', '.join(others)}"
+            f"not compared test by test, because they ran something else or did not finish: {', '.join(others)}"
         )
     if len({run.digest for run in runs if run.files}) > 1:
-        remarks.append("the rows are of different states of the suite")
+        remarks.append("the rows belong to different states of the suite")
     return remarks

@@ -1,4 +1,4 @@
-"""The table for people: the README's part, a whole page, and lines for a terminal."""
+"""The table as text: a block for a document, a whole page, and lines for a terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch_fsdp_tests.versions.table import Only, Row, Table
 BEGIN = "<!-- made by python -m torch_fsdp_tests.versions -->"
 END = "<!-- end of what python -m torch_fsdp_tests.versions made -->"
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects")
-NAMED = 200  # tests of a group that the page names; the JSON has all
+NAMED = 200  # tests of a group that the page lists; the JSON has all
 
 
 def block(table: Table) -> str:
-    """The README's part: a row for each version, and how many tests execute on some of them only."""
+    """The block for a document: a row for each version, and how many tests execute only on some versions."""
     parts = [_markdown(TITLES, [_cells(row, code="`") for row in table.rows])]
     if table.executes_only:
         counts = [(_listed(only.on), str(len(only.tests))) for only in table.executes_only]
@@ -26,7 +26,7 @@ def block(table: Table) -> str:
 
 
 def check_markers(path: Path) -> None:
-    """Raises :class:`Refusal` where a file has no place for :func:`block`."""
+    """Raise :class:`Refusal` if a file has no place for :func:`block`."""
     _cut(path)
 
 
@@ -36,7 +36,7 @@ def write_block(path: Path, table: Table) -> None:
 
 
 def _cut(path: Path) -> tuple[str, str]:
-    """What stands before and after the markers."""
+    """The text before and after the markers."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -44,7 +44,7 @@ def _cut(path: Path) -> tuple[str, str]:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise Refusal(f"--write: {path} has not both of the lines {BEGIN} and {END}")
+        raise Refusal(f"--write: {path} does not have both of the lines {BEGIN} and {END}")
     return before, after
 
 
@@ -77,21 +77,24 @@ def _groups(verb: str, groups: Sequence[Only]) -> list[str]:
 
 
 def _facts(table: Table) -> list[tuple[str, dict[str, str]]]:
-    """What the versions say together of the facts: a sentence, and the facts that it is said of."""
+    """A summary of the facts over all versions: sentences, each with its facts."""
     oldest = table.rows[0].torch if table.rows else ""
     found = table.facts
     groups = [
-        (f"hold on every version here, so nothing needs them where {oldest} is the oldest supported", found.ended),
+        (
+            f"hold on every version here, and are not needed if {oldest} is the oldest supported one",
+            found.ended,
+        ),
         ("hold on no version here", found.absent),
-        ("do not hold where they say they do, or cannot be asked", found.disagreeing),
-        ("are asked by no test and no module", found.unasked),
+        ("do not hold where they should, or cannot be determined", found.disagreeing),
+        ("are used by no test and no module", found.unasked),
     ]
-    # That a fact holds on the only version, or does not, is no news.
+    # With a single version it is not news whether a fact holds.
     return [(words, facts) for words, facts in groups[0 if len(table.rows) > 1 else 2 :] if facts]
 
 
 def lines(table: Table) -> list[str]:
-    """The end of a run on a terminal."""
+    """The lines at the end of a run on a terminal."""
     rows = [TITLES, *(_cells(row) for row in table.rows)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
     said = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -111,7 +114,7 @@ def counts(row: Row) -> str:
 
 
 def _cells(row: Row, code: str = "") -> tuple[str, ...]:
-    """A version as a row; ``code`` stands around options."""
+    """A version as a row. ``code`` is put around options."""
     options = f"{code}{row.what}{code}" if row.what.startswith("-") else row.what
     what = "; ".join(filter(None, (options, row.problem)))
     device = row.device.upper() if row.device == "cpu" else row.device
@@ -119,7 +122,7 @@ def _cells(row: Row, code: str = "") -> tuple[str, ...]:
 
 
 def _defects(row: Row) -> str:
-    """How many tests showed how many known defects of torch."""
+    """The numbers of known defects of torch, and of tests that showed them."""
     return f"{len(row.defects)} ({plural(row.known_defects, 'test')})" if row.known_defects else "0"
 
 

@@ -1,4 +1,4 @@
-"""A version of torch as it is asked for on the command line."""
+"""A version of torch that the command line names."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ _WHEEL = re.compile(r"torch-(?P<version>[^-]+)(-\d[^-]*)?-(?P<python>[^-]+)-[^-]
 
 
 class Kind(str, enum.Enum):
-    """Where a torch comes from."""
+    """The source of a torch."""
 
     RELEASE = "release"  # from the index, by its version
     NIGHTLY = "nightly"  # the newest one of the nightly index
     WHEEL = "wheel"  # a file
-    WHEELS = "folder of wheels"  # of one version, for several Pythons or with its dependencies
+    WHEELS = "folder of wheels"  # wheels of one version, for several Pythons or with dependencies
     PACKAGE = "folder with a torch package"  # such as a source tree that was built in place
     ENVIRONMENT = "environment"  # that exists, with torch and all that the tests need; nothing is installed there
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A version: how it is called in the table, and where it comes from."""
+    """A version: its name in the table, and its source."""
 
     label: str
     kind: Kind
     what: str  # a version for a release, an absolute path otherwise; the interpreter of an environment
-    python: tuple[int, int] | None = None  # the only one that it can have, where the file names say so
+    python: tuple[int, int] | None = None  # the only possible one, if the file names say so
 
     @property
     def torch(self) -> str | None:
-        """The version that it must turn out to have, where the label or the file says so."""
+        """The version that it must have, if the label or the file says so."""
         if self.kind is Kind.RELEASE:
             return self.what
         return self.label if _RELEASE.fullmatch(self.label) else None
 
 
 def parse(text: str) -> Wanted:
-    """``2.15.0``, ``nightly``, a wheel, a folder, an interpreter, or ``LABEL=`` and one of these."""
+    """Parse ``2.15.0``, ``nightly``, a wheel, a folder, an interpreter, or ``LABEL=`` and one of these."""
     label, equals, target = text.rpartition("=")
     if equals and not _LABEL.fullmatch(label):
-        raise Refusal(f"{text!r}: the name before = may have only letters, digits and any of . _ + -")
+        raise Refusal(f"{text!r}: the name before = may only have letters, digits and . _ + -")
     if target == NIGHTLY:
         return Wanted(label or NIGHTLY, Kind.NIGHTLY, NIGHTLY)
     if _RELEASE.fullmatch(target):
@@ -56,8 +56,7 @@ def parse(text: str) -> Wanted:
     path = Path(os.path.abspath(os.path.expanduser(target)))
     if not path.exists():
         raise Refusal(
-            f"{target!r} is neither a version such as 2.15.0, nor {NIGHTLY!r}, nor a wheel, folder or interpreter that "
-            "exists"
+            f"{target!r} is not a version such as 2.15.0, {NIGHTLY!r}, or an existing wheel, folder or interpreter"
         )
     return _local(label, path)
 
@@ -67,7 +66,7 @@ def _local(label: str, path: Path) -> Wanted:
         return Wanted(label or _wheel(path)["version"], Kind.WHEEL, str(path), _python_of_tag(_wheel(path)["python"]))
     if path.is_file():
         if not os.access(path, os.X_OK):
-            raise Refusal(f"{path} is neither a wheel nor an interpreter")
+            raise Refusal(f"{path} is not a wheel or an interpreter")
         return Wanted(label or _safe(path.parents[1].name), Kind.ENVIRONMENT, str(path))
     if (path / "bin" / "python").exists():
         return Wanted(label or _safe(path.name), Kind.ENVIRONMENT, str(path / "bin" / "python"))
@@ -77,19 +76,21 @@ def _local(label: str, path: Path) -> Wanted:
     if len(versions) > 1:
         raise Refusal(f"{path} has wheels of several versions of torch ({', '.join(sorted(versions))}): name one wheel")
     if not versions:
-        raise Refusal(f"{path} is no environment (no bin/python) and has neither a torch package nor a wheel of torch")
+        raise Refusal(
+            f"{path} is not an environment (it has no bin/python), and has no torch package or wheel of torch"
+        )
     return Wanted(label or versions.pop(), Kind.WHEELS, str(path))
 
 
 def _wheel(path: Path) -> dict[str, str]:
     match = _WHEEL.fullmatch(path.name)
     if match is None:
-        raise Refusal(f"{path} is not called as a wheel of torch is")
+        raise Refusal(f"the name of {path} is not that of a torch wheel")
     return match.groupdict()
 
 
 def wheels_version(folder: str) -> str:
-    """The one version of torch that a folder of wheels has."""
+    """The only version of torch in a folder of wheels."""
     return next(_wheel(wheel)["version"] for wheel in Path(folder).glob("torch-*.whl"))
 
 
@@ -99,7 +100,7 @@ def _python_of_tag(tag: str) -> tuple[int, int] | None:
 
 
 def _python_of_extension(folder: Path) -> tuple[int, int] | None:
-    """The Python for which torch's extension module was built, by its name."""
+    """The Python for which torch's extension module was built, according to its name."""
     for extension in folder.glob("torch/_C.cpython-*"):
         if match := re.match(r"_C\.cpython-(\d)(\d+)", extension.name):
             return int(match[1]), int(match[2])

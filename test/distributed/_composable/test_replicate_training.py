@@ -309,7 +309,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_parameters(self):
-        """Beyond upstream: a layer that no rank uses has no gradient, and the others are averaged as ever."""
+        """Beyond upstream: a layer that no rank uses has no gradient, and the others are averaged as usual."""
         manual_seed(42)
         model = nn.Sequential(DoubleLinear(4, use_second_linear=False), nn.Linear(4, 4))
         ref_model = self._replica(model)
@@ -373,7 +373,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state(self):
-        """Beyond upstream: after a forward that broke off, and a reset, training goes on as if it had not been."""
+        """Beyond upstream: after a forward that broke off, and a reset, training continues as if it had not been."""
         manual_seed(42)
         model = nn.Sequential(MLP(4), MLP(4))
         ref_model = self._replica(model)

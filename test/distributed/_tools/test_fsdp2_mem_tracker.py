@@ -303,7 +303,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_parameters(self):
-        """Beyond upstream: what is frozen is gathered as ever, and has no bytes of gradients."""
+        """Beyond upstream: what is frozen is gathered as usual, and has no bytes of gradients."""
         model = self._plain()
         for block in model[:BLOCKS]:
             block.in_proj.requires_grad_(False)

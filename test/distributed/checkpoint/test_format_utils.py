@@ -153,7 +153,7 @@ class TestFormatUtils(DTensorTestBase):
         """Beyond upstream: a sharded checkpoint becomes one file with whole tensors, and a checkpoint again.
 
         The file has what a plain model and its optimizer have, with nested dicts as they were; the checkpoint can be
-        loaded by another number of ranks, and training goes on.
+        loaded by another number of ranks, and training continues.
         """
         file, saved, again = (os.path.join(self.temp_dir, f"{layout} {name}") for name in ("file", "saved", "again"))
         run = Run(LAYOUTS[layout]).train(range(2))

@@ -73,7 +73,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @with_temp_dir
     @parametrize("pass_planner", [True, False])
     def test_load_sharded_optimizer_state_dict(self, pass_planner):
-        """It reads the state of an optimizer that has none yet; then training goes on as if nothing had happened."""
+        """It reads the state of an optimizer that has none yet; then training continues as if nothing had happened."""
         model, optim = self._create_model(0, range(2))
         saved = sharded_state_dicts(model, optim)
         dcp.save(saved, checkpoint_id=self.temp_dir)

@@ -109,7 +109,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=HYBRID, loaded=[*SHARDED, *HYBRID])
     def test_from_hybrid(self, saved, loaded):
-        """Beyond upstream: training goes on in other layouts, with rows that do not divide and ranks without any."""
+        """Beyond upstream: training continues in other layouts, with rows that do not divide and ranks without any."""
         self._check_goes_on(saved, loaded)
 
     @with_comms

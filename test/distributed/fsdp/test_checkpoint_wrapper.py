@@ -192,7 +192,7 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(entered, 2)
 
     def test_preserve_rng_state_is_passed_on(self):
-        """Beyond upstream: so is the choice to let dropout draw anew in the second forward, whose gradients differ."""
+        """Beyond upstream: dropout may also draw again in the second forward, and then the gradients differ."""
         for name in ("reentrant", "no_reentrant"):
             with self.subTest(wrapper=name):
                 plain = Counting()

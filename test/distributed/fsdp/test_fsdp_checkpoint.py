@@ -57,7 +57,7 @@ class _CheckpointTest(FewRanksTest):
 
 class TestFSDPCheckpoint(_CheckpointTest):
     class SequentialModule(nn.Module):
-        """Three layers, each in a checkpoint or with its activations offloaded, and then in FSDP, if so asked."""
+        """Three layers, each in a checkpoint or with its activations offloaded, and then in FSDP, if requested."""
 
         def __init__(
             self,
@@ -218,7 +218,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
     @skip_if_lt_x_gpu(2)
     def test_how_often_recomputation_gathers(self):
-        """Beyond upstream: a checkpoint around FSDP gathers anew to recompute, one within FSDP uses what is there."""
+        """Beyond upstream: a checkpoint around FSDP gathers again to recompute, one within FSDP uses what is there."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_how_often_recomputation_gathers)
 

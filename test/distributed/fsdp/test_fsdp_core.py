@@ -204,7 +204,9 @@ class TestParityWithDDP(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_mixture_of_experts_with_delay_before_free(self, **config):
-        """What is freed late in forward is gathered anew all the same, if it can be late."""
+        """Parameters that are freed late in forward are still gathered again. A device that cannot sleep is not
+        delayed.
+        """
         delay = {"delay_before_free_ms": DELAY_MS}
         self._check_experts_parity(**config, use_orig_params=(True, False), init_kwargs=delay)
 

@@ -35,7 +35,7 @@ class EmptyModule(nn.Module):
 
 
 class Transformer(nn.Transformer):
-    """Two layers on either side, in training mode: its dropout is the same whenever the input has been drawn anew."""
+    """Two layers on either side, in training mode: its dropout is the same whenever the input has been drawn again."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)

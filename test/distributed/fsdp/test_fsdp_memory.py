@@ -51,7 +51,7 @@ def alive() -> int:
 
 
 class Model(nn.Module):
-    """Four convolutions to ten numbers a sample. The norm after each is in FSDP, if so asked."""
+    """Four convolutions to ten numbers a sample. The norm after each is in FSDP, if requested."""
 
     def __init__(
         self, hidden_dim: int, with_fsdp: bool = False, with_checkpoint: bool = False, **fsdp_kwargs: Any

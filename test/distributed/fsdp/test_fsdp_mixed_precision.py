@@ -2,7 +2,7 @@
 
 In forward and backward, with full parameters summoned, in state dicts, in eval mode, around modules that stay in full
 precision, and with a precision of a submodule's own. The trainings are compared with a model that casts by hand. They
-use two ranks: a sum of two numbers does not depend on the order of the summands, in whatever precision.
+use two ranks: a sum of two numbers does not depend on the order of the summands, in any precision.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class TestFSDPMixedPrecision(FSDPTest):
         self.assertEqual(buffers, [dtypes.buffer] * len(internals.handles(model)))
 
     def _test_grads_reduced_precision(self, offload_params: bool, use_orig_params: bool) -> None:
-        """The gradients, which are added up over iterations, are and stay low. Offloading starts anew each time."""
+        """The gradients, which are added up over iterations, are and stay low. Offloading starts again each time."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)).to(self.device)
         reference = copy.deepcopy(layers).half()

@@ -175,7 +175,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(param.grad, torch.full((2,), 0.5))
 
     def test_update_with_a_new_scale(self):
-        """Beyond upstream: a new scale is copied, be it a number or a tensor; other tensors are refused."""
+        """Beyond upstream: a new scale is copied, whether it is a number or a tensor; other tensors are refused."""
         scaler = self._scaler()
         scaler.scale(torch.ones(1))
         scaler.update(8.0)
@@ -366,7 +366,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_growth(self):
-        """Beyond upstream: the scale doubles after two clean steps in a row, and an inf begins the count anew.
+        """Beyond upstream: the scale doubles after two clean steps in a row, and an inf restarts the count.
 
         It backs off once, on however many ranks the inf is.
         """

@@ -154,7 +154,7 @@ class TestTPFSDPIntegration(FSDPTest):
                 shape = [size // (tp_group.size() if index == dim else 1) for index, size in enumerate(shapes[name])]
                 full[name] = torch.cat([split[name].view(shape) for split in splits], dim=dim)
             for name in set(shapes) - set(SimpleModel.get_sharded_param_names()):
-                for split in splits:  # whoever does not split it has all of it
+                for split in splits:  # a rank that does not split it has all of it
                     self.assertEqual(split[name], full[name], rtol=0, atol=0)
         return {name: grad.view(shapes[name]) for name, grad in full.items()}
 

@@ -475,7 +475,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_memory_and_state_around_the_context(self):
-        """Beyond upstream: all is gathered inside, freed again after it or an error in it, and training goes on."""
+        """Beyond upstream: all is gathered inside, freed again after it or an error in it, and training continues."""
         self.run_subtests(
             {
                 "rank0_only": [False, True],

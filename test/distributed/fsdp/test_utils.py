@@ -273,7 +273,7 @@ class TestUtils(TestCase):
 
     @needs(torch_facts.KEEPS_INPUTS_IN_PLACE)
     def test_to_kwargs_hands_on_containers_that_are_there(self):
-        """Beyond upstream: a container is made anew only where something in it has to move."""
+        """Beyond upstream: a container is made again only where something in it has to move."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         here = torch.ones(2, device=HOST)
         for container in ([here, 1], (here, [here]), Point(here, 1), {"a": here}, Registry(q=[here])):

@@ -264,7 +264,7 @@ class TestFSDPWrap(FSDPTest):
 
 
 class TestAutoWrap(TestCase):
-    """No rank, and a group of the imagination of size 1 (FSDP then warns that it shards nothing) or 2."""
+    """No rank, and a group without communication of size 1 (FSDP then warns that it shards nothing) or 2."""
 
     def setUp(self) -> None:
         super().setUp()

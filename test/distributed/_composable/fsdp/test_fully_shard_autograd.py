@@ -59,7 +59,7 @@ class Module(nn.Module):
         return self.relu(self.lin2(self.relu(self.lin1(x))))
 
     def forward(self, inputs: Any) -> Any:
-        if isinstance(inputs, NamedPair):  # which is a tuple too
+        if isinstance(inputs, NamedPair):  # a named tuple is a tuple too
             return inputs._replace(x=self._forward(inputs.x))
         if isinstance(inputs, (list, tuple)):
             return type(inputs)([self._forward(inputs[0])])
@@ -102,13 +102,13 @@ class TestFullyShardAutograd(FSDPTest):
         return 4
 
     def _reduce_1d_partial_grads(self, module: nn.Module) -> None:
-        """Turn the gradients of a sum over the global batch into the mean over ranks, which is what FSDP gives."""
+        """Turn the gradients of a sum over the global batch into the mean over ranks, which FSDP computes."""
         for param in module.parameters():
             if param.grad is not None:
                 param.grad.div_(self.world_size)
 
     def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two rows for each rank, drawn alike on all of them, and the two of this rank."""
+        """Two rows for each rank, which are the same on all ranks, and this rank's two rows."""
         rows = torch.rand((2 * self.world_size, DIM), device=self.device)
         mine = self._of_this_rank(rows).clone()
         return rows.requires_grad_(requires_grad), mine.requires_grad_(requires_grad)
@@ -117,7 +117,7 @@ class TestFullyShardAutograd(FSDPTest):
         return rows[2 * self.rank : 2 * self.rank + 2]
 
     def _check_gradients(self, ref_model: nn.Module, model: nn.Module, rows: torch.Tensor, mine: torch.Tensor) -> None:
-        """Compare the gradients of parameters and inputs, and see that the backward has let go of what it used.
+        """Compare the gradients of parameters and inputs, and check that the backward has freed what it used.
 
         Gradients of parameters are means over ranks; those of the inputs stay on their rank and are not divided.
         """
@@ -132,7 +132,7 @@ class TestFullyShardAutograd(FSDPTest):
             self.assertEqual(internals.forward_positions(group), [])
 
     def _check_loss(self, ref_loss: torch.Tensor, loss: torch.Tensor) -> None:
-        """The losses of the ranks must add up to that of the reference, which has seen all of their rows."""
+        """The losses of the ranks must add up to that of the reference, which got all rows."""
         total = loss.detach().clone()
         dist.all_reduce(total)
         self.assertEqual(total, ref_loss.detach())
@@ -189,7 +189,7 @@ class TestFullyShardAutograd(FSDPTest):
         reshard_after_forward=[True, False, 2], wrapped=[("",), ("lin1", "lin2", "")], input_requires_grad=[True, False]
     )
     def test_unused_forward_output_gradients(self, reshard_after_forward, wrapped, input_requires_grad):
-        """Beyond upstream: gradients are right before the step, whichever output the loss uses or ceases to use."""
+        """Beyond upstream: gradients are right before the step, whichever output the loss uses or stops using."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -204,7 +204,7 @@ class TestFullyShardAutograd(FSDPTest):
             loss_of(*model(mine)).backward()
             self._reduce_1d_partial_grads(ref_model)
             self._check_gradients(ref_model, model, rows, mine)
-            take_step(optims, set_to_none=step >= 2)  # with zeros Adam goes on to move what is not used
+            take_step(optims, set_to_none=step >= 2)  # with zero gradients Adam still moves unused parameters
 
     @skip_if_lt_x_gpu(4)
     @subtests(input_requires_grad=[True, False])
@@ -298,7 +298,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])
     def test_container_kinds(self, container, loss_uses):
-        """Beyond upstream: containers in containers arrive as they are, and each module reduces in its turn."""
+        """Beyond upstream: nested containers arrive unchanged, and each module reduces in its turn."""
         if "dataclass" in container:
             skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         pack, unpack = CONTAINERS[container]
@@ -338,7 +338,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
     def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: what one rank does not use is reduced with zeros for that rank."""
+        """Beyond upstream: if one rank does not use a parameter, it is reduced with zeros for that rank."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -491,7 +491,9 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
             self.assertTrue(torch.equal(param.to_local(), refs[name].to_local()), name)
 
     def _sharded_mlp(self, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
-        """A plain model and its copy whose layers are wrapped one by one, with a root that has nothing of its own."""
+        """A plain model, and its copy whose layers are wrapped one by one, with a root that has no parameters of its
+        own.
+        """
         manual_seed(42)
         ref_model = MLP(8, self.device)
         model = copy.deepcopy(ref_model)
@@ -512,7 +514,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
             param.grad = grad if param.grad is None else param.grad + grad
 
     def _mean_over_ranks(self, ref_model: nn.Module) -> dict[str, torch.Tensor]:
-        """What this rank's shard of each gradient must be, from the gradients of the whole replicas."""
+        """The expected shard of each gradient on this rank, from the gradients of the replicas."""
         means = {name: param.grad.clone() for name, param in ref_model.named_parameters()}
         average(means.values())
         return {name: mean.chunk(self.world_size)[self.rank] for name, mean in means.items()}

@@ -20,11 +20,11 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.fsdp.combinations import subtests
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-SHAPES = [(7, 3), (8,), (1, 2, 3), (5, 1)]  # only the second falls into four equal chunks
+SHAPES = [(7, 3), (8,), (1, 2, 3), (5, 1)]  # only the second has four equal chunks
 DTYPES = [
     [F32, F32, F32, F32],
     [BF16, BF16, BF16, BF16],
-    [BF16, F32, F32, BF16],  # what FSDP reduces where the weights are of a low precision and the norms are not
+    [BF16, F32, F32, BF16],  # what FSDP reduces if weights have a low precision and norms do not
     [F32, F16, BF16, F64],
 ]
 
@@ -45,7 +45,7 @@ def random_tensors(dtypes: list[torch.dtype], transposed: bool = False) -> list[
 
 
 def by_hand(tensors: list[torch.Tensor], num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the operator has to write for the first dimension, made of slices."""
+    """The expected output for the first dimension, made from slices."""
     rows: list[list[torch.Tensor]] = [[] for _ in range(num_chunks)]
     for tensor in tensors:
         length = -(-len(tensor) // num_chunks)
@@ -67,7 +67,7 @@ def empty_output(num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
 class TestFullyShardChunkCat(TestCase):
     @subtests(dtypes=DTYPES, out_dtype=[F32, BF16, F64], num_chunks=[1, 4], transposed=[False, True])
     def test_values(self, dtypes, out_dtype, num_chunks, transposed):
-        """To the bit what slices make, and what ``torch._chunk_cat`` makes of inputs that were cast before."""
+        """Bit by bit equal to slices, and to ``torch._chunk_cat`` of inputs that were cast before."""
         tensors = random_tensors(dtypes, transposed)
         self.assertEqual(tensors[0].is_contiguous(), not transposed)
         out = empty_output(num_chunks, out_dtype)
@@ -88,7 +88,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=DTYPES)
     def test_output_inside_a_larger_tensor(self, dtypes):
-        """The output may be a view with gaps: what lies in the gaps stays."""
+        """The output may be a view with gaps, which do not change."""
         tensors = random_tensors(dtypes)
         expected = by_hand(tensors, 4, F32)
         whole = torch.full((4, 2 * expected.size(1)), 7.0, device=get_devtype())
@@ -112,7 +112,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=[(F32, F32), (F32, BF16)])
     def test_wrong_inputs(self, dtypes):
-        """Each is refused before anything is written."""
+        """All are refused before anything is written."""
         tensors = [torch.ones(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(((3, 2), (4,)), dtypes)]
         out = torch.full((2, 6), 7.0, device=get_devtype())
         no_rows = [tensors[0], tensors[1][:0]]
@@ -151,7 +151,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=DTYPES)
     def test_fake_tensors(self, dtypes):
-        """Without data the operator does what it does to shapes and versions, and makes the same objections."""
+        """Without data the operator has the same effect on shapes and versions, and raises the same errors."""
         out_shape = empty_output(4, F32).shape
         with FakeTensorMode():
             tensors = [torch.empty(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(SHAPES, dtypes)]
@@ -161,14 +161,14 @@ class TestFullyShardChunkCat(TestCase):
             out = torch.empty(0, device=get_devtype())
             chunk_cat(tensors, 4, out)
             self.assertEqual((out.shape, out.dtype), (out_shape, F32))
-            logger = logging.getLogger("torch._subclasses.fake_tensor")  # which would print the stack that is wanted
+            logger = logging.getLogger("torch._subclasses.fake_tensor")  # it would print the expected stack
             with mock.patch.object(logger, "disabled", True):
                 with self.assertRaisesRegex(RuntimeError, "positive num_chunks"):
                     chunk_cat(tensors, 0, out)
 
     @subtests(dtypes=[DTYPES[0], DTYPES[2]], out_is_input=[True, False])
     def test_compile(self, dtypes, out_is_input):
-        """In a compiled function the output is written where it stands, and whoever reads it reads the new values."""
+        """In a compiled function the output is written in place, and later reads see the new values."""
 
         def layout(tensors: list[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
             out = given if out_is_input else torch.zeros_like(given)

@@ -26,7 +26,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, full, replicated
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each
 
-ITERATIONS = 2  # nothing steps and the input is fixed, so a third would repeat the second
+ITERATIONS = 2  # nothing steps and the input is fixed, so a third iteration would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
 
 
@@ -53,7 +53,7 @@ class _TestClipGradNormBase(FSDPTest):
             for module, module_optim in ((ref_model, ref_optim), (model, optim)):
                 module_optim.zero_grad()
                 output = full(module(inp))
-                # Of a layer norm's outputs the plain sum is zero, and so would be all gradients before it.
+                # The plain sum of a layer norm's outputs is zero, and then all gradients before it would be zero.
                 (output * torch.linspace(-1, 1, output.numel(), device=self.device).view_as(output)).sum().backward()
             ref_grads = [param.grad.detach().clone() for param in ref_model.parameters()]
             local_grads = [param.grad.to_local().clone() for param in model.parameters()]
@@ -81,7 +81,7 @@ class _TestClipGradNormBase(FSDPTest):
             self.assertEqual(norm_by_hand(clipped, norm_type).item(), max_norm, rtol=1e-5, atol=0)
 
     def _check_alike(self, norm: torch.Tensor, expected: torch.Tensor) -> None:
-        """The norm must be the expected one, and bit for bit that of all other ranks."""
+        """The norm must be the expected one, and bit for bit the same on all ranks."""
         self.assertIsInstance(norm, DTensor)
         self.assertEqual(found := norm.full_tensor(), expected)
         everywhere = [torch.empty_like(found) for _ in range(self.world_size)]
@@ -145,9 +145,8 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)
 
     def _uneven(self, mesh: DeviceMesh) -> tuple[nn.Sequential, list[torch.Tensor]]:
-        """Layers of 3, 6 and 1 features, sharded, after a backward: most have no row for the last rank.
-
-        The last takes no part in the loss. Returned with the gradients that the others must have.
+        """Sharded layers of 3, 6 and 1 features, after a backward. Most have no row for the last rank. The last layer
+        is not used in the loss. Returned with the expected gradients of the others.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 6), nn.Linear(6, 1)).to(self.device)
@@ -181,7 +180,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
     @skip_if_lt_x_gpu(4)
     def test_below_max_norm(self):
-        """Beyond upstream: gradients below the limit are left as they are."""
+        """Beyond upstream: gradients below the limit do not change."""
         model, ref_grads = self._uneven(make_mesh(self.world_size))
         before = [param.grad.to_local().clone() for param in list(model.parameters())[:4]]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 10 * norm_by_hand(ref_grads, 2).item())
@@ -192,7 +191,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(norm_type=[2.0, 1.0, 3.0])
     def test_norm_and_clip_apart(self, norm_type):
-        """Beyond upstream: first the norm, then the clipping, gives and costs what both in one do."""
+        """Beyond upstream: the norm and then the clipping have the same results and cost as both together."""
         (model, ref_grads), (split, _) = (self._uneven(make_mesh(self.world_size)) for _ in range(2))
         with CommDebugMode() as in_one:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)

@@ -79,30 +79,30 @@ def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
 
 
 def transformer(device: torch.device, **changes: Any) -> Transformer:
-    """The same weights on every rank."""
+    """A model with the same weights on every rank."""
     manual_seed(42)
     return tiny_transformer(**{"n_layers": 2, "weight_tying": False} | changes).to(device)
 
 
 def drawn(draw: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
-    """Numbers that depend on ``seed`` alone and leave the generator of the process as it is."""
+    """Random numbers that depend only on ``seed`` and do not change the process' generator."""
     return draw(generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def tokens(rank: int, step: int, device: torch.device) -> torch.Tensor:
-    """(2, 16) tokens, others for each rank and step."""
+    """(2, 16) tokens, different for each rank and step."""
     args = ModelArgs()
     draw = functools.partial(torch.randint, args.vocab_size, (2, args.max_seq_len))
     return drawn(draw, 100 * step + rank + 1, device)
 
 
 def rows(rank: int, step: int, device: torch.device, *shape: int) -> torch.Tensor:
-    """Normal numbers, others for each rank and step."""
+    """Normal numbers, different for each rank and step."""
     return drawn(functools.partial(torch.randn, shape), 100 * step + rank + 1, device)
 
 
 def move_gradients(source: nn.Module, target: nn.Module) -> None:
-    """Add the gradients of a replica that computes in another precision to those of the one that is trained."""
+    """Add the gradients of a replica in another precision to those of the trained model."""
     for param, computed in zip(target.parameters(), source.parameters()):
         grad, computed.grad = computed.grad.to(param.dtype), None
         param.grad = grad if param.grad is None else param.grad + grad
@@ -138,7 +138,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         return [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
 
     def _init_params(self, sizes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
-        """The same on every rank, though threads share one random generator."""
+        """Make parameters that are the same on every rank, although threads share one random generator."""
         manual_seed(42)
         params = [nn.Parameter(torch.randn(size, device=self.device)) for size in sizes]
         broadcast_parameters(nn.ParameterList(params))
@@ -199,7 +199,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_fp32(self):
-        """What is gathered is what was sharded, from shards of all ranks and from those after a forward."""
+        """The gathered parameters equal the original ones, from all ranks' shards and from those after a forward."""
         cases = [(False, False, True), (False, True, True), (False, True, 8), (True, False, True), (True, True, True)]
         originals = self._init_params(self._get_param_sizes())
         for async_op, new_streams, reshard_after_forward in cases:
@@ -231,7 +231,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_mixed_dtypes(self):
-        """Beyond upstream: parameters of several types travel together as bytes, and keep their type and value."""
+        """Beyond upstream: parameters of several dtypes are gathered together as bytes, and keep dtype and value."""
         originals = self._init_params([(17, 3), (5,), (64, 2), (33,)])
         for index, dtype in ((1, torch.bfloat16), (3, torch.float64)):
             originals[index] = nn.Parameter(originals[index].detach().to(dtype), requires_grad=False)
@@ -239,7 +239,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_shard_dim_1(self):
-        """Beyond upstream: shards along another dimension than the first come back in their places."""
+        """Beyond upstream: shards along another dimension than the first are gathered in the right order."""
         self._test_all_gather(self._init_params([(3, 32), (5, 16, 2)]), True, False, self._streams(False, 2), 1)
 
     @skip_if_lt_x_gpu(1)
@@ -271,14 +271,14 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     ) -> internals.Group:
         """Every rank gets its shard of the mean.
 
-        An element of a gradient is (rank mod 8 + its index mod 61) * 128: each sum is exact in float16 in whatever
-        order, the undivided sum of 16 ranks would overflow there, and a misplaced element is seen.
+        An element of a gradient is (rank mod 8 + its index mod 61) * 128: each sum is exact in float16 in any order,
+        the undivided sum of 16 ranks would overflow there, and a misplaced element is seen.
         """
         params = self._init_params(sizes)
         group = self._init_fsdp_param_group(params, True, shard_dim)
         group.comm_ctx.lazy_init(self.device)
         group.unshard()
-        group.wait_for_unshard()  # by which FSDP learns the shapes
+        group.wait_for_unshard()  # from which FSDP gets the shapes
         group.reshard()
         places = [(torch.arange(p.numel(), device=self.device) % 61).view_as(p) for p in params]
         grads = [(self.rank % 8 + place).float() * 128 for place in places]
@@ -314,13 +314,13 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     world_size = 4
 
     def _count(self, function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-        """What the function returns, and how many collectives of each kind it issues."""
+        """Return the function's result, and the number of collectives of each kind that it issues."""
         with CommDebugMode() as communication:
             result = function()
         return result, {str(operation): count for operation, count in communication.get_comm_counts().items()}
 
     def _check_counts(self, model: nn.Module, forward: int, backward: int) -> None:
-        """Two steps, each with these numbers of all-gathers and one reduce-scatter for every FSDP module."""
+        """Run two steps. Each must have these numbers of all-gathers, and one reduce-scatter for every FSDP module."""
         for step in range(2):
             output, counts = self._count(functools.partial(model, tokens(self.rank, step, self.device)))
             self.assertEqual(counts, {ALL_GATHER: forward})
@@ -339,7 +339,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_manual_reshard_with_reshard_after_forward_false(self):
-        """A module that was told to reshard between forward and backward is gathered again."""
+        """A module that was resharded by hand between forward and backward is gathered again."""
         model = shard_blocks(transformer(self.device, weight_tying=True), reshard_after_forward=False)
         modules = internals.fsdp_modules(model)
         output, counts = self._count(functools.partial(model, tokens(self.rank, 0, self.device)))
@@ -353,7 +353,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_set_reshard_after_forward(self):
         config = {"set_reshard_after_forward": [True, False, None], "recurse": [True, False]}
         self.run_subtests(config, self._test_set_reshard_after_forward_by_communication_count)
-        # Beyond upstream: the root, which by default keeps its parameters, reshards when it is told to.
+        # Beyond upstream: the root keeps its parameters by default, and reshards if it is set to.
         model = shard_blocks(transformer(self.device))
         model.set_reshard_after_forward(True, recurse=False)
         self._check_counts(model, len(model.layers) + 1, len(model.layers) + 1)
@@ -361,7 +361,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def _test_set_reshard_after_forward_by_communication_count(
         self, set_reshard_after_forward: bool | None, recurse: bool
     ) -> None:
-        """The setter overrides what the constructor was told, for the root alone or for all."""
+        """The setter overrides the constructor's argument, for the root only or for all modules."""
         value = set_reshard_after_forward
         model = transformer(self.device, weight_tying=True)
         blocks = len(model.layers)
@@ -428,7 +428,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             self.assertEqual(counts, {ALL_GATHER: 2, REDUCE_SCATTER: 2}, f"{evaluate=}")
 
     def _force_sum_if_needed(self, model: nn.Module, shape: tuple[int, ...], divide_factor: float) -> None:
-        """Have FSDP divide by itself where the backend cannot, as PREMUL_SUM does.
+        """Let FSDP divide if the backend cannot do it with PREMUL_SUM.
 
         FSDP asks for that operation unless the factor is the number of shards. With one shard nothing is
         reduce-scattered, and a forced sum would divide twice (``test_hsdp_of_one_shard_force_sum``).
@@ -444,12 +444,12 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         size = self.world_size
         shapes = [(size,), (size // 2, 2), (size, 1)]
         cases = [(factor, shape) for factor in (2 * size, size) for shape in shapes]
-        cases.append((2, (size // 2, 2)))  # which is the number of shards, and so divides in the reduce-scatter
+        cases.append((2, (size // 2, 2)))  # the number of shards, so the reduce-scatter divides
         self.run_subtests({"case": cases}, lambda case: self._test_set_reduce_scatter_divide_factor(*case))
         self._test_set_reduce_scatter_divide_factor_mixed_precision(size)
 
     def _test_set_reduce_scatter_divide_factor(self, divide_factor: float, shape: tuple[int, ...]) -> None:
-        """The root's own gradients are divided by the factor, those of the blocks by the world size as ever."""
+        """The root's own gradients are divided by the factor, those of the blocks by the world size as usual."""
         ref_model = transformer(self.device, n_layers=1)
         model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*shape), reshard_after_forward=False)
         model.set_gradient_divide_factor(divide_factor)
@@ -490,7 +490,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         check_sharded_parity(self, ref_model, model)
 
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
-        """A factor of 2 turns the sum over the replicas into half of it."""
+        """A factor of 2 halves the sum over the replicas."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
         fully_shard(model, mesh=self._mesh(self.world_size, 1), **kwargs)
         model.set_gradient_divide_factor(2.0)
@@ -518,7 +518,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)])
     def test_set_separate_reduce_scatter_group(self, shape):
-        """Beyond upstream: reductions move to one new group of the same ranks, and gradients stay bit for bit."""
+        """Beyond upstream: reductions use one new group of the same ranks, and gradients do not change by a bit."""
         mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
@@ -559,7 +559,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_set_reduce_scatter_max_input_buffers(self, shape, reshard_after_forward):
-        """All buffers are let go of at the end, and no number changes by a bit.
+        """All buffers are freed at the end, and no number changes by a bit.
 
         How many are kept until then is counted in test_fully_shard_memory.
         """
@@ -574,7 +574,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, max_input_buffers)
 
     def _train_three_steps(self, model: Any) -> list[dict[str, torch.Tensor]]:
-        """The loss, the gradients and the new parameters of each step."""
+        """Return the loss, the gradients and the new parameters of each step."""
         optims, values = optimizers(model, cls=ShardAdamW), []
         for step in range(3):
             loss = model(tokens(self.rank, step, self.device)).sum()
@@ -614,7 +614,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
     )
     def test_set_custom_comms(self, policy, shape):
-        """Beyond upstream: collectives of the user's, which keep their buffers, get every call and train alike.
+        """Beyond upstream: a user's collectives, which keep their buffers, get every call, and training does not
+        change.
 
         One of the layers is cut unevenly; the even steps accumulate a microbatch without a reduction before.
         """
@@ -656,7 +657,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
     def test_copies_of_a_group(self, dim):
-        """Beyond upstream: a group may copy in its own way what it has gathered and what it is to reduce."""
+        """Beyond upstream: a group may have its own functions that copy gathered parameters and gradients before the
+        reduction.
+        """
         manual_seed(42)
         weight = torch.randn(8, 4, device=self.device)
         model: Any = nn.Linear(4, 8, bias=False, device=self.device)
@@ -687,7 +690,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
-        """Beyond upstream: of the memory under each gradient a backend hears on which stream it will be read."""
+        """Beyond upstream: a backend is told on which stream the memory of each gradient will be read."""
         told: dict[int, Any] = {}
 
         def record(buffer: torch.Tensor, stream: Any) -> None:
@@ -704,7 +707,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
     @skip_if_lt_x_gpu(1)
     def test_readers_of_gradients_by_default(self):
-        """Beyond upstream: a backend that has no operator of its own for that has one that does nothing."""
+        """Beyond upstream: a backend without its own operator for that gets one that does nothing."""
         buffer = torch.arange(4.0, device=self.device)
         torch.ops.fsdp.record_grad_output_stream(buffer, 0, 0, 0)
         stream = torch.get_device_module(self.device.type).current_stream()
@@ -714,7 +717,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
-        """Beyond upstream: a module whose parameters have several meshes refuses one collective for all of them."""
+        """Beyond upstream: a module with parameters on several meshes refuses one collective for all of them."""
         linear = nn.Linear(8, 8, device=self.device)
         other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
         result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
@@ -823,9 +826,9 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
 
 
 class RecordingComm:
-    """Notes the arguments of each call, and keeps one buffer for what has ``numel`` elements.
+    """Records the arguments of each call, and keeps one buffer for ``numel`` elements.
 
-    Others are allocated anew each time: the output of a reduction becomes the gradient.
+    Others are allocated again each time: the output of a reduction becomes the gradient.
     """
 
     implements = ""
@@ -850,7 +853,7 @@ class RecordingComm:
         return self.buffer
 
     def take(self) -> list[Any]:
-        """The calls since the last time, as (sizes, type, operation)."""
+        """The calls since the last call of this method, as (sizes, dtype, operation)."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -942,7 +945,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         kinds: str = "UP",
         steps: int = 3,
     ) -> None:
-        """The same events in each step, and the gradients and updates of the replica."""
+        """Check that each step has these events, and the gradients and updates of the replica."""
         optims = optimizers(ref_model, model)
         with self._recorded(kinds) as events:
             for step in range(steps):
@@ -961,7 +964,9 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     def _init_transformer(
         self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
     ) -> tuple[Transformer, Any]:
-        """A replica and a model whose blocks and root are wrapped, without checkpoints or with those of two kinds."""
+        """A replica, and a model whose blocks and root are wrapped, without activation checkpoints or with two kinds of
+        them.
+        """
         args = {"n_layers": n_layers, "weight_tying": True}
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=checkpoint_impl == "utils")
@@ -984,7 +989,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         models = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
 
         def gathers_of(events: str) -> str:
-            """Without those in which nothing is gathered, since the group, or the root, has kept its parameters."""
+            """Leaves out events without a gather, because the group or the root has kept its parameters."""
             prefixes: dict[Any, str] = {False: "U", None: "Ub root"}
             kept = prefixes.get(reshard_after_forward, "none")
             return ", ".join(event for event in events.split(", ") if not event.startswith(kept))

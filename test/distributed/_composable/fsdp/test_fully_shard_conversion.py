@@ -80,12 +80,12 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     world_size = 2
 
     def _pair(self, **kwargs: Any) -> tuple[Model, Any]:
-        """A plain model, and an equal one to which FSDP is applied."""
+        """Return a plain model, and an equal one to which FSDP is applied."""
         plain = filled(Model(self.device))
         return plain, sharded(copy.deepcopy(plain), **kwargs)
 
     def _check_same(self, model: nn.Module, plain: nn.Module) -> None:
-        """Parameters, gradients and buffers must have the dtypes and, as a whole, the values of the plain model's."""
+        """Check that parameters, gradients and buffers have the dtypes and the full values of the plain model."""
         self.assertEqual([name for name, _ in model.named_parameters()], [name for name, _ in plain.named_parameters()])
         for name, param in model.named_parameters():
             ref_param = plain.get_parameter(name)
@@ -142,7 +142,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), shard_placement_fn=[None, shard_largest_dim])
     def test_before_first_forward(self, conversion, shard_placement_fn):
-        """The shards are those of the converted plain model, and train as it does."""
+        """The shards are those of the converted plain model, and train in the same way."""
         plain, model = self._pair(shard_placement_fn=shard_placement_fn)
         self._convert(conversion, plain, model)
         self._check_same(model, plain)
@@ -178,7 +178,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         except RuntimeError as refusal:
             self.assertIn("dtype", str(refusal))
             if not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS:
-                return  # nothing can be done with the model any more
+                return  # the model cannot be used any more
             model.reset_iter_state()
             plain.zero_grad()
             self._check_same(model, plain)
@@ -190,7 +190,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_integers_are_refused(self):
-        """No module is converted to integers. That changes nothing, and training goes on."""
+        """No module is converted to integers. That changes nothing, and training continues."""
         plain, model = self._pair()
         for step in range(2):
             for each in (plain, model):
@@ -203,7 +203,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(trained=[False, True])
     def test_repeat_after_failure(self, trained):
-        """A conversion that raised half way is completed by another one; each value is converted once."""
+        """If a conversion raised halfway, another one completes it, and each value is converted once."""
         plain, model = self._pair()
         if trained:
             self._backward(plain, model)
@@ -218,7 +218,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @torch_defect("fsdp2_failed_conversion_leaves_old_shards")
     @skip_if_lt_x_gpu(1)
     def test_train_after_failure(self):
-        """After a conversion that raised half way, a forward computes with the parameters as they are, or raises."""
+        """After a conversion that raised halfway, a forward computes with the current parameters, or raises."""
         plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=f32))
         self._backward(plain, model, bf16)
         with refusing(model.second.bias), contextlib.suppress(RuntimeError):
@@ -235,7 +235,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[torch.float64, None])
     def test_gradients_after_failure(self, grad_dtype):
-        """A conversion that raises leaves the gradients of parameters that ask for a dtype as they are."""
+        """A conversion that raises does not change the gradients of parameters with a grad_dtype."""
         model = filled(Model(self.device))
         for param in model.parameters():
             param.grad_dtype = grad_dtype
@@ -250,7 +250,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), grad_dtype=[torch.float64, None, f32])
     def test_grad_dtype_is_kept(self, conversion, grad_dtype):
-        """A parameter that asks for a dtype goes on to do so, and its gradient stays as it is. Others are converted."""
+        """A parameter keeps its grad_dtype, and its gradient is not converted. Others are converted."""
         model = filled(Model(self.device))
         for param in (model.first.weight, model.second.weight):
             param.grad_dtype = grad_dtype
@@ -293,7 +293,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(trained=[False, True], unsharded=[False, True])
     def test_to_host_and_back(self, trained, unsharded):
-        """Shards and their gradients move with the model, and train as if they had not."""
+        """Shards and their gradients move with the model, and training does not change."""
         plain, model = self._pair()
         if trained:
             self._backward(plain, model)

@@ -85,7 +85,7 @@ TWO_TENSOR_PRE_ALL_GATHER = {1: two_tensor_fsdp_pre_all_gather_v1, 2: two_tensor
 
 
 class BFloat16AllGatherTensor(torch.Tensor):
-    """A tensor that travels as bfloat16. Short shards are padded with NaN, which is seen wherever padding leaks."""
+    """A tensor that is gathered as bfloat16. Short shards are padded with NaN, which shows wherever padding leaks."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, pad_in_pre_all_gather: bool = True) -> BFloat16AllGatherTensor:
@@ -160,14 +160,14 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
 
 class ReleasingTensor(BFloat16AllGatherTensor):
-    """The same, which does not need what was gathered once its post-hook has run."""
+    """The same tensor, but it does not need the gathered tensors after its post-hook has run."""
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
 
 
 class Extension:
-    """Hooks on one local tensor, not on its class; they remember what FSDP hands them.
+    """Hooks on one local tensor and not on its class, which record what FSDP passes to them.
 
     ``encode(shard)`` gives the tensors to gather and the metadata, ``decode(gathered, metadata)`` the whole parameter.
     """
@@ -232,7 +232,7 @@ def as_bfloat16(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
 
 
 def as_int8_and_scale(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Two gathered tensors of different type; each rank has a scale of its own."""
+    """Two gathered tensors of different dtypes. Each rank has its own scale."""
     scale = shard.abs().amax().reshape(1) / 127
     return ((shard / scale).round().to(torch.int8), scale), None
 
@@ -255,12 +255,12 @@ def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extend(module: nn.Module, encode: Callable = as_it_is, decode: Callable = the_only_one) -> dict[str, Extension]:
-    """Bind hooks on the local tensors of a sharded module; by name."""
+    """Bind hooks to the local tensors of a sharded module. Returns them by name."""
     return {name: Extension(local, encode, decode) for name, local in local_tensors(module).items()}
 
 
 def gather_rows(local: torch.Tensor) -> torch.Tensor:
-    """The whole of evenly sharded rows, gathered without FSDP."""
+    """The full tensor of evenly sharded rows, gathered without FSDP."""
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(shards, local.detach().contiguous())
     return torch.cat(shards)
@@ -273,7 +273,7 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
-        """Put the hooks on ``TwoTensor`` itself. A rank that fails leaves them to those that still run."""
+        """Put the hooks on ``TwoTensor`` itself. A rank that fails leaves them, because other ranks still use them."""
         hooks = (TWO_TENSOR_PRE_ALL_GATHER[pre_all_gather_version], two_tensor_fsdp_post_all_gather)
         with _class_patch_lock:
             for name, hook in zip(HOOKS, hooks, strict=True):
@@ -301,7 +301,7 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
         return model
 
     def _input(self, dim: int, seed: int = 42) -> torch.Tensor:
-        """Positive, (2, dim), another for each rank."""
+        """Positive, (2, dim), different on each rank."""
         return uniform(2, dim, seed=seed + self.rank + 1)
 
     def _fully_shard_all(self, model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
@@ -326,7 +326,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         for step in range(10):
             ref_loss, loss = ref_model(inp).sum(), model(inp).sum()
             self.assertGreater(ref_loss.a.item(), 0)
-            self.assertIsInstance(loss, TwoTensor)  # a plain one would mean that the hooks were passed over
+            self.assertIsInstance(loss, TwoTensor)  # a plain tensor would mean that the hooks were ignored
             self.assertEqual((loss.a, loss.b), (ref_loss.a, ref_loss.b))
             ref_loss.backward()
             loss.backward()
@@ -337,7 +337,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         check_sharded_parity(self, ref_model, model)
 
     def _check_parts(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Compare both parts, where check_sharded_parity compares TwoTensors by ``a`` alone, and slowly."""
+        """Compare both parts. check_sharded_parity is slow, and compares only the ``a`` of TwoTensors."""
         shard_of = functools.partial(chunk_of, index=self.rank, chunks=self.world_size)
         params = dict(model.named_parameters())
         self.assertEqual(list(params), [name for name, _ in ref_model.named_parameters()])
@@ -572,7 +572,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def test_one_unpadded_payload_of_two_is_refused(self):
         """Beyond upstream: every tensor that a short shard gathers must be padded, the second as well."""
         layer = fully_shard(positive(nn.Linear(3, 9, bias=False, device=self.device)))
-        internals.initialize_lazily(layer)  # here 2.9 replaces the tensor of a short shard, and with it its hooks
+        internals.initialize_lazily(layer)  # torch 2.9 replaces the tensor of a short shard here, without its hooks
         extend(layer, lambda shard: ((shard.new_zeros(2, 3), shard), None))
         (fsdp_param,) = internals.group_of(layer).fsdp_params
         fsdp_param._init_extensions()
@@ -594,7 +594,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_released_all_gather_outputs(self, reshard_after_forward):
-        """Beyond upstream: what was gathered is freed before forward and backward need the parameter, if so asked."""
+        """Beyond upstream: what was gathered is freed before forward and backward need the parameter, if requested."""
         gathered = self._test_bfloat16_all_gather_numerics(ReleasingTensor, reshard_after_forward)
         self.assertEqual(gathered, [0] * 6)
 
@@ -678,7 +678,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_hook_arguments(self):
-        """Beyond upstream: the hooks are told mesh, layout of the whole, owner, policy, and the dtype to make."""
+        """Beyond upstream: the hooks get the mesh, the layout of the full tensor, the owner, the policy, and the
+        requested dtype.
+        """
         mesh = make_mesh(self.world_size)
         for param_dtype in (None, torch.bfloat16):
             policy = MixedPrecisionPolicy(param_dtype=param_dtype)
@@ -716,7 +718,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank(self):
-        """Beyond upstream: without a collective the hooks run all the same."""
+        """Beyond upstream: the hooks run even without a collective."""
         layer, extension = self._alone(as_bfloat16, the_only_one)
         inp = self._input(4)
         for _ in range(2):

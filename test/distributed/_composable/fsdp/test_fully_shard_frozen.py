@@ -41,7 +41,7 @@ def train_only(model: nn.Module, trainable: Callable[[str], bool]) -> None:
 
 
 class MultiForward(nn.Module):
-    """Calls a trainable and a frozen layer three times in turn, with additions that autograd does not see."""
+    """Calls a trainable and a frozen layer alternately three times, with additions outside of autograd."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:
-        """One entry for each group that autograd, not the final callback, told that its backward is over."""
+        """Records each group whose backward was ended by autograd and not by the final callback."""
         calls: list[int] = []
         original = internals.fsdp2_param_group.RegisterPostBackwardFunction.backward
 
@@ -75,14 +75,14 @@ class TestFullyShardFrozen(FSDPTest):
             yield calls
 
     def _inputs(self, seed: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-        """Other numbers for each rank and seed, drawn apart from the parameters."""
+        """Numbers that differ by rank and seed, and do not depend on the parameters."""
         manual_seed(100 * seed + self.rank + 1)
         return torch.randn(shape, device=self.device, requires_grad=requires_grad)
 
     def _check_step(
         self, ref_model: nn.Module, model: nn.Module, optims: list[torch.optim.Optimizer], iteration: int, dim: int
     ) -> None:
-        """Both models must have the same loss, and after a step the same gradients and parameters."""
+        """Check that both models have the same loss, gradients, and parameters after a step."""
         inp = self._inputs(iteration, 8, dim)
         losses = []
         for module, optim in zip((ref_model, model), optims):
@@ -133,7 +133,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[False, True, 2], unfreeze_params=[False, True])
     def test_train_mixed_requires_grad_across_groups(self, reshard_after_forward, unfreeze_params):
-        """Whole groups are frozen, in turn with trainable ones, until the last iteration perhaps."""
+        """Frozen groups alternate with trainable ones, some of them until the last iteration."""
         manual_seed(42)
         modules: list[nn.Module] = []
         for _ in range(6):
@@ -222,7 +222,8 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False], input_requires_grad=[False, True])
     def test_communication(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: who gathers, who reduces, and whose backward autograd ends, exactly, at every iteration.
+        """Beyond upstream: which groups gather, which reduce, and whose backward autograd ends, exactly and in every
+        iteration.
 
         A frozen group is gathered, for the gradient of its input too, and never reduced.
         """
@@ -256,7 +257,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[False, True])
     def test_toggle_every_iteration(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: what is reduced follows what is trainable, from one iteration to the next."""
+        """Beyond upstream: in each iteration the reduced parameters are those that are trainable."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model), reshard_after_forward=reshard_after_forward)

@@ -1,6 +1,6 @@
 """The dtype of FSDP2's gradients: in which they wait, in which ranks send them, and in which a parameter gets them.
 
-A parameter asks for a dtype by ``grad_dtype``: one that it names, its own unless it is set, or with an explicit None
+A parameter requests a dtype with ``grad_dtype``: one that it names, its own unless it is set, or with an explicit None
 whatever autograd computes. The gradients are numbers that float32 holds and bfloat16 rounds, so that each value tells
 the dtypes that it went through.
 """
@@ -150,7 +150,9 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[bf16, f16])
     def test_reduce_in_param_dtype(self, param_dtype):
-        """Whoever asks for it has the gradients reduced as they were computed, on every version of torch."""
+        """If ``reduce_dtype`` is ``param_dtype``, gradients are reduced as they were computed, on every version of
+        torch.
+        """
         layer = self._layer(f32, UNSET, mp_policy=MixedPrecisionPolicy(param_dtype, param_dtype))
         bit = torch.finfo(param_dtype).eps
         self._backward(layer, 1 + bit * self.rank)
@@ -210,7 +212,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(frozen=[True, False], storage=[f32, bf16])
     def test_unused_and_frozen_do_not_widen(self, frozen, storage):
-        """What has no gradient has no say in the dtype of the reduction either, in whatever dtype it asks for one."""
+        """A parameter without a gradient does not influence the dtype of the reduction, whatever its grad_dtype is."""
         model = Products(self.device, f32, 3, 2, 4)
         ask_for(model.weights[0], bf16)
         ask_for(model.weights[2], bf16)
@@ -249,7 +251,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
     def test_unused_of_any_dtype_is_refused(self):
-        """Where a parameter takes any dtype nobody knows that of a missing gradient. All ranks raise, none waits."""
+        """If a parameter accepts any dtype, that of a missing gradient is unknown. All ranks raise, and none waits."""
         model = Products(self.device, f32, 3, 2)
         ask_for(model.weights[1], None)
         fully_shard(model).set_reduce_scatter_unused_params(True)

@@ -144,7 +144,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(rank=[0, 1, 2, 3], value=[math.inf, -math.inf, math.nan], layer=[0, 1])
     def test_any_rank_any_value(self, rank, value, layer):
-        """Beyond upstream: whoever finds whatever is not finite, in whichever parameter, all ranks hear of it."""
+        """Beyond upstream: if one rank finds a number that is not finite in any parameter, all ranks learn of it."""
         model = self._sharded(self._two_linears())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         scaler = self._scaler()

@@ -324,7 +324,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(groups=[1, 2])
     def test_tied_parameter(self, groups):
-        """Beyond upstream: a parameter of two modules, ignored, stays that of both, be they in one group or in two."""
+        """Beyond upstream: a parameter of two modules, ignored, stays that of both, in one group or in two."""
         ref_model = filled(Tied(self.device))
         model = copy.deepcopy(ref_model)
         weight = model.first.weight

@@ -59,7 +59,7 @@ def full_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 class InitTest(FSDPTestMultiThread):
     def _input(self, *shape: int, seed: int | None = None) -> torch.Tensor:
-        """Positive numbers, others for each rank, or for each seed where one is given."""
+        """Positive numbers that differ by rank, or by seed if one is given."""
         return uniform(*shape, seed=1 + (self.rank if seed is None else seed))
 
     def _tokens(self, seed: int | None = None) -> torch.Tensor:

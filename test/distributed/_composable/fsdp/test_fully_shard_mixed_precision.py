@@ -2,7 +2,7 @@
 cast to on the way in and out.
 
 The trainings are compared bit for bit with replicas that cast by hand. They use two ranks: a sum of two numbers
-does not depend on the order of the summands, in whatever precision.
+does not depend on the order of the summands, in any precision.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_group_as_root(self):
-        """Beyond upstream: a group of modules cannot be the root, since nobody knows when its forward begins."""
+        """Beyond upstream: a group of modules cannot be the root, because it is unknown when its forward begins."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(list(model))
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):

@@ -357,7 +357,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[3, 5], how=["plain", "sharded", "full"])
     def test_optimizer_state_round_trip(self, dim, how):
-        """Beyond upstream: from a saved model and optimizer training goes on bit for bit as if uninterrupted."""
+        """Beyond upstream: from a saved model and optimizer training continues bit for bit as if uninterrupted."""
         model = self._shard_two_linears(self._two_linears(dim))
         adam = functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True)
         optim = adam(model.parameters())

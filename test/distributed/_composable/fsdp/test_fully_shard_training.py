@@ -235,7 +235,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
     def test_to_float64_after_init(self, dim):
         """A model that is sharded and then converted trains as one that was converted and never sharded.
 
-        Three rows leave the second rank with padding, which has to be made anew.
+        Three rows leave the second rank with padding, which has to be made again.
         """
         model = broadcast_parameters(MLP(dim, self.device))
         ref_model = copy.deepcopy(model).to(torch.float64)
@@ -292,7 +292,7 @@ class SingleGroupTest(TrainingMixin):
 
 
 # Which calls come late. Without streams nothing of a rank overlaps, so all delays at once serve: the ranks then come
-# late by different times, and whoever does not wait for the others reads what they have not yet sent.
+# delayed by different times, so a rank that does not wait for the others reads what they have not sent yet.
 MOMENTS = ("after forward", "before all-gather", "before reduce-scatter", "before optimizer")
 
 
@@ -904,7 +904,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             for each, optim in zip((fresh, model), optims):
                 optim.zero_grad()
                 loss_of(each(inp)).backward()
-            # Also the first forward was the root's, and began anew: only then does the root take the event.
+            # Also the first forward was the root's, and began again: only then does the root take the event.
             self.assertIs(roots.pop(), internals.state_of(model))
             self.assertIsNone(iteration.post_optim_event)
             check_parity(self, fresh, model, rtol=0, atol=0)

@@ -50,7 +50,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def unsharded(model: Any) -> Parameters:
     """The parameters of all groups as they are while they are unsharded, by name. They are sharded again afterwards.
 
-    The objects stay the same ones for good, so that later they tell where their memory is, if they have any.
+    The objects always stay the same, so that they show later where their memory is, if they have any.
     """
     for module in fsdp_modules(model):
         module.unshard()
@@ -299,7 +299,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2])
     def test_exception_in_forward(self, reshard_after_forward):
-        """The memory outlives an iteration that raises and is given up; training goes on in it."""
+        """The memory outlives an iteration that raises and is given up; training continues in it."""
         ref_model = self._plain()
         model = shard(self._plain(), reshard_after_forward=reshard_after_forward)
         model.set_keep_unsharded_storage(True)

@@ -305,7 +305,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_async_save_that_fails(self, model_type):
-        """Beyond upstream: one rank cannot write. The future says so on all ranks, and training goes on."""
+        """Beyond upstream: one rank cannot write. The future says so on all ranks, and training continues."""
 
         class BrokenWriter(FileSystemWriter):
             def write_data(writer, *args: Any, **kwargs: Any) -> Any:
@@ -363,7 +363,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_scheduler_and_random_state(self):
-        """Beyond upstream: with its learning rate and its random numbers a training goes on bit for bit."""
+        """Beyond upstream: with its learning rate and its random numbers a training continues bit for bit."""
 
         def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3)).to(self.device)
@@ -454,7 +454,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     def test_save_while_gathered(self):
         """Beyond upstream: an evaluation leaves FSDP2's parameters gathered. A checkpoint then has the shards, and
-        training goes on."""
+        training continues."""
         run = Run(TYPES["FSDP2"]).train(range(2))
         wanted = run.full()
         assert isinstance(run.model, FSDPModule)

@@ -166,7 +166,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on(self):
-        """Beyond upstream: saved after two steps and loaded into a fresh model, training goes on as that of a plain
+        """Beyond upstream: saved after two steps and loaded into a fresh model, training continues as that of a plain
         model with all experts."""
         self._test_training_goes_on(idle=None)
 

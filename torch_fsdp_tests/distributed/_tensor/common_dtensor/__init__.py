@@ -1,7 +1,7 @@
 """Models and test cases for tests of DTensor and tensor parallelism.
 
-Stands where ``torch/testing/_internal/distributed/_tensor/common_dtensor.py`` stands, as far as FSDP's tests use it.
-``DEVICE_TYPE``, ``PG_BACKEND`` and ``NUM_DEVICES`` are looked up when they are asked for.
+Replaces the parts of ``torch/testing/_internal/distributed/_tensor/common_dtensor.py`` that FSDP's tests use.
+``DEVICE_TYPE``, ``PG_BACKEND`` and ``NUM_DEVICES`` are looked up when they are used.
 """
 
 from __future__ import annotations

@@ -29,35 +29,35 @@ else:
 
 __unittest = True
 
-MOST_DEVICES = 4  # more ranks show nothing that 4 do not, as upstream has it
+MOST_DEVICES = 4  # as upstream: 4 ranks are enough
 
 Test = Callable[..., Any]
 
 
 def num_devices() -> int:
-    """World size of a test that states none: that of the device under test, at most 4."""
+    """The default world size of a test: that of the device under test, but at most 4."""
     return min(MOST_DEVICES, accelerator.current().ranks)
 
 
 def skip_unless_torch_gpu(method: Test) -> Test:
-    """Skip unless the default number of ranks finds room: devices, or the CPU, which upstream's would refuse."""
+    """Skip unless there is room for the default number of ranks. Unlike upstream's, accepts the CPU."""
     return requires(lambda: accelerator.current().lacks_room_for(num_devices()))(method)
 
 
 class DTensorTestMixin(_Base):
-    """What the DTensor test cases have in common."""
+    """What all DTensor test cases share."""
 
     rank: int
     world_size: Any
 
     @property
     def is_local_tensor_enabled(self) -> bool:
-        """Whether one process plays all ranks; never here."""
+        """Whether one process simulates all ranks. Always False here."""
         return False
 
     @property
     def device_type(self) -> str:
-        """The type of the device under test; upstream's turns to the CPU where devices are few, ours skips."""
+        """The type of the device under test. With too few devices, upstream uses the CPU; here the test skips."""
         return accelerator.current().type
 
     def build_device_mesh(self) -> DeviceMesh:
@@ -66,11 +66,11 @@ class DTensorTestMixin(_Base):
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
-        """:meth:`build_device_mesh`, built once a test; a test may assign its own."""
+        """The mesh of :meth:`build_device_mesh`, which is built once per test. A test may assign its own."""
         return self.build_device_mesh()
 
     def init_manual_seed_for_rank(self) -> None:
-        """Give each rank random numbers of its own."""
+        """Seed each rank differently."""
         torch.manual_seed(self.rank)
 
     def run_subtests(self, *args: Any, **kwargs: Any) -> None:
@@ -78,8 +78,7 @@ class DTensorTestMixin(_Base):
         run_subtests(self, *args, **kwargs)
 
     def _test_op_on_dtensor(self, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Fail unless the operator gives on DTensors what it gives on the full tensors. All outputs must be
-        DTensors."""
+        """Fail unless the operator gives the same for DTensors and full tensors. All outputs must be DTensors."""
 
         def full(value: Any) -> Any:
             return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
@@ -90,7 +89,7 @@ class DTensorTestMixin(_Base):
 
 
 class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
-    """Every test runs in ``world_size`` rank processes; :func:`with_comms` gives it a process group.
+    """Every test runs in ``world_size`` rank processes. :func:`with_comms` makes its process group.
 
     ``world_size`` is that of the device under test, at most 4. As with ``FSDPTest``, a device without a runtime of
     its own gets the substitutes of :mod:`torch_fsdp_tests.substitutes`.
@@ -110,7 +109,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
         self._spawn_processes()
 
     def init_pg(self, eager_init: bool, backend: str | None = None) -> None:
-        """Make the default group, of :attr:`backend` or the given one; ``eager_init`` connects its ranks at once."""
+        """Make the default group with :attr:`backend` or the given one. ``eager_init`` connects its ranks at once."""
         device = accelerator.current()
         mine = device.bind(self.rank)
         substitutes.install(device)
@@ -124,7 +123,7 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
         )
 
     def destroy_pg(self, device_id: int | None = None) -> None:
-        """Wait for all ranks, over the given device or this rank's own, and end the default group."""
+        """Wait for all ranks, over the given device or this rank's device, and destroy the default group."""
         if device_id is None:
             device_id = accelerator.current().device(self.rank).index
         dist.barrier(device_ids=None if device_id is None else [device_id])
@@ -134,8 +133,8 @@ class DTensorTestBase(DTensorTestMixin, MultiProcessTestCase):
 def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> Any:
     """Run a test method between ``init_pg`` and ``destroy_pg`` of its test case; with arguments or without parentheses.
 
-    A test case without ``init_pg`` has its group already. After an exception the group is left to the harness: the
-    other ranks may be in a collective, and there is nothing to wait for.
+    A test case without ``init_pg`` has its group already. After an exception the harness ends the group, because the
+    other ranks may be in a collective.
     """
 
     def decorator(func: Test) -> Test:
@@ -153,7 +152,7 @@ def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> A
 
 
 class DTensorContinuousTestBase(DTensorTestMixin, MultiProcContinuousTest):
-    """As :class:`DTensorTestBase`, but the ranks and their process group stay for all tests of the class."""
+    """Like :class:`DTensorTestBase`, but the ranks and their process group stay for all tests of the class."""
 
     device_type = DTensorTestMixin.device_type  # type: ignore[assignment]  # upstream's is a property here, too
 
@@ -184,7 +183,7 @@ class DTensorOpTestBase(DTensorTestMixin, MultiThreadedTestCase):
 def map_local_tensor_for_rank(
     tensor: torch.Tensor, rank: int, func: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> torch.Tensor:
-    """``func(tensor, rank)``: each rank is a process or thread here, never one process that plays them all."""
+    """``func(tensor, rank)``: here each rank is a process or a thread."""
     return func(tensor, rank)
 
 

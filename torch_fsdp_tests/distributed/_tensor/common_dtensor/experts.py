@@ -1,7 +1,7 @@
-"""Expert layers, and three ways to spread them over a mesh.
+"""Expert layers, and three ways to distribute them over a mesh.
 
-Every expert sees every token, and a token's output is the mean over all experts: there is no router, so that a
-parallel run can be compared with a plain one number by number.
+There is no router. Every expert gets every token, and a token's output is the mean over all experts, so that a parallel
+run can be compared exactly with a plain one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ _HIDDEN_DIM = {"w1": 1, "w2": 2}
 class Experts(nn.Module):
     """The sum of ``num_experts`` bias-free two-layer networks, (tokens, dim) to (tokens, dim).
 
-    ``w1`` has the shape (num_experts, hidden_dim, dim), ``w2`` (num_experts, dim, hidden_dim). Where they are
-    DTensors the sum is over the local experts or the local part of their hidden units, and the parallel style adds up
-    the rest.
+    ``w1`` has the shape (num_experts, hidden_dim, dim), ``w2`` (num_experts, dim, hidden_dim). If they are DTensors,
+    the sum is over the local experts or the local part of their hidden units, and the parallel style adds the rest.
     """
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
@@ -59,7 +58,7 @@ class ExpertLayer(nn.Module):
 def _converted(x: torch.Tensor, mesh: DeviceMesh, have: Placement, want: Placement) -> torch.Tensor:
     """The local tensor after a change of placement over ``mesh``.
 
-    The gradient of a replicated result is a part of the sum on each rank, since each rank uses it differently.
+    The gradient of a replicated result is a partial sum on each rank, because each rank uses the result differently.
     """
     grad_placements = [Partial()] if want == Replicate() and have != Partial() else None
     moved = DTensor.from_local(x, mesh, [have]).redistribute(mesh, [want])
@@ -67,7 +66,7 @@ def _converted(x: torch.Tensor, mesh: DeviceMesh, have: Placement, want: Placeme
 
 
 def _between(module: nn.Module, mesh: DeviceMesh, outside: tuple[Placement, Placement]) -> None:
-    """Have the module get its whole input, from the first placement outside, and add up its output into the second."""
+    """Gather the module's input from the first placement, and reduce its output to the second."""
     have, want = outside
 
     def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -89,8 +88,7 @@ def _distribute(experts: nn.Module, mesh: DeviceMesh, *styles: str) -> None:
 
 
 class TensorParallelForExpert(ParallelStyle):
-    """Spread the hidden units of :class:`Experts` over the mesh; tokens come and go replicated, or in the given
-    layouts."""
+    """Distribute the hidden units of :class:`Experts` over the mesh. Tokens are replicated or as given."""
 
     def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None) -> None:
         super().__init__()
@@ -104,7 +102,9 @@ class TensorParallelForExpert(ParallelStyle):
 
 
 class ExpertParallel(ParallelStyle):
-    """Spread whole experts over the mesh: each rank sees the tokens of all, and gets its own tokens' outputs back."""
+    """Distribute whole experts over the mesh. Each rank gets the tokens of all ranks, and the outputs of its own
+    tokens.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, "expert")
@@ -115,7 +115,7 @@ class ExpertParallel(ParallelStyle):
 class ExpertParallelWithTP(ParallelStyle):
     """Both at once, for an :class:`ExpertLayer`: whole experts over ``ep_mesh``, their hidden units over ``tp_mesh``.
 
-    ``tokens`` is how those of one expert-parallel rank lie over ``tp_mesh``, replicated by default.
+    ``tokens`` is the placement of one expert-parallel rank's tokens over ``tp_mesh`` (default: replicated).
     """
 
     def __init__(self, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, tokens: Placement | None = None) -> None:

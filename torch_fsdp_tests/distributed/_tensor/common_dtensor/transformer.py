@@ -49,8 +49,8 @@ class ModelArgs:
 def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Scaled dot product attention over (batch, heads, sequence, head_dim).
 
-    DTensor has sharding rules for the fused kernels of some devices alone. Each rank attends with its local tensors,
-    which is the same, since tensor parallelism shards heads and a head knows nothing of another.
+    DTensor has sharding rules only for the fused kernels of some devices. So each rank attends with its local tensors.
+    The result is the same, because tensor parallelism shards heads, and heads are independent.
     """
     if not isinstance(queries, DTensor):
         return F.scaled_dot_product_attention(queries, keys, values, **kwargs)
@@ -60,7 +60,8 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **k
 
 
 class Attention(nn.Module):
-    """Self-attention over (batch, sequence, dim). Raises ``ValueError`` unless the heads divide the width.
+    """Self-attention over (batch, sequence, dim). Raises ``ValueError`` unless the width is divisible by the number of
+    heads.
 
     ``n_heads`` is the number of heads in the projections that forward sees: under tensor parallelism with local outputs
     that of one rank.
@@ -90,7 +91,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """(..., dim) to (..., dim) by way of ``hidden_dim`` and a GELU, with dropout at the end."""
+    """From (..., dim) to (..., dim), with ``hidden_dim`` hidden units, a GELU, and dropout at the end."""
 
     def __init__(self, dim: int, hidden_dim: int, dropout_p: float) -> None:
         super().__init__()
@@ -165,8 +166,8 @@ class Transformer(nn.Module):
 
         With ``use_seq_parallel`` activations between the layers are sharded along the sequence. With
         ``local_output_for_attn`` the attention projections give plain local tensors and each rank attends over its own
-        heads. Without ``ep_mesh`` experts are spread over ``tp_mesh``. A tied weight stays tied.
-        Raises ``TypeError`` for another module and ``ValueError`` without any mesh.
+        heads. Without ``ep_mesh`` experts are distributed over ``tp_mesh``. A tied weight stays tied. Raises
+        ``TypeError`` for another module and ``ValueError`` without any mesh.
         """
         if not isinstance(module, Transformer):
             raise TypeError(f"this parallelizes a Transformer, not a {type(module).__name__}")
@@ -187,7 +188,7 @@ class Transformer(nn.Module):
                 parallelize_module(block, tp_mesh, plan)
                 if local_output_for_attn:
                     block.attention.n_heads = module.model_args.n_heads // tp_mesh.size()
-            # A tied weight is sharded twice, alike: the embedding by rows of its table, the output by columns.
+            # A tied weight is sharded twice in the same way: the embedding by rows of its table, the output by columns.
             parallelize_module(module.output, tp_mesh, _output_style(use_seq_parallel))
             if module.model_args.weight_tying:
                 module.output.weight = module.tok_embeddings.weight
@@ -198,7 +199,7 @@ class Transformer(nn.Module):
 
 
 def _between_blocks(use_seq_parallel: bool) -> Placement:
-    """How activations of shape (batch, sequence, dim) lie between the layers."""
+    """The placement of activations of shape (batch, sequence, dim) between the layers."""
     return Shard(1) if use_seq_parallel else Replicate()
 
 
@@ -233,7 +234,7 @@ def _feed_forward_plan(use_seq_parallel: bool) -> Plan:
 
 
 def _expert_tokens(use_seq_parallel: bool) -> Placement:
-    """How the tokens that experts see lie: batch and sequence are one dimension to them."""
+    """The placement of the experts' tokens. For them batch and sequence are one dimension."""
     return Shard(0) if use_seq_parallel else Replicate()
 
 
