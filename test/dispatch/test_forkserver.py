@@ -1,4 +1,4 @@
-"""Files whose processes are forked off one that has imported torch: they see, do and leave what others would."""
+"""Files whose processes are forked from one that has imported torch behave like files in fresh interpreters."""
 
 import json
 import re
@@ -58,7 +58,7 @@ class TestForkServer(TreeCase):
         return self.check({"test_0": FIRST, **named}, ["-j1", "--keep-going"], passed + 1, **expected)
 
     def test_nothing_shows(self):
-        """A forked process looks into itself, and sees what one with an interpreter of its own does."""
+        """A forked process inspects itself, and sees what a fresh interpreter sees."""
         sight = self.root / "sight"
         look = SEES.format(file=str(sight)) + PASS
         process_ids, sights = [], []

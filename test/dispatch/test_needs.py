@@ -1,4 +1,4 @@
-"""What the planner reads in the shipped test files, against what their tests ask for once they are imported."""
+"""Compares what the planner reads in the test files with what their tests request after an import."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ RANKS, FEW_RANKS = 5, 3  # numbers that no test states
 
 @dataclasses.dataclass(frozen=True)
 class Roomy(Accelerator):
-    """A device with room for any number of ranks, which notes for how many it is asked."""
+    """A device with room for any number of ranks, which records how many are requested."""
 
     asked: list[int] = dataclasses.field(default_factory=list)
 

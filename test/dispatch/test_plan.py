@@ -1,4 +1,4 @@
-"""Planning, selecting and lending, with numbers and names alone."""
+"""Tests of planning, selecting and lending that only use numbers and names."""
 
 import ast
 import contextlib
@@ -93,7 +93,7 @@ class TestShards(unittest.TestCase):
             a | TestRun("g")
 
     def test_parts_by_what_they_run(self):
-        """Against sets of tests: nothing is lost, and nothing is too much where the terms allow to say it."""
+        """Compared with sets of tests, nothing is lost, and nothing is added if the part can be expressed exactly."""
         universe = {f"{cls}.{test}" for cls in "AB" for test in ("t1", "t2")}
         names = ["A", "B", "A.t1", "A.t2", "B.t1"]
         choices = [frozenset(c) for n in range(3) for c in itertools.combinations(names, n)]
@@ -249,7 +249,7 @@ class TestDevices(unittest.TestCase):
         with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
             found = find("foo", None, {})
             self.assertTrue(found.is_lent_whole)
-            self.assertIn("each file is lent all 3 of them, one file at a time", found.remark or "")
+            self.assertIn("each file gets all 3 of them, one file at a time", found.remark or "")
             self.assertEqual(found.environment((0, 1, 2)), {})
             with self.assertRaisesRegex(ConfigurationError, "--devices: .* lent whole or not at all"):
                 find("foo", ("0",), {})
@@ -261,7 +261,7 @@ class TestDevices(unittest.TestCase):
     def test_plan_of_devices_that_are_lent_whole(self):
         with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
             for names, status, words in (
-                ((), ExitStatus.OK, "each file is lent all 3 of them"),
+                ((), ExitStatus.OK, "each file gets all 3 of them"),
                 (("--devices", "0"), ExitStatus.REFUSED, "leave the option out"),
             ):
                 arguments = ["--device", "foo", *names, "-i", "dispatch/test_plan", "--dry-run", "--json"]
@@ -326,7 +326,7 @@ class TestDevices(unittest.TestCase):
 
 
 class TestNeeds(unittest.TestCase):
-    """Where the default number of ranks is 4, and a few are 2."""
+    """The default number of ranks is 4 here, and a few ranks are 2."""
 
     def of(self, source: str) -> tuple[int, int]:
         found = needs_of(source, 4, 2)
@@ -559,7 +559,7 @@ class TestOptions(unittest.TestCase):
             ("--timeout", "1e308"): "'1e308' is not a number of seconds greater than 0 and up to 31622400",
             ("--slow-after", "nan"): "'nan' is not a number of seconds",
             ("--devices", "1,1"): "names a device twice",
-            ("--json",): "--json belongs to --dry-run",
+            ("--json",): "--json can only be used with --dry-run",
             ("--compare", "/nowhere"): "there is no file /nowhere",
             ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",
             ("--rerun-disabled-tests",): "needs a list",
@@ -571,7 +571,7 @@ class TestOptions(unittest.TestCase):
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "a whole number from 1 to 604800"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "a whole number from 1 to 604800"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "a whole number from 1 to 604800"),
-            ("TORCH_FSDP_TESTS_START", "nope", "it can be fork or spawn"),
+            ("TORCH_FSDP_TESTS_START", "nope", "it must be fork or spawn"),
         ):
             with self.subTest(name=name, text=text):
                 self.assertRegex(self.refused(**{name: text}), rf"^run_test.py: {name} is '{text}': .*{words}\n$")

@@ -17,7 +17,7 @@ from torch_fsdp_tests.reach import MapBuilder, ReachMap
 
 
 class CommandCase(TreeCase):
-    """The real command, with a torch of little modules as the installed one."""
+    """The real command, with a fake torch of small modules as the installed one."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -122,7 +122,7 @@ class TestRecording(CommandCase):
 
     def test_a_run_that_does_not_end_writes_no_map(self):
         files = {"test_x": body("self.fail()"), "test_y": PASS}
-        says = ["no map was written: the run did not come to its end"]
+        says = ["no map was written, because the run did not finish"]
         self.check(files, ["--coverage", "--save-map", self.map, "-j", 1], failed=1, says=says, **self.with_torch)
         self.assertFalse(self.map.exists())
 
@@ -147,7 +147,7 @@ class TestReaching(CommandCase):
         ran = re.findall(r"ok +(\S+)|passed +TestX\.(test_\d)", out)
         self.assertEqual(["".join(each) for each in ran], ["z/test_y", "test_2", "test_1", "test_x", "test_2"])
         self.assertIn("3 tests in 2 files reach 1 of 1 function\n", self.err)
-        self.assertIn("left out, since the map does not know them: test_new\n", self.err)
+        self.assertIn("left out, because the map does not know them: test_new\n", self.err)
         self.reach("Unit.step", "-i", "test_x", "--dry-run", "--json")
         self.assertEqual(
             [(job["file"], job["tests"]) for job in json.loads(self.out)["jobs"]], [("test_x", ["TestX.test_2"])]
@@ -169,25 +169,25 @@ class TestReaching(CommandCase):
         self.assertNotIn("was recorded with", self.err)  # another build of the same version
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
         self.assertEqual((jobs(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
-        self.assertIn("the map was recorded with torch 9.8.7+y, and 9.9.0+x is installed\n", self.err)
+        self.assertIn("the map was recorded with torch 9.8.7+y, but 9.9.0+x is installed\n", self.err)
 
     def test_a_test_that_is_gone(self):
         self.write({"test_x": body("pass", "pass")})
         out = self.reach("shard")
         self.assertEqual(self.code, 0, out)
-        self.assertIn("note: the map knows tests that are not here any more: TestX.test_3", out)
+        self.assertIn("note: the map has tests that do not exist any more: TestX.test_3", out)
 
     def test_bad_input_is_refused_in_a_sentence(self):
         (self.root / "folder").mkdir()
         for arguments, words in (
-            (["--map", self.map, "--reaching", "nonsense"], "'nonsense' is no name in the map, no file and no folder"),
+            (["--map", self.map, "--reaching", "nonsense"], "'nonsense' is not a name in the map, a file or a folder"),
             (["--map", self.root / "absent", "--changed"], "absent cannot be read: No such file or directory"),
             (["--map", self.root / "folder", "--changed"], "folder cannot be read: Is a directory"),
             (["--map", self.tree / "test_x.py", "--changed"], "test_x.py is not a map of what tests reach"),
-            (["--map", self.map], "--map belongs to --reaching or --changed"),
-            (["--save-map", self.map], "--save-map belongs to --coverage"),
-            (["--coverage", "--save-map", self.tree], "test is a folder, and a file is to be written"),
-            (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going contradict each other"),
+            (["--map", self.map], "--map can only be used with --reaching or --changed"),
+            (["--save-map", self.map], "--save-map can only be used with --coverage"),
+            (["--coverage", "--save-map", self.tree], "test is a folder; name a file"),
+            (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going cannot be used together"),
         ):
             with self.subTest(words=words):
                 self.run_command(*arguments, **self.with_torch)

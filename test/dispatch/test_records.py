@@ -1,4 +1,4 @@
-"""The real command over tiny trees: lists, times, reports, upstream's environment, what a person sees, coverage."""
+"""The real command over tiny trees: lists, times, reports, upstream's environment, console output, coverage."""
 
 import contextlib
 import importlib.metadata
@@ -83,10 +83,10 @@ class TestLists(TreeCase):
             with self.subTest(wrong):
                 self.run_command("--disabled-tests", self.write_json("disabled.json", {"test_1 (__main__.T)": wrong}))
                 self.assertEqual(self.code, 2)
-                self.assertIn("is neither [url, platforms] nor [issue, url, platforms]", self.err)
+                self.assertIn("must be [url, platforms] or [issue, url, platforms]", self.err)
 
     def test_a_class_in_upstreams_lists_is_a_prefix(self):
-        """The classes that are made from it for each device, and their tests, are meant too."""
+        """The entry also names the classes that are made from it for each device, and their tests."""
         data = {"test_1 (__main__.TestT)": ["", []], "test_2 (__main__.TestTCPU)": ["", []]}
         disabled, slow = self.write_json("d.json", data), self.write_json("s.json", {"test_3 (__main__.Test)": 9})
         names = ("test_1", "test_1_cpu", "test_1_more", "test_2", "test_3")
@@ -111,7 +111,7 @@ class TestLists(TreeCase):
         }
         disabled = self.write_json("disabled.json", data)
         self.check({"test_x": body("pass", "pass", "pass")}, ["--disabled-tests", disabled], passed=2, skipped=1)
-        self.assertEqual(self.err.count("the platform 'abacus' of 'test_2 (__main__.TestX)' is not known"), 1)
+        self.assertEqual(self.err.count("the platform 'abacus' of 'test_2 (__main__.TestX)' is unknown"), 1)
         environment = {"PYTORCH_TEST_WITH_ASAN": "1"}
         self.check({}, ["--disabled-tests", disabled], passed=1, skipped=2, env=environment)
 
@@ -343,7 +343,7 @@ class TestReports(TreeCase):
             self.assertEqual(self.code, 2)
             self.assertIn("cannot be written to", self.err)
         self.assertFalse((self.root / "ran").exists())
-        # What nobody asked for is no reason to stop: a checkout may be read-only.
+        # A failure to write a file that was not requested does not stop the run: a checkout may be read-only.
         self.check({}, passed=1, says=["--pipe-logs cannot be written: ", "--failed will not know"], env={"CI": "1"})
 
     def test_full_output(self):
@@ -353,10 +353,10 @@ class TestReports(TreeCase):
                 self.run_command(*what, stdout=full)
                 self.assertEqual(self.code, 3)
                 last = self.err.splitlines()[-1]
-                self.assertEqual(last, "run_test.py: cannot go on: [Errno 28] No space left on device: 'stdout'")
+                self.assertEqual(last, "run_test.py: cannot continue: [Errno 28] No space left on device: 'stdout'")
 
     def test_streams_that_the_caller_has_closed(self):
-        """What a run says is lost then; its verdict, and what it writes to files, is not."""
+        """The output of the run is lost, but not its verdict and its files."""
         self.write({"test_x": body("self.fail()", "print('words')")})
         for number in range(3):
             with self.subTest(number):
@@ -462,7 +462,7 @@ class TestConsole(TreeCase):
         out = self.check({"test_x": record + PASS, "test_y": record + PASS}, [*HOST, "-j1"], passed=2)
         words = "torch 9.9.9, device foo, backend foocl, ranks 3"
         self.assertEqual(out.count(words), 1, out)
-        self.assertRegex(out, f"note: not as the first line says, test_x tests with {words}")
+        self.assertRegex(out, f"note: unlike the first line says, test_x tests with {words}")
         environment = self.declare("foo", 2)  # whose backend only its own extension knows
         out = self.check({}, ["--device", "foo", "--devices", "0"], passed=2, env=environment)
         self.assertTrue(out.startswith(words), out)

@@ -190,7 +190,7 @@ class TestBadEnds(TreeCase):
             "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
         }
         says = [
-            "crashed: TestX.test_1: not run to its end: exit status 3",
+            "crashed: TestX.test_1: did not run to its end: exit status 3",
             "must call run_tests",
             "exit status 7 ended the process after its tests",
         ]
@@ -198,7 +198,7 @@ class TestBadEnds(TreeCase):
 
     def test_left_before_its_tests_on_purpose(self):
         text = "#bare\nprint('no such thing here', file=sys.stderr)\nsys.exit(0)\n"
-        self.check({"test_x": text}, skipped=1, says=["the file left before its tests: no such thing here"])
+        self.check({"test_x": text}, skipped=1, says=["the file exited before its tests: no such thing here"])
 
     def test_hang_shows_stacks_and_is_limited(self):
         text = body("pass", "here_it_hangs()", "pass") + "def here_it_hangs():\n    time.sleep(60)\n"
@@ -228,7 +228,7 @@ class TestBadEnds(TreeCase):
         for pid in pids:
             self.assertFalse(alive(pid))
         if sys.platform.startswith("linux"):
-            self.assertRegex(out, r"note: the process \d+ \(sleep 61\) was left running")
+            self.assertRegex(out, r"note: the process \d+ \(sleep 61\) was left running, and was killed")
 
     def test_the_stream_does_not_leak_into_children(self):
         code = "import os; print(sorted(os.listdir('/proc/self/fd'))); print([n for n in os.environ if 'EVENTS' in n])"
@@ -349,12 +349,12 @@ class TestSelecting(TreeCase):
             out = self.run_command("--shard", shard, 4, "--test-times", times, "-v")
             ran += re.findall(r"passed +TestX\.(test_\d)", out)
             self.assertEqual(self.code, 0)
-        self.assertIn("shard 4 of 4 has no work", self.err)
+        self.assertIn("shard 4 of 4 has nothing to run", self.err)
         self.assertEqual(sorted(ran), [f"test_{number}" for number in range(1, 8)])
 
     def test_parts_to_which_no_test_falls(self):
         times = self.write_json("times.json", {"default": {"default": {"test_x": 1500}}})
-        self.check({"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["no test fell to them"])
+        self.check({"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["they have no tests"])
         self.check({}, ["--shard", 1, 3, "--test-times", times], passed=1)
         self.check({}, ["--shard", 1, 3, "--test-times", times, "-k", "nothing_fits"], code=5)
 
@@ -362,7 +362,7 @@ class TestSelecting(TreeCase):
         self.write({"test_x": PASS})
         self.run_command("--dry-run", "--json", "--shard", 2, 2, "--test-times", self.root / "absent.json")
         self.assertEqual((self.code, json.loads(self.out)["jobs"]), (0, []))
-        self.assertIn("shard 2 of 2 has no work", self.err)
+        self.assertIn("shard 2 of 2 has nothing to run", self.err)
         self.assertEqual(self.err.count("absent.json does not exist"), 1, self.err)
         self.run_command("--dry-run", "--json", "--distributed-tests")
         self.assertEqual((self.code, json.loads(self.out)["jobs"]), (5, []))
@@ -433,7 +433,7 @@ class TestCompletion(TreeCase):
 
 
 class TestSurroundings(unittest.TestCase):
-    """What run_test.py needs before it can say anything else."""
+    """What run_test.py needs before it can do anything."""
 
     def run_python(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -504,7 +504,7 @@ class TestDevices(TreeCase):
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
     def test_what_a_file_found_out_about_its_devices_is_told_to_later_ones(self):
-        """To those that are lent as many: asking a device what it can do takes longer than most tests."""
+        """This concerns files that get as many devices. To probe a device takes longer than most tests."""
         asks = """
         from torch_fsdp_tests import events
         told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
@@ -521,7 +521,7 @@ class TestDevices(TreeCase):
 
     def test_devices_are_of_no_use_on_the_cpu(self):
         self.check({"test_p": PASS}, ["--device", "cpu", "--devices", "0-3"], passed=1)  # the CPU is the subject
-        self.assertIn("--devices is of no use", self.err)
+        self.assertIn("--devices has no effect", self.err)
 
     def test_what_the_environment_asks_for(self):
         self.write({"test_x": "class TestX(FSDPTest):\n    def test_x(self): pass\n"})

@@ -1,4 +1,4 @@
-"""Every state that a test can end in, through the real command: what the reports say of it, rank by rank."""
+"""Every state in which a test can end, with the real command: what the reports say about it, rank by rank."""
 
 import json
 import signal
@@ -194,7 +194,7 @@ class TestStatesOfProcesses(StatesCase):
                     self.states(test_x=body("pass", line, "pass")),
                     {
                         "TestX.test_1": ("passed", "test", None, ""),
-                        "TestX.test_2": ("crashed", "test", None, f"not run to its end: {reason}"),
+                        "TestX.test_2": ("crashed", "test", None, f"did not run to its end: {reason}"),
                         "TestX.test_3": ("not run", "test", None, f"not run: {reason} came first"),
                     },
                 )
@@ -203,14 +203,14 @@ class TestStatesOfProcesses(StatesCase):
 
     def test_time_out(self):
         states = self.states("--timeout", "3", test_x=body("time.sleep(60)"))
-        wanted = ("timed out", "test", None, "not run to its end: the file limit of 3 s")
+        wanted = ("timed out", "test", None, "did not run to its end: the file limit of 3 s")
         self.assertEqual(states, {"TestX.test_1": wanted})
         self.assertEqual(
             [(each.tag, each.get("type")) for each in self.cases["TestX", "test_1"]], [("error", "timed out")]
         )
 
     def test_a_process_that_cannot_be_started(self):
-        """It is to stand in the folder of the tests, which an earlier file has taken away."""
+        """Its working directory would be the folder of the tests, which an earlier file has removed."""
         states = self.states(
             "-j1", test_a=body(f"os.rename({str(self.tree)!r}, {str(self.root / 'gone')!r})"), test_b=PASS
         )

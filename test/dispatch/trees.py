@@ -1,4 +1,4 @@
-"""Tiny trees of test files, the real command over them, and one helper that checks what came out as a whole."""
+"""Tiny trees of test files, the real command over them, and a helper that checks the whole result."""
 
 import json
 import os

@@ -1,4 +1,3 @@
-"""Discover, select, plan, lend devices, run files, record, report: what ``run_test.py`` hands over to.
-
-Standard library only. Test files are known by their paths and their event streams; nothing here imports torch.
+"""The program behind ``run_test.py``: discovers, selects and plans test files, lends devices, runs files, and reports.
+Standard library only. It knows test files by their paths and their event streams. Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""Writing files so that a reader finds the old one or the new one, never half of one."""
+"""Writes files atomically: a reader finds the old file or the new one, but never a part of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def naming(place: object) -> Iterator[None]:
-    """Have an ``OSError`` in the block name the place that it is about; that of a write does not."""
+    """Add the path to an ``OSError`` in the block, because errors of a write do not have it."""
     try:
         yield
     except OSError as error:
@@ -20,8 +20,8 @@ def naming(place: object) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file at one stroke; two writers leave the text of one of them. Raises ``OSError``, with the path."""
-    import tempfile  # not at import: a plan writes nothing
+    """Replace a file atomically. Of two writers, one wins. Raises ``OSError`` with the path."""
+    import tempfile  # imported late, because a plan writes nothing
 
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def try_folder(path: Path) -> None:
-    """Make a folder and a file in it, so that a run does not learn at its end that it cannot. Raises ``OSError``."""
+    """Try to make a folder and a file in it, so that a run fails early if that is not possible. Raises ``OSError``."""
     import tempfile
 
     path.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
                 import difflib  # not at import: few runs name something unknown
 
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
-                remarks.append(f"{wanted!r} is no test here" + f"; nearest: {', '.join(near)}" * bool(near))
+                remarks.append(f"{wanted!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
         chosen &= found
     for unwanted in part.test.excluded:
         chosen -= named(unwanted, names)
@@ -119,7 +119,7 @@ class Run:
         events.Reporting.fail_fast = self.orders.run.fail_fast
         events.Reporting.forgiven = verdicts["known"].keys()
         if gone := set(self.orders.part.test.order).difference(names):
-            events.note(f"the map knows tests that are not here any more: {', '.join(sorted(gone))}")
+            events.note(f"the map has tests that do not exist any more: {', '.join(sorted(gone))}")
         events.emit(
             "announced",
             tests=[names[index] for index in picked],
@@ -132,9 +132,9 @@ class Run:
         return events.Suite(tests[index] for index in picked)
 
     def _apply_lists(self, tests: list[unittest.TestCase], names: list[str], picked: list[int]) -> dict[str, Any]:
-        """What the lists say of the picked tests: why to skip, known failures, disabled ones.
+        """Apply the lists to the selected tests: reasons to skip, known failures, disabled tests.
 
-        Which entries name any test of the file at all, picked or not, is said too: the others are stale.
+        Also reports which entries name any test of the file, because the others are stale.
         """
         verdicts: dict[str, Any] = {"skip": {}, "known": {}, "disabled": [], "matched": []}
         facts = events.file_facts()
@@ -156,7 +156,7 @@ class Run:
 
 
 def install(orders: Orders) -> Run:
-    """Have every runner of this process obey the orders and report. Files subclass whatever result class is there."""
+    """Let every runner of this process obey the orders and report. Works with any result class of the file."""
     run = Run(orders)
     runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> None:
             raise
         sys.exit(1)
     if not run.happened:
-        words = "the file ended without running its tests: its last lines must call run_tests() or unittest.main()"
+        words = "the file ended without running its tests: it must call run_tests() or unittest.main() at its end"
         events.emit("broken", reason=words, text="")
         sys.exit(f"{os.path.basename(file)}: {words}")
 

@@ -1,4 +1,4 @@
-"""What a person sees while files run and at the end: lines in a log, and one that is rewritten on a terminal."""
+"""The output while files run and at the end: lines in a log, and a status line that is rewritten on a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky"
 RULE = "=" * 78
 THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
-QUIET = 30.0  # seconds after which a log is told that the run goes on
+QUIET = 30.0  # seconds of silence after which a log gets a progress line
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
@@ -74,7 +74,7 @@ class Console:
         self._done = self._failures = self._tests = 0
         self.is_terminal = stream.isatty()
         self._coloured = wants_colours(stream, os.environ)
-        # Seconds between two words on how far the run has come: rewritten on a terminal, lines of a log elsewhere.
+        # Seconds between two progress reports: a rewritten line on a terminal, or lines of a log.
         self.refresh = REFRESH if self.is_terminal else min(QUIET, run.slow_after / 2)
         self._said_at = time.monotonic()
         self._status = ""
@@ -99,7 +99,7 @@ class Console:
             self.introduce()
 
     def learn(self, file: str, facts: Mapping[str, Any]) -> None:
-        """Take in what a file says that it tests on. When the first line said otherwise, say so once."""
+        """Process what a file reports about its device. If the first line said something else, print that once."""
         names = ("torch", "device", "backend")
         told = {name: facts[name] for name in names if facts.get(name) is not None}
         wrong = any(self.under_test.get(name) != value for name, value in told.items())
@@ -107,7 +107,7 @@ class Console:
             return
         self.under_test |= told | {name: facts[name] for name in ("ranks", "shared") if facts.get(name) is not None}
         if self._introduced:
-            self.say(f"note: not as the first line says, {file} tests with {self._about_test()}")
+            self.say(f"note: unlike the first line says, {file} tests with {self._about_test()}")
         elif told.get("backend"):
             self.introduce()
 
@@ -173,7 +173,7 @@ class Console:
                 self.say(f"{test.outcome.value}: {test.name}{f': {clean(test.reason)}' if test.reason else ''}")
 
     def _first_failure(self, file: FileResult) -> None:
-        """Of a file that passed when it ran again: what went wrong at first is all there is to look at."""
+        """Show the first failure of a file that passed when it was repeated."""
         first = file.attempts[0]
         self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
 
@@ -188,7 +188,7 @@ class Console:
         return self.under_test | file.attempts[-1].facts
 
     def slow(self, process: TestProcess, now: float) -> None:
-        """A file that takes longer than expected, named while it runs."""
+        """Report a running file that takes longer than expected."""
         expected = process.job.part.time
         about = f" (expected {seconds(expected)})" if expected else ""
         at = f", now at {process.running}" if process.running else ""
@@ -229,7 +229,7 @@ class Console:
             self.say(f"  {count:5d}  {next(iter(reason.strip().splitlines()), 'no reason given')}")
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
-        """Everything that is said once all files are done; the closing line comes last and alone."""
+        """Print everything that follows when all files are done. The closing line comes last."""
         self._clear()
         self._status = ""
         self.say()
@@ -256,12 +256,12 @@ class Console:
             self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {', '.join(defect['tests'])}")
         if results.files and results.is_left_empty():
             of = f"shard {results.run.shard} of {results.run.num_shards}"
-            self.say(f"{of} has parts of files only, and no test fell to them")
+            self.say(f"{of} has only parts of files, and they have no tests")
         elif results.files and not results.executed and results.signal is None:
             self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
         elif results.executed < results.run.minimum_executed:
             self.say(
-                f"too few: {results.executed} tests were executed, --minimum-executed {results.run.minimum_executed}"
+                f"too few: {results.executed} tests were executed, --minimum-executed is {results.run.minimum_executed}"
             )
         plan = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")

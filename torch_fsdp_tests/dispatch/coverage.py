@@ -1,8 +1,7 @@
-"""``--coverage``: coverage.py in every test process and in the ranks that are forked for it.
+"""``--coverage``: runs coverage.py in every test process and in its forked ranks.
 
-Measured are the test files, this package, and torch's FSDP with its state dicts. Not measured is what runs in
-interpreters of its own (spawned ranks, programs that a test starts), and what a killed process had seen: it cannot save
-that any more.
+It measures the test files, this package, and torch's FSDP with its state dicts. It does not measure separate
+interpreters (spawned ranks, programs that a test starts) and killed processes, which cannot save their data.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from torch_fsdp_tests import events
 from torch_fsdp_tests.reach import recording
 
-LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, by which ranks leave
+LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, with which ranks exit
 RESULT = ".coverage"  # in the folder of reports
 COMBINE_LIMIT = 300.0  # seconds; thousands of ranks leave thousands of small files
 OF_TORCH = ("fsdp/*", "_composable/*", "_state_dict_utils.py", "checkpoint/state_dict.py")  # in torch/distributed
@@ -26,20 +25,20 @@ _INSIDE = "coverage"  # folder inside the run's own
 
 
 def lacking() -> str | None:
-    """What must be installed first, in words; None when nothing is lacking."""
+    """What must be installed first, or None."""
     try:
         version = importlib.metadata.version("coverage")
     except importlib.metadata.PackageNotFoundError:
         return "coverage.py: pip install coverage"
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST:
-        return f"coverage.py {LEAST[0]}.{LEAST[1]} or later, and {version} is installed: pip install -U coverage"
+        return f"coverage.py {LEAST[0]}.{LEAST[1]} or later, but {version} is installed: pip install -U coverage"
     return None
 
 
 def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ...]:
-    """Prepare a folder inside the run's, and return the arguments to the interpreter that measure a process.
+    """Prepare a folder inside the run's folder, and return interpreter arguments that measure a process.
 
-    ``by_test`` is for what :func:`record_by_test` records; more of torch is measured then.
+    ``by_test`` is for :func:`record_by_test`, and then more of torch is measured.
     """
     folder = directory / _INSIDE
     folder.mkdir()
@@ -49,14 +48,14 @@ def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ..
         of_torch = [f"*/torch/{folder}/*" for folder in recording.FOLDERS]
     measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
     lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}"]
-    lines += ["core = ctrace"] * by_test  # the core that is faster on Python 3.14 cannot tell tests apart
+    lines += ["core = ctrace"] * by_test  # the core that is faster on Python 3.14 cannot distinguish tests
     lines += ["include ="]
     settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))
     return "-m", "coverage", "run", "--rcfile", str(settings)
 
 
 def record_by_test(file: str) -> None:
-    """Have what each test of a file runs be recorded under its name, in this process and in those forked off it."""
+    """Record what each test of a file runs under the test's name, in this process and its forks."""
     from coverage import Coverage
 
     current: str | None = None
@@ -64,20 +63,20 @@ def record_by_test(file: str) -> None:
     def switch(test: str | None) -> None:
         nonlocal current
         current = test
-        measured = Coverage.current()  # of this process: a fork has its own
+        measured = Coverage.current()  # of this process; a fork has its own
         if measured is not None:
             measured.switch_context("" if test is None else recording.context(file, test))
 
     events.watch(switch)
-    # For a fork that a test makes itself. Coverage.py, which registered before, measures the child by then.
+    # This is for a fork that a test makes itself. Coverage.py registered earlier, so it measures the child already.
     os.register_at_fork(after_in_child=lambda: None if current is None else switch(current))
 
 
 def end(directory: Path, reports: Path) -> str:
-    """Make one file of what all processes saw, in the folder of reports, and say where."""
+    """Combine the data of all processes into one file in the folder of reports, and say where it is."""
     folder, result = directory / _INSIDE, reports / RESULT
     reports.mkdir(parents=True, exist_ok=True)
-    result.unlink(missing_ok=True)  # what is there afterwards is of this run
+    result.unlink(missing_ok=True)  # so that the data belongs to this run
     command = ["combine", "--quiet", "--rcfile", str(folder / "settings"), "--data-file", str(result), str(folder)]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which devices this run may lend, found without torch: from options, the caller's environment and the vendors."""
+"""Finds the devices that this run may lend, without torch: from options, the environment and the vendors."""
 
 from __future__ import annotations
 
@@ -18,47 +18,49 @@ from torch_fsdp_tests.version_ranges import version_fits
 HOST = "cpu"
 LEAST_TORCH = ">=2.9"
 _TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
-_CANNOT_BE_HAD = 42  # exit status of a process that was asked for a device
+_CANNOT_BE_HAD = 42  # exit status if a device is not available
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSet:
-    """The devices of one type that may be lent, by the names that the vendor's variable takes."""
+    """The devices of one type that may be lent, under the names in the vendor's variable."""
 
     type: str
     names: tuple[str, ...]  # empty on the host
-    variable: str | None = None  # restricts what a job sees; without it a job sees all devices
-    backend: str | None = None  # between ranks, unless another is asked for; None where only the harness can know
+    variable: str | None = None  # restricts which devices a job sees; without it a job sees all devices
+    backend: str | None = None  # the default backend between ranks; None if only the harness knows
 
     @property
     def lendable(self) -> int | None:
-        """How many there are to lend; None on the CPU, where nothing is."""
+        """The number of devices that can be lent, or None on the CPU."""
         return None if self.type == HOST else len(self.names)
 
     @property
     def is_lent_whole(self) -> bool:
-        """Whether a job is lent all devices or none, since nothing would keep it from using them all."""
+        """Whether a job gets all devices or none, because nothing restricts which devices it uses."""
         return self.variable is None and bool(self.names)
 
     @property
     def remark(self) -> str | None:
-        """What is unusual about how these devices are lent, in a sentence."""
+        """A remark if these devices are lent in an unusual way."""
         if self.type == HOST or self.variable is not None:
             return None
         unknown = f"no vendor declares a variable that restricts which devices of type {self.type!r} a process sees"
         if self.names:
-            return f"{unknown}: each file is lent all {len(self.names)} of them, one file at a time"
-        return f"{unknown}, nor how many there are: none are lent, and files that run side by side share them"
+            return f"{unknown}: each file gets all {len(self.names)} of them, one file at a time"
+        return f"{unknown}, and their number is unknown: none are lent, and files that run in parallel share them"
 
     def environment(self, lent: tuple[int, ...]) -> dict[str, str]:
-        """What makes a job see only the devices at these positions."""
+        """The variables with which a job sees only the devices at these positions."""
         if not self.lendable or self.variable is None:
             return {}
         return {self.variable: ",".join(self.names[position] for position in lent)}
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """``0,1,2``, ``0-7`` or vendor's own ids, in order. Raises ``ValueError`` for an empty list or a repeated name."""
+    """Parse ``0,1,2``, ``0-7`` or vendor's own ids, in order. Raises ``ValueError`` for an empty list or a repeated
+    name.
+    """
     names: list[str] = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         span = re.fullmatch(r"(\d+)-(\d+)", word)
@@ -73,10 +75,9 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping[str, str]) -> DeviceSet:
-    """The devices to lend for a wish such as ``--device xpu`` and ``--devices 0-3``, either of which may be None.
+    """The devices to lend for ``--device`` and ``--devices``, such as ``xpu`` and ``0-3``. Each may be None.
 
-    Raises :class:`ConfigurationError` for a type that nobody knows, and for devices that are named and cannot be lent
-    one by one.
+    Raises :class:`ConfigurationError` for an unknown type, and for named devices that cannot be lent one by one.
     """
     device = device or environment.get(DEVICE_VARIABLE)
     if device:
@@ -94,7 +95,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
 
 
 def _refuse_unknown(device: str, environment: Mapping[str, str]) -> None:
-    """Raise for what cannot be a device type. An extension that torch imports may bring any other name."""
+    """Raise if this cannot be a device type. An extension that torch imports may define any other name."""
     known = sorted({HOST, *_TORCHS_OWN, *(vendor.device_type for vendor in vendors.BUILT_IN), *vendors.installed()})
     if device in known:
         return
@@ -108,9 +109,9 @@ def _refuse_unknown(device: str, environment: Mapping[str, str]) -> None:
 
 
 def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks: int | None) -> None:
-    """Raise :class:`ConfigurationError` where a run on what was asked for is bound to fail.
+    """Raise :class:`ConfigurationError` if a run with these settings would fail.
 
-    What is not certain without torch is asked of torch, in a process of its own, which takes seconds.
+    If only torch knows, a separate process asks torch, which takes seconds.
     """
     if (device is None and backend is None) or torch_version() is None:
         return
@@ -128,7 +129,7 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
 
 
 def _ask_torch(device: str | None, backend: str | None, ranks: int | None) -> None:
-    """Raise :class:`ConfigurationError` with the harness' own words when it cannot have this device and backend."""
+    """Raise :class:`ConfigurationError` with the harness' message if this device and backend are not available."""
     import subprocess
 
     wishes = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend, RANKS_VARIABLE: None if ranks is None else str(ranks)}
@@ -144,7 +145,7 @@ def _ask_torch(device: str | None, backend: str | None, ranks: int | None) -> No
 
 
 def loads_extensions(environment: Mapping[str, str]) -> bool:
-    """Whether ``import torch`` will import a vendor's extension, which may bring a device of its own."""
+    """Whether ``import torch`` will import a vendor's extension, which may define a device type."""
     import importlib.metadata
 
     asked = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
@@ -152,14 +153,14 @@ def loads_extensions(environment: Mapping[str, str]) -> bool:
 
 
 def _variable(vendor: Vendor, environment: Mapping[str, str]) -> str | None:
-    """The variable of the vendor that the caller has set; None when there is none."""
+    """The vendor's variable that the caller has set, or None."""
     return next((name for name in vendor.visibility_variables if name in environment), None)
 
 
 def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What the caller's variable shows: a list that ends, as vendors' own do, at the first negative index.
+    """The devices in the caller's variable. As for vendors, the list ends at the first negative index.
 
-    All devices where no variable is set.
+    Without a variable these are all devices.
     """
     variable = _variable(vendor, environment)
     if variable is None:
@@ -170,17 +171,17 @@ def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _vendor(device_type: str) -> Vendor:
-    """The vendor of a device that was asked for by name; an installed package's word counts before ours."""
+    """The vendor of a device type. A declaration by an installed package has priority."""
     ours = [vendor for vendor in vendors.BUILT_IN if vendor.device_type == device_type]
     built = (vendor for vendor in ours if _torch_versions().get(vendor.torch_build or ""))
     return vendors.load(device_type) or next(built, None) or next(iter(ours), Vendor(device_type))
 
 
 def _of_installed_torch(environment: Mapping[str, str]) -> Vendor | None:
-    """The vendor whose device the installed torch most likely picks; None where that is the CPU.
+    """The vendor whose device the installed torch most likely picks, or None for the CPU.
 
-    An extension's device is picked where it is declared by a package and torch imports extensions, or where one of its
-    variables is set.
+    An extension's device is picked if a package declares it and torch imports extensions, or if one of its variables is
+    set.
     """
     return next((vendor for vendor in _candidates(environment) if _visible(vendor, environment)), None)
 
@@ -195,7 +196,7 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
 
 
 def torch_folder() -> Path | None:
-    """Where the installed torch lies, found without importing it; None where there is none."""
+    """The folder of the installed torch, found without importing it, or None."""
     import importlib.util
 
     spec = importlib.util.find_spec("torch")
@@ -205,7 +206,7 @@ def torch_folder() -> Path | None:
 
 @functools.cache
 def _torch_versions() -> dict[str, str]:
-    """Torch's version and what it was built for, read from its version file, since importing it takes seconds."""
+    """Torch's version and what it was built for, read from its version file, because an import takes seconds."""
     folder = torch_folder()
     if folder is None:
         return {}
@@ -222,12 +223,12 @@ def torch_is_built_for(name: str) -> bool:
 
 
 def torch_version() -> str | None:
-    """The version that the installed torch gives itself, without importing it; None where there is none."""
+    """The version of the installed torch, found without importing it, or None."""
     return _torch_versions().get("__version__")
 
 
 def lacking_packages() -> str | None:
-    """What the suite's tests lack: packages, and the command that installs them, or a newer torch; None for nothing."""
+    """A sentence with what is missing (packages, or a newer torch) and the command that installs it, or None."""
     import importlib.util
 
     lacking = [name for name in ("torch", "numpy", "expecttest") if importlib.util.find_spec(name) is None]
@@ -244,5 +245,5 @@ def lacking_packages() -> str | None:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,7 +19,7 @@ class TestFile:
     path: Path
 
     def source(self) -> str:
-        """Its text; nothing where it cannot be read, as behind a dangling link: the run of the file says so."""
+        """Its text. It is empty if the file cannot be read; the run of the file reports that."""
         try:
             return self.path.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -31,7 +31,7 @@ class TestFile:
 
 
 def discover(directory: Path) -> list[TestFile]:
-    """Every ``test_*.py`` below the directory, in path order. Hidden folders and caches are passed over."""
+    """Every ``test_*.py`` below the directory, in path order. Hidden folders and caches are skipped."""
     found = []
     for folder, folders, files in os.walk(directory):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")

@@ -1,4 +1,4 @@
-"""With what status the dispatcher leaves. Scripts depend on these numbers, so they do not change."""
+"""The exit statuses of the dispatcher. Scripts depend on these numbers, so they do not change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ExitStatus(enum.IntEnum):
         return status
 
     OK = 0, "every test that ran passed, or nothing was left for this shard"
-    FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when run again)"
-    REFUSED = 2, "bad arguments, an unknown test, a malformed input, or a place that cannot be written to"
+    FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated)"
+    REFUSED = 2, "bad arguments, an unknown test, malformed input, or a place that cannot be written to"
     BROKEN = (
         3,
-        "the dispatcher itself could not go on: a report could not be written, or a process of the launch is gone",
+        "the dispatcher itself could not continue: a report could not be written, or a process of the launch is gone",
     )
-    NOTHING_RAN = 5, "nothing ran: the selection is empty, or no test of it was executed"
+    NOTHING_RAN = 5, "nothing ran: the selection is empty, or none of its tests was executed"
     INTERRUPTED = 130, "interrupted (SIGINT)"
     TERMINATED = 143, "terminated (SIGTERM)"

@@ -1,4 +1,4 @@
-"""Lists of tests that are not to be judged like the others: disabled, slow, known to fail.
+"""Lists of tests that are treated specially: disabled, slow, known to fail.
 
 Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}``, or without the issue's number, and
 its slow list ``{"test_x (__main__.Class)": seconds}``; a class there stands for all whose names begin so. Our own is
@@ -29,12 +29,12 @@ _FIELDS = _REQUIRED | {"link", "device", "torch", "world_size"}
 
 
 class MalformedList(ValueError):
-    """A list that cannot be read; the message says which file, and what is wrong in it."""
+    """A list cannot be read. The message says which file, and what is wrong in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Where a test is about to run; None for what is not known."""
+    """Where a test is about to run. Unknown values are None."""
 
     device: str | None
     torch: str | None
@@ -42,10 +42,10 @@ class Situation:
 
     @classmethod
     def of_process(cls, facts: Mapping[str, Any], test: object, device: str | None) -> Situation:
-        """The situation of a test by what its file has recorded; for want of that, ``device`` is the run's."""
+        """The situation of a test from its file's facts. Without them, ``device`` is that of the run."""
         try:
             size = getattr(test, "world_size", None)
-        except Exception:  # a property of the test, which may need what only a running test has
+        except Exception:  # it may be a property that only works in a running test
             size = None
         return cls(
             facts.get("device") or device,
@@ -56,7 +56,7 @@ class Situation:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One entry of a list: the tests that it names, what is to be done with them, why, and where."""
+    """One entry of a list: its tests, the action, the reason, and the conditions."""
 
     test: str  # file::Class::test with globs; file * in upstream's lists
     action: str
@@ -65,7 +65,7 @@ class Entry:
     device: str | None = None
     torch: str | None = None
     world_size: int | None = None
-    upstreams: bool = False  # from a list about all tests of PyTorch, of which most are none of ours
+    upstreams: bool = False  # from a list about all of PyTorch's tests, most of which are not in this suite
 
     @property
     def words(self) -> str:
@@ -81,7 +81,7 @@ class Entry:
         return fnmatch.fnmatchcase(file, pattern.removesuffix(".py")) and fnmatch.fnmatchcase(test, inside)
 
     def applies(self, situation: Situation) -> bool:
-        """Whether every condition that it states holds; one about something unknown does not."""
+        """Whether all its conditions are true. A condition about something unknown is not."""
         return (
             self.device in (None, situation.device)
             and self.world_size in (None, situation.world_size)
@@ -90,7 +90,7 @@ class Entry:
 
 
 def _names_as_upstream(listed: str, test: str) -> bool:
-    """Whether an entry of upstream's is about a test: ``TestX.test_y`` means ``TestXCPU.test_y_cpu`` too."""
+    """Whether an upstream entry names a test: ``TestX.test_y`` means ``TestXCPU.test_y_cpu`` too."""
     listed_class, _, listed_method = listed.rpartition(".")
     cls, _, method = test.rpartition(".")
     if not cls.startswith(listed_class):
@@ -99,13 +99,13 @@ def _names_as_upstream(listed: str, test: str) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file. Raises :class:`MalformedList`, with the path, when it cannot be read."""
+    """The contents of a JSON file. Raises :class:`MalformedList` with the path if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except OSError as error:
         raise MalformedList(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError as error:
-        raise MalformedList(f"{path} is nested too deep to be read") from error
+        raise MalformedList(f"{path} is nested too deeply to be read") from error
     except ValueError as error:
         raise MalformedList(f"{path} is not JSON: {error}") from error
 
@@ -115,11 +115,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_disabled(path: Path) -> tuple[list[Entry], list[str]]:
-    """Entries of upstream's list of disabled tests that hold on this platform, and remarks on platforms."""
+    """The entries of upstream's list of disabled tests that apply on this platform, and remarks on platforms."""
     entries, unknown = [], dict[str, str]()
     for key, value in _table(path).items():
         if not isinstance(value, list) or len(value) not in (2, 3) or not isinstance(value[-1], list):
-            raise MalformedList(f"{path}: the entry {key!r} is neither [url, platforms] nor [issue, url, platforms]")
+            raise MalformedList(f"{path}: the entry {key!r} must be [url, platforms] or [issue, url, platforms]")
         *number, url, listed = value
         issue = str(number[0] if number else str(url).rpartition("/")[2])
         platforms = [platform for platform in map(str, listed) if platform]
@@ -129,14 +129,14 @@ def read_disabled(path: Path) -> tuple[list[Entry], list[str]]:
             reason = f"issue {issue}" if issue else ""
             entries.append(Entry(_upstream_name(path, key), "disable", reason, str(url), upstreams=True))
     remarks = [
-        f"{path}: the platform {platform!r} of {key!r} is not known, so it does not restrict the entry"
+        f"{path}: the platform {platform!r} of {key!r} is unknown, so it does not restrict the entry"
         for platform, key in unknown.items()
     ]
     return entries, remarks
 
 
 def read_slow(path: Path) -> list[Entry]:
-    """Entries of upstream's list of slow tests."""
+    """The entries of upstream's list of slow tests."""
     entries = []
     for key, value in _table(path).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LONGEST:
@@ -146,22 +146,22 @@ def read_slow(path: Path) -> list[Entry]:
 
 
 def read_own(path: Path) -> list[Entry]:
-    """Entries of a list in our own shape."""
+    """The entries of a list in this project's format."""
     data = _table(path)
     if data.get("version") != 1 or not isinstance(data.get("entries"), list):
-        raise MalformedList(f'{path} has not the shape {{"version": 1, "entries": [...]}}')
+        raise MalformedList(f'{path} does not have the form {{"version": 1, "entries": [...]}}')
     entries = []
     for number, fields in enumerate(data["entries"], 1):
         where = f"{path}: entry {number}"
         if not isinstance(fields, dict) or not _REQUIRED <= fields.keys() <= _FIELDS:
-            raise MalformedList(f"{where} needs test, action and reason, and knows only {sorted(_FIELDS)}")
+            raise MalformedList(f"{where} must have test, action and reason, and may only have {sorted(_FIELDS)}")
         for name, value in fields.items():
             kind = int if name == "world_size" else str
             if not isinstance(value, kind) and not (value is None and name not in _REQUIRED):
-                raise MalformedList(f"{where} has {value!r} for {name}, which is no {kind.__name__}")
+                raise MalformedList(f"{where} has {value!r} for {name}, which is not of type {kind.__name__}")
         entry = Entry(**(fields | {"link": fields.get("link") or ""}))
         if entry.action not in ACTIONS:
-            raise MalformedList(f"{where} has the action {entry.action!r}; there are {', '.join(ACTIONS)}")
+            raise MalformedList(f"{where} has the action {entry.action!r}; the actions are {', '.join(ACTIONS)}")
         try:
             version_fits("0", entry.torch or ">0")
         except ValueError as error:
@@ -173,14 +173,14 @@ def read_own(path: Path) -> list[Entry]:
 def _table(path: Path) -> dict[str, Any]:
     data = read_json(path)
     if not isinstance(data, dict):
-        raise MalformedList(f"{path} holds no JSON object")
+        raise MalformedList(f"{path} is not a JSON object")
     return data
 
 
 def _upstream_name(path: Path, key: str) -> str:
     match = re.fullmatch(r"(\w+) \((?:\w+\.)*(\w+)\)", key)
     if match is None:
-        raise MalformedList(f'{path}: the key {key!r} has not the shape "test_x (__main__.Class)"')
+        raise MalformedList(f'{path}: the key {key!r} does not have the form "test_x (__main__.Class)"')
     return f"*::{match[2]}::{match[1]}"
 
 
@@ -189,11 +189,11 @@ def _system(name: str) -> Callable[[], bool]:
 
 
 def _build(variable: str, built_for: str = "") -> Callable[[], bool]:
-    """A kind of build that CI names by a variable; some can be told from the installed torch as well."""
+    """A kind of build. CI names it in a variable, and some kinds can be read from the installed torch."""
     return lambda: os.environ.get(f"PYTORCH_TEST_WITH_{variable}") == "1" or devices.torch_is_built_for(built_for)
 
 
-# What upstream's lists call a platform, and whether this is one.
+# The platforms in upstream's lists, and how to find out whether this is one.
 _PLATFORMS: Mapping[str, Callable[[], bool]] = {
     "linux": _system("linux"),
     "mac": _system("darwin"),

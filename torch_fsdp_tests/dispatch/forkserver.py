@@ -1,4 +1,4 @@
-"""A process that has imported torch and forks the processes of test files, since the import takes seconds a file.
+"""A process that has imported torch and forks the processes of test files, because each import takes seconds.
 
 It serves where a fork of it is what a fresh interpreter would have become: on the CPU, where no device is lent and so
 all files have the same environment when torch is imported. It imports nothing that a test file would not find imported
@@ -26,13 +26,13 @@ from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.messages import Connection, MessageError
 
-ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
+ANSWER_LIMIT = 10.0  # seconds for a fork by a server that is ready
 _GO = b"g"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-    """Run ``child.main(command)``, with two files: that of its output and the event stream."""
+    """Run ``child.main(command)`` with two files: its output and the event stream."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -41,19 +41,19 @@ class Fork:
 
 @dataclasses.dataclass(frozen=True)
 class Forked:
-    """The answer: a child of the dispatcher, which has not begun yet."""
+    """The answer: a child of the dispatcher that has not started yet."""
 
     pid: int
 
 
 class ForkServer:
-    """The dispatcher's end. The server ends when this end is closed or the dispatcher is gone."""
+    """The dispatcher's end. The server ends when this end closes or the dispatcher is gone."""
 
     def __init__(
         self, environment: Mapping[str, str], cwd: Path, directory: Path, entry: Sequence[str] = ("-m", __name__)
     ) -> None:
-        """``entry`` says to the interpreter which server to be: one that calls :func:`serve` with what is added."""
-        self._ready = directory / "forkserver"  # a file that the server makes once it has everything imported
+        """``entry`` has interpreter arguments for a program that calls :func:`serve` with the added arguments."""
+        self._ready = directory / "forkserver"  # a file that the server makes after it has imported everything
         ours, theirs = socket.socketpair()
         ours.settimeout(ANSWER_LIMIT)
         self._control = Connection(ours, [Forked])
@@ -67,18 +67,18 @@ class ForkServer:
 
     @property
     def ready(self) -> bool:
-        """Whether a fork can be had at once. Never again once one has failed."""
+        """Whether it can fork at once. After a failure it never can."""
         return self._control.fileno() >= 0 and self._ready.exists()
 
     @property
     def remarks(self) -> list[str]:
-        """What the server could not import, in sentences."""
+        """Sentences about what the server could not import."""
         return self._ready.read_text(encoding="utf-8").splitlines() if self._ready.exists() else []
 
     def fork(self, command: Sequence[str], environment: Mapping[str, str], output: int, stream: int) -> int | None:
-        """Process id of a new child of this process that runs ``child.main(command)``; None where none can be had.
+        """The process id of a new child of this process that runs ``child.main(command)``, or None after a failure.
 
-        ``output`` becomes its two outputs, and ``stream`` what its environment calls the event stream.
+        ``output`` becomes stdout and stderr, and ``stream`` becomes the event stream of its environment.
         """
         with contextlib.suppress(OSError, MessageError):
             self._control.send(Fork(tuple(command), dict(environment), (output, stream)))
@@ -88,7 +88,7 @@ class ForkServer:
         return None
 
     def close(self) -> None:
-        """Let the server go. What it has forked stays."""
+        """End the server. Its forks continue."""
         self._control.close()
 
 
@@ -96,7 +96,7 @@ class _Server(forkserver.ForkServer):
     requests = (Fork,)
 
     def obey(self, request: Fork) -> tuple[str, ...] | None:
-        """Fork a child of the dispatcher. Returns in it, with its command."""
+        """Fork a child of the dispatcher. Returns the command in the child."""
         ours, theirs = socket.socketpair()
         between = self.fork(keep=request.descriptors)
         if between == 0:
@@ -114,11 +114,11 @@ class _Server(forkserver.ForkServer):
 
 
 def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
-    """In the child: what an interpreter with this environment and these descriptors would be."""
+    """Make the child equal to an interpreter with this environment and these descriptors."""
     with server:
         server.sendall(os.getpid().to_bytes(4, "big"))
         if server.recv(1) != _GO:
-            os._exit(1)  # the server is gone, and nobody has heard of this process
+            os._exit(1)  # the server is gone, and the dispatcher does not know this process
     output, stream = request.descriptors
     for target in (1, 2):
         os.dup2(output, target)
@@ -130,12 +130,12 @@ def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
 
 
 def preload() -> list[str]:
-    """Import what every test file would. Returns remarks."""
+    """Import what every test file imports. Returns remarks."""
     return forkserver.preload(importlib.import_module("torch_fsdp_tests.torch_facts").PRELOADED)
 
 
 def serve(argv: Sequence[str], prepare: Callable[[], list[str]]) -> Sequence[str]:
-    """Be the server: ``CONTROL READY``. Returns in a child, with the command for :func:`child.main`."""
+    """Run the server with the arguments ``CONTROL READY``. In a child, returns the command for :func:`child.main`."""
     control, ready = argv
     server = _Server(socket.socket(fileno=int(control)))
     write_text(Path(ready), "\n".join(prepare()))

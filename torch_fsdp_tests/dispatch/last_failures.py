@@ -1,4 +1,4 @@
-"""What failed last time, for ``--failed``: one file in the folder of reports, replaced at one stroke."""
+"""The failures of the last run, for ``--failed``: one file in the folder of reports."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch_fsdp_tests.verdict import Scope, State
 
 FILE = "failed.json"
 
-Failed = dict[str, list[str]]  # by file: names of tests, none when the file as a whole is to be run
+Failed = dict[str, list[str]]  # names of tests by file; none if the whole file should run
 
 
 def load(directory: Path) -> Failed:
-    """What failed last time; nothing where there was no last time. Raises :class:`MalformedList`."""
+    """The failures of the last run, or nothing without a last run. Raises :class:`MalformedList`."""
     path = directory / FILE
     if not path.exists():
         return {}
     data = read_json(path)
     if not isinstance(data, dict) or not all(isinstance(names, list) for names in data.values()):
-        raise MalformedList(f"{path} has not the shape {{file: [tests]}}: delete it and run everything")
+        raise MalformedList(f"{path} does not have the form {{file: [tests]}}: delete it, and run everything")
     return data
 
 
 def save(directory: Path, results: Results, remarks: list[str]) -> None:
-    """Remember the failures of a run, and those of earlier runs whose files it did not touch."""
+    """Store the failures of a run, and those of earlier runs in files that this run did not run."""
     try:
         failed = load(directory)
     except MalformedList:
@@ -40,13 +40,13 @@ def save(directory: Path, results: Results, remarks: list[str]) -> None:
         if file.is_bad:
             bad = [test for test in tests if test.outcome.is_bad or test.outcome is State.NOT_RUN]
             failed[name] = [test.name for test in bad] if all(test.scope is Scope.TEST for test in bad) else []
-        # A run of some of its tests says nothing about the others.
+        # A run of some tests says nothing about the others.
         elif left := [test for test in before if test not in {result.name for result in tests}]:
             failed[name] = left
     try:
         write_text(directory / FILE, json.dumps(failed, indent=1, sort_keys=True) + "\n")
     except OSError as error:
-        remarks.append(f"--failed will not know of this run: {error}")
+        remarks.append(f"--failed will not know about this run: {error}")
 
 
 def narrow(test: TestRun, names: list[str]) -> TestRun:

@@ -1,4 +1,4 @@
-"""What would run, for people and for programs."""
+"""Lists what would run, for people and for programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 
 
 def seconds(value: float) -> str:
-    """``4.2s``, ``3m05s``, ``1h02m``: as exact as a reader cares for."""
+    """``4.2s``, ``3m05s``, ``1h02m``: with useful precision."""
     if value < 59.95:
         return f"{value:.1f}s"
     minutes, rest = divmod(round(value), 60)
@@ -28,7 +28,7 @@ def files_text(jobs: Iterable[Job], needs: Mapping[str, Needs]) -> str:
 
 
 def plan_text(jobs: Sequence[Job], total: Seconds) -> str:
-    """The plan, a line a job in order of start."""
+    """The plan, with a line for each job in order of start."""
     lines = [f"{_name(job)}{_about(job)}" for job in jobs]
     return "\n".join([*lines, f"{plural(len(jobs), 'job')}, estimate {seconds(total)}"])
 
@@ -48,7 +48,7 @@ def _about(job: Job) -> str:
 
 
 def plan_json(run: RunTests, jobs: Sequence[Job], total: Seconds) -> dict:
-    """The plan as data; its shape is in ``data/plan.schema.json``."""
+    """The plan as data. ``data/plan.schema.json`` describes it."""
     return {
         "shard": run.shard,
         "num_shards": run.num_shards,

@@ -1,4 +1,4 @@
-"""The whole run on one screen: options, files, selection, plan, processes, reports, exit status."""
+"""The whole run in one place: options, files, selection, plan, processes, reports, exit status."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
 from torch_fsdp_tests.vendors import ConfigurationError
 
-if TYPE_CHECKING:  # what only a run needs is imported when one begins, so that a plan is there at once
+if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.agents import Agents
     from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
 
-DEFAULT_RANKS = 4  # of a test that states no number; the harness has the same default on the CPU
-FEW_RANKS = 2  # of a test that asks for a few, on the CPU; as the harness has it
+DEFAULT_RANKS = 4  # the default number of ranks of a test; the harness has the same default on the CPU
+FEW_RANKS = 2  # the number of ranks of a test for which a few are enough, on the CPU, as in the harness
 NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
@@ -77,7 +77,7 @@ def _guarded(argv: Sequence[str], root: Path, agents: Agents | None) -> ExitStat
         return ExitStatus.INTERRUPTED
     except OSError as error:
         with contextlib.suppress(OSError):
-            _remark(f"cannot go on: {error}")
+            _remark(f"cannot continue: {error}")
         # What is still in stdout's buffer cannot be written either; the interpreter must not try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitStatus.BROKEN
@@ -112,7 +112,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     if agents is not None:
         device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes that of its LOCAL_RANK
     if run.devices is not None and device_set.lendable is None:
-        _remark("--devices is of no use on the CPU, where -j says how many files run at a time")
+        _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if selection and device_set.remark is not None and agents is None:
         _remark(device_set.remark)
     ranks = run.ranks or (DEFAULT_RANKS if agents is None else agents.launch.world_size)
@@ -127,7 +127,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     if not selection:
         _remark("nothing failed last time" if run.failed_only else "nothing is selected")
     elif not jobs:
-        _remark(f"shard {run.shard} of {run.num_shards} has no work: there are fewer jobs than shards")
+        _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
     if run.list_files and not run.list_tests:
         _print(listing.files_text(jobs, needs), end="\n" if jobs else "")
     elif run.dry_run:

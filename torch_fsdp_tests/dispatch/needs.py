@@ -1,7 +1,7 @@
-"""How many ranks and devices the tests of a file need, read from its syntax tree: nothing is imported.
+"""Reads from a file's syntax tree how many ranks and devices its tests need. Nothing is imported.
 
-A base class is followed through imports, as far as they lead into this package or beside the test file. What only
-running would tell, such as the number of devices, is taken for the default number of ranks.
+It follows base classes through imports, if these are in this package or beside the test file. A value that is only
+known at run time, such as the number of devices, counts as the default number of ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# The classes from which tests get their ranks, and whether each rank is a process, which has a device of its own.
+# The classes with ranks, and whether each rank is a process, which needs its own device.
 _RANKS_ARE_PROCESSES = {"MultiProcessTestCase": True, "MultiProcContinuousTest": True, "MultiThreadedTestCase": False}
-# Where a base class is looked for that the file does not import by its name.
+# Where to look for a base class that the file does not import by name.
 _HOMES = ("common_fsdp", "common_distributed", "distributed._tensor.common_dtensor")
-# Decorators whose last positional argument, or the one of this name, is a number of ranks that must find room.
+# Decorators that need room for a number of ranks, which is their last positional argument or the one of this name.
 _ROOM = {"skip_if_lt_x_gpu": "x", "nccl_skip_if_lt_x_gpu": "x", "at_least_x_gpu": "x", "requires_world_size": "n"}
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -31,21 +31,21 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 
-# Bodies of three lines or more say nothing here, and make up most of a file: without them it is parsed much faster.
+# Bodies of three lines or more are irrelevant here, and are most of a file. Without them parsing is much faster.
 _BODY = re.compile(r"^([ \t]*)((?:async )?def (?!world_size)\w+\([^\n]*:)\n(?:\1[ \t]+[^\n]*\n\n*){3,}", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Ranks of the widest test, and devices of the widest one: ranks that are threads share one."""
+    """The ranks and the devices of the widest tests. Ranks in threads share a device."""
 
     ranks: int = 1
     devices: int = 1
 
 
 def parse(source: str) -> ast.Module | None:
-    """The syntax tree of a file, without what its longer functions do; None where its syntax is wrong."""
-    # The second attempt is for a body with a text in it whose lines look like code.
+    """The syntax tree of a file without the bodies of its longer functions, or None if its syntax is wrong."""
+    # The second attempt is for a string in a body whose lines look like code.
     for text in (_BODY.sub(_without_body, source), source):
         try:
             return ast.parse(text)
@@ -55,13 +55,13 @@ def parse(source: str) -> ast.Module | None:
 
 
 def _without_body(function: re.Match[str]) -> str:
-    """A function without its body, unless what was found ends in the middle of a text of several lines."""
+    """A function without its body, unless the match ends inside a multi-line string."""
     cut = any(function[0].count(quotes) % 2 for quotes in ('"""', "'''"))
     return function[0] if cut else f"{function[1]}{function[2]} ...\n"
 
 
 def names_in(source: str) -> tuple[list[str], list[str]] | None:
-    """Names of the classes and of the test methods in a file's text; None where its syntax is wrong."""
+    """The names of the classes and the test methods in a file's text, or None if its syntax is wrong."""
     tree = parse(source)
     if tree is None:
         return None
@@ -73,11 +73,11 @@ def names_in(source: str) -> tuple[list[str], list[str]] | None:
 def needs_of(source: str, ranks: int, few_ranks: int, folder: Path | None = None) -> Needs:
     """The needs of a file with this text, in this folder.
 
-    ``ranks`` is the world size of a test that states none, ``few_ranks`` that of a test that asks for a few.
+    ``ranks`` is the default world size of a test, and ``few_ranks`` that of a test for which a few ranks are enough.
     """
     tree = parse(source)
     if tree is None:
-        return Needs()  # the file fails before it asks for anything
+        return Needs()  # the file will fail before it needs anything
     module, defaults = _Module(tree, folder), {"ranks": ranks, "few_ranks": few_ranks}
     gone = {_name(each) for node in tree.body if isinstance(node, ast.Delete) for each in node.targets}
     found = [Needs()]
@@ -85,13 +85,13 @@ def needs_of(source: str, ranks: int, few_ranks: int, folder: Path | None = None
         if isinstance(node, ast.ClassDef) and name not in gone:
             try:
                 found.append(_Class(module, node, defaults).needs())
-            except (RecursionError, ArithmeticError):  # of a name that is made from itself, say
+            except (RecursionError, ArithmeticError):  # such as a name that is defined by itself
                 found.append(Needs(ranks, ranks))
     return Needs(max(needs.ranks for needs in found), max(needs.devices for needs in found))
 
 
 class _Module:
-    """What the names of a module stand for: classes, functions, values, and names of other modules."""
+    """The definitions of a module's names: classes, functions, values, and names of other modules."""
 
     def __init__(self, tree: ast.Module, folder: Path | None) -> None:
         self.values = dict(_definitions(tree.body))
@@ -102,7 +102,7 @@ class _Module:
                 self._imports |= {alias.asname or alias.name: (node, alias.name) for alias in node.names}
 
     def find(self, name: str) -> tuple[_Module, ast.AST] | None:
-        """What a name stands for, and the module that defines it; None where that is outside of what is read."""
+        """The definition of a name and its module, or None if it is outside of what is read."""
         if name in self.values:
             return self, self.values[name]
         if name not in self._imports:
@@ -114,7 +114,7 @@ class _Module:
 
 @functools.cache
 def _module(name: str, level: int, folder: Path | None) -> _Module | None:
-    """A module of this package, or one beside the file that imports it; None for any other."""
+    """A module of this package, or one beside the importing file, or None."""
     beside = [] if folder is None else [folder, *folder.parents]
     for root in beside[level - 1 : level] if level else [*beside[:1], PACKAGE.parent]:
         place = root.joinpath(*filter(None, name.split(".")))
@@ -126,7 +126,7 @@ def _module(name: str, level: int, folder: Path | None) -> _Module | None:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a block, also those under a condition."""
+    """The statements of a block, including those under a condition."""
     for node in body:
         yield node
         if isinstance(node, (ast.If, ast.Try)):
@@ -134,7 +134,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _definitions(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """What the statements of a block define, by name."""
+    """The definitions in a block, by name."""
     for node in _statements(body):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield node.name, node
@@ -145,7 +145,7 @@ def _definitions(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _lineage(module: _Module, node: ast.ClassDef) -> Iterator[tuple[_Module, ast.ClassDef]]:
-    """A class and the classes that it derives from, each with its module; a common base comes more than once."""
+    """A class and its bases, each with its module. A common base is repeated."""
     yield module, node
     for base in node.bases:
         homes = (_module(f"{PACKAGE.name}.{home}", 0, None) for home in _HOMES)
@@ -156,21 +156,21 @@ def _lineage(module: _Module, node: ast.ClassDef) -> Iterator[tuple[_Module, ast
 
 
 def _name(node: ast.AST) -> str:
-    """The last name of ``a.b.name``; nothing for what is no name."""
+    """The last name of ``a.b.name``, or an empty string if it is not a name."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 class _Class:
-    """A class with all that it inherits, and the numbers that its expressions stand for."""
+    """A class with everything that it inherits, and the values of its expressions."""
 
     def __init__(self, module: _Module, node: ast.ClassDef, defaults: Mapping[str, int]) -> None:
         self._defaults = defaults
-        # Of a common base the last mention counts, as in Python: it comes after everything that derives from it.
+        # As in Python, the last occurrence of a common base counts: it comes after all classes that derive from it.
         self._lineage = list(dict.fromkeys(reversed(list(_lineage(module, node)))))
         self._members = {name: (m, value) for m, each in self._lineage for name, value in _definitions(each.body)}
 
     def needs(self) -> Needs:
-        """Those of its tests."""
+        """The needs of its tests."""
         methods = [(m, f) for m, f in self._members.values() if isinstance(f, ast.FunctionDef)]
         tests = [(m, f) for m, f in methods if f.name.startswith("test")]
         if not tests:
@@ -195,7 +195,7 @@ class _Class:
         return self._defaults["ranks"] if found is None else found
 
     def _number(self, module: _Module, node: ast.AST) -> int | None:
-        """What an expression stands for, or a function returns; None where that shows only when it runs."""
+        """The value of an expression, or of a function's result, or None if it is only known at run time."""
 
         def numbers(nodes: Iterable[ast.AST]) -> list[int | None]:
             return [self._number(module, each) for each in nodes]
@@ -230,5 +230,5 @@ class _Class:
         return None
 
     def _widest(self, numbers: Iterable[int | None]) -> int | None:
-        """The greatest of some numbers, of which one that is unknown is the default number of ranks."""
+        """The largest of some numbers. An unknown one counts as the default number of ranks."""
         return max((self._defaults["ranks"] if n is None else n for n in numbers), default=None)

@@ -1,7 +1,7 @@
-"""The command line, and every check between options: the rest of the program may trust its input.
+"""The command line, and all checks between options, so that the rest of the program can trust its input.
 
-Each option is declared once, under the name of the field of :class:`RunTests` that it sets. An option that is not given
-is absent, so that a variable of the environment counts, or else the field's own default.
+Each option is declared once, under the name of the :class:`RunTests` field that it sets. An option that is not given is
+absent, so that an environment variable counts, or else the field's default.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MOST_RERUNS = 1000
 MOST_TESTS = 10_000_000
 
 VARIABLES = """\
-environment variables, as upstream's run_test.py has them (an option wins):
-  CI, VERBOSE_TEST_LOGS                under CI as --pipe-logs, unless VERBOSE_TEST_LOGS shows the output of every file
+environment variables, as in upstream's run_test.py (options have priority):
+  CI, VERBOSE_TEST_LOGS                CI means --pipe-logs, unless VERBOSE_TEST_LOGS shows the output of every file
   CONTINUE_THROUGH_ERROR               as --keep-going
-  NO_TEST_TIMEOUT                      a file limit of a day
+  NO_TEST_TIMEOUT                      set the time limit of a file to a day
   TEST_SHOWLOCALS                      as --showlocals
   DISABLED_TESTS_FILE, SLOW_TESTS_FILE as --disabled-tests and --slow-tests
-  PYTORCH_TEST_WITH_SLOW               run what is listed or marked as slow
+  PYTORCH_TEST_WITH_SLOW               also run tests that are listed or marked as slow
   PYTORCH_TEST_RERUN_DISABLED_TESTS    as --rerun-disabled-tests
-  BUILD_ENVIRONMENT, TEST_CONFIG       which of the recorded times count
+  BUILD_ENVIRONMENT, TEST_CONFIG       select which recorded times are used
 and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks, and
 TORCH_FSDP_TESTS_STRICT_DEFECTS as --strict-defects
 """
@@ -113,13 +113,13 @@ def make_parser() -> _Parser:
     words = "files, folders, globs, file::Class or file::Class::test; below test/ or from here, with or without .py; "
     words += "smoke: every feature once, in about a minute (a list in test/smoke.txt)"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
-    words = "the same"
+    words = "the same as TEST"
     add("-i", "--include", **several, help=words)
-    add("-x", "--exclude", **several, help="the same, left out")
-    words = "only tests whose name has this substring, or fits this glob; may be repeated"
+    add("-x", "--exclude", **several, help="leave these out")
+    words = "only tests whose name contains this text, or matches this glob; may be repeated"
     add("-k", action="append", dest="patterns", metavar="PATTERN", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
-    add("--failed", **flag, dest="failed_only", help="only what failed in the last run")
+    add("--failed", **flag, dest="failed_only", help="only tests that failed in the last run")
     words = (
         "tests that reach a function, class, module, file, FILE:LINES, diff (- for stdin), or another torch's folder"
     )
@@ -129,43 +129,59 @@ def make_parser() -> _Parser:
     add("--map", type=_path, metavar="FILE", help="the map of what tests reach (default: the project's own)")
     words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
     add("--test-directory", type=_path, metavar="DIR", help=words)
-    add("--list", **flag, dest="list_files", help="list files with need and estimate, and run nothing")
-    words = "with --list: list the ids of tests, which the files are asked for"
+    add("--list", **flag, dest="list_files", help="list files with their ranks and expected time, and run nothing")
+    words = "with --list: list tests instead of files"
     add("--tests", **flag, dest="list_tests", help=words)
     add("--dry-run", **flag, help="print the plan, and run nothing")
-    add("--json", **flag, dest="as_json", help="with --dry-run: the plan as JSON, alone on stdout")
+    add("--json", **flag, dest="as_json", help="with --dry-run: print only the plan, as JSON")
 
-    add = parser.add_argument_group("where and how many at a time").add_argument
-    add("--shard", nargs=2, type=_whole(1, MOST_SHARDS), metavar=("N", "M"), help="the Nth of M parts, from 1")
+    add = parser.add_argument_group("where they run").add_argument
+    add(
+        "--shard",
+        nargs=2,
+        type=_whole(1, MOST_SHARDS),
+        metavar=("N", "M"),
+        help="run the Nth of M parts, counted from 1",
+    )
     words = f"split files by tests that take longer than S seconds (default: {RunTests.split_threshold:g})"
     add("--split-threshold", type=_positive, metavar="S", help=words)
     add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
-    words = "on the CPU: files at a time (default: by cores and ranks)"
+    words = "on the CPU: run N files at a time (default: depends on cores and ranks)"
     add("-j", "--jobs", type=_whole(1, MOST_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
-    add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help="ranks of a test that states no number")
-    words = "recorded times in upstream's shapes; may be repeated"
+    add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help="default number of ranks of a test")
+    words = "recorded times in upstream's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
-    add("--save-times", type=_path, metavar="DIR", help="write the times of this run into this folder")
+    add("--save-times", type=_path, metavar="DIR", help="write the times of this run to this folder")
 
     add = parser.add_argument_group("how they run").add_argument
-    add("--keep-going", "--continue-through-error", **flag, help="go on after a file has failed")
-    words = "end the run at the first failing test, also inside of files"
+    add("--keep-going", "--continue-through-error", **flag, help="continue after a file has failed")
+    words = "end the run at the first failing test, even inside a file"
     add("--fail-fast", **flag, help=words)
-    add("--timeout", type=_positive, metavar="S", help="limit of a file in seconds (default: from its recorded time)")
-    words = "name a file that has run S seconds, and twice its recorded time, every S seconds"
+    add(
+        "--timeout",
+        type=_positive,
+        metavar="S",
+        help="time limit of a file in seconds (default: depends on its recorded time)",
+    )
+    words = "report a file as slow every S seconds, once it has run S seconds and twice its recorded time"
     add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
-    words = "run what failed again, up to N times, in new processes"
+    words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=_whole(0, MOST_RERUNS), metavar="N", help=words)
-    add("--fail-on-flaky", **flag, help="a test that passed only when run again fails the run")
-    words = "a test that passes although torch is known to have the defect that it shows fails the run"
+    add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
+    words = "fail the run if a test passes although torch should have the defect that the test shows"
     add("--strict-defects", **flag, help=words)
-    add("--minimum-executed", type=_whole(0, MOST_TESTS), metavar="N", help="fail when fewer tests were executed")
-    words = f"seed of order and RNG, or 'random' (default: source order, {RunTests.seed})"
+    add(
+        "--minimum-executed",
+        type=_whole(0, MOST_TESTS),
+        metavar="N",
+        help="fail the run if fewer than N tests were executed",
+    )
+    words = f"seed of the order and of random numbers, or 'random' (default: source order, and {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
-    add("--showlocals", **flag, dest="show_locals", help="local variables in tracebacks")
-    words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py, into {REPORTS}/.coverage"
+    add("--showlocals", **flag, dest="show_locals", help="show local variables in tracebacks")
+    words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py (in {REPORTS}/.coverage)"
     add("--coverage", **flag, help=words)
     words = "with --coverage: write a map of which tests reach which functions, for --reaching and --changed"
     add("--save-map", type=_path, metavar="FILE", help=words)
@@ -173,23 +189,23 @@ def make_parser() -> _Parser:
     words = "upstream's list of disabled tests"
     add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
     add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="upstream's list of slow tests")
-    add("--known-failures", **lists, help="our own list; its shape is in dispatch/data")
-    words = "run only what the lists disable, and say what passes"
+    add("--known-failures", **lists, help="this project's own list; dispatch/data has its schema")
+    words = "run only the tests that the lists disable, and report which of them pass"
     add("--rerun-disabled-tests", **flag, dest="rerun_disabled", help=words)
 
-    add = parser.add_argument_group("what is said").add_argument
-    add("-v", "--verbose", **flag, help="a line for each test")
+    add = parser.add_argument_group("output").add_argument
+    add("-v", "--verbose", **flag, help="print a line for each test")
     add("--pipe-logs", **flag, help=f"keep the output of every file in {REPORTS}/logs")
     junit = Path(REPORTS, "python-unittest").absolute()
-    add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit")
+    add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
-    words = "say what differs from the report.json of an earlier run; with --report also as a page, compare.html"
+    words = "report what differs from the report.json of an earlier run; with --report also as a page, compare.html"
     add("--compare", type=Path, metavar="REPORT", help=words)
     return parser
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that variables set; each counts where its option is not given."""
+    """The fields that variables set. Each counts if its option is not given."""
     set_ones = {name for name, value in environment.items() if value}
     true_ones = {name for name in set_ones if environment[name].lower() in ("1", "true", "yes", "on", "t", "y")}
     flags = {
@@ -214,8 +230,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> RunTests:
     """The run that the arguments and upstream's environment variables describe.
 
-    Leaves with :attr:`ExitStatus.REFUSED` and one sentence when they make no sense. ``root`` is the folder whose
-    ``test`` is the default test directory. What follows the first ``--`` is for the test files.
+    Exits with :attr:`ExitStatus.REFUSED` and one sentence if they are wrong. ``root`` is the folder whose ``test`` is
+    the default test directory. What follows the first ``--`` is for the test files.
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     parser = make_parser()
@@ -241,7 +257,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         "logs_must_be": "pipe_logs" in given,
     }
     if "fail_fast" in given and "keep_going" not in given:
-        fields["keep_going"] = False  # whatever the variable says
+        fields["keep_going"] = False  # overrides the variable
     try:
         settings.check(environment)
         fields.setdefault("ranks", settings.ranks(environment))
@@ -255,28 +271,28 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
 
 
 def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
-    """Why options do not go together, or cannot be met, in a sentence; None when they do and can."""
+    """A sentence that says why the options are wrong, or None."""
     if not run.test_directory.is_dir():
         return f"the test directory {run.test_directory} does not exist; name one with --test-directory"
     if run.shard > run.num_shards:
         return f"--shard {run.shard} {run.num_shards}: shards are counted from 1 to {run.num_shards}"
     if run.as_json and not run.dry_run:
-        return "--json belongs to --dry-run"
+        return "--json can only be used with --dry-run"
     if run.list_tests and not run.list_files:
-        return "--tests belongs to --list"
+        return "--tests can only be used with --list"
     if run.coverage:
         from torch_fsdp_tests.dispatch import coverage
 
         if (lack := coverage.lacking()) is not None:
             return f"--coverage needs {lack}"
     if run.save_map is not None and not run.coverage:
-        return "--save-map belongs to --coverage"
+        return "--save-map can only be used with --coverage"
     if run.save_map is not None and run.save_map.is_dir():
-        return f"--save-map: {run.save_map} is a folder, and a file is to be written"
+        return f"--save-map: {run.save_map} is a folder; name a file"
     if run.map is not None and not run.by_reach:
-        return "--map belongs to --reaching or --changed"
+        return "--map can only be used with --reaching or --changed"
     if run.fail_fast and run.keep_going:
-        return "--fail-fast and --keep-going contradict each other"
+        return "--fail-fast and --keep-going cannot be used together"
     if rerun_asked and not (run.disabled or run.known_failures):
         return "--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE"
     if run.compare is not None and not run.compare.is_file():
@@ -285,7 +301,7 @@ def _refusal(run: RunTests, rerun_asked: bool) -> str | None:
 
 
 def _refusal_under(launch: launcher.Launch | None, run: RunTests) -> str | None:
-    """Why an option cannot be met where a launcher has made the ranks, in a sentence."""
+    """A sentence that says why an option cannot be met when a launcher has made the ranks, or None."""
     if launch is None:
         return None
     if not host.can_fork():
@@ -302,8 +318,8 @@ def _refusal_under(launch: launcher.Launch | None, run: RunTests) -> str | None:
 
 
 def _unwritable(run: RunTests) -> str | None:
-    """Why something could not be written at the end of the run, in a sentence; None when everything could."""
-    from torch_fsdp_tests.dispatch.atomic import try_folder  # not at import: a plan writes nothing
+    """A sentence that says what could not be written at the end of the run, or None."""
+    from torch_fsdp_tests.dispatch.atomic import try_folder  # imported late, because a plan writes nothing
 
     for option, folder in (
         ("--save-xml", run.save_xml),
@@ -322,7 +338,7 @@ def _unwritable(run: RunTests) -> str | None:
 
 
 def default_jobs(ranks: int) -> int:
-    """Files at a time on the CPU. Ranks wait for one another much of the time, so cores are handed out twice.
+    """The number of files at a time on the CPU. Ranks often wait for each other, so each core is used twice.
 
     With 4 ranks on 2 cores, eight files took 123 s two at a time, 145 s three and 128 s four at a time, beside other
     work on the machine; more than two only slowed each file down, which its tests' own limits do not forgive.

@@ -1,6 +1,6 @@
-"""Who runs what, and in which order: pure functions over plain data.
+"""Decides what runs where, and in which order: pure functions over plain data.
 
-Files are split by tests when they are long, dealt onto shards (one machine each), and ordered on one machine's slots.
+Long files are split by tests, files are distributed over shards (one machine each), and ordered on a machine's slots.
 :class:`TestRun`, :class:`ShardedTest` and :func:`calculate_shards` mean what they mean in PyTorch's tools/testing.
 """
 
@@ -18,24 +18,24 @@ ClassTimes = Mapping[str, Mapping[str, Seconds]]  # by file, then by class
 
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
 MOST_PARTS = 1000  # of one file
-LONGEST = 366 * 86400.0  # seconds; what is longer is no time of a test, and sums of it are no numbers
-ASSUMED = 60.0  # seconds of a file when no file at all has a known time; only ratios between files matter then
+LONGEST = 366 * 86400.0  # seconds; a longer time is invalid, and sums of such times overflow
+ASSUMED = 60.0  # seconds of a file if no file has a known time; then only ratios matter
 
-# Above this many jobs on one machine the order is longest first, without a look at other orders: the more jobs, the
-# smaller the gain, and the dearer the look.
+# With more jobs than this on a machine, the order is longest first, and no other orders are tried: with many jobs the
+# gain is small and the search is expensive.
 _ORDERS_TRIED_UP_TO = 400
 
 
 @dataclasses.dataclass(frozen=True)
 class TestRun:
-    """A test file, or the part of one that is left by what is included or excluded: ``Class`` or ``Class.test``."""
+    """A test file, or a part of one. Inclusions and exclusions are ``Class`` or ``Class.test``."""
 
     __test__ = False  # no test case, whatever pytest makes of the name
 
     file: str
     included: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
-    order: tuple[str, ...] = ()  # in which tests run; the source's when it is empty
+    order: tuple[str, ...] = ()  # the order of tests; that of the source if it is empty
 
     @property
     def is_whole(self) -> bool:
@@ -43,14 +43,14 @@ class TestRun:
         return not self.included and not self.excluded
 
     def contains(self, name: str) -> bool:
-        """Whether it runs this ``Class.test``, or all of this ``Class`` but for tests that are excluded by name."""
+        """Whether it runs this ``Class.test``, or all of this ``Class`` except tests that are excluded by name."""
         return (not self.included or _among(name, self.included)) and not _among(name, self.excluded)
 
     def __or__(self, other: TestRun) -> TestRun:
-        """Both parts together. Raises ``ValueError`` for two files.
+        """The union of two parts. Raises ``ValueError`` for two files.
 
-        What cannot be said in these terms (a class that one side excludes, but for a test that the other runs) becomes
-        too much rather than too little: no test is lost.
+        If the union cannot be expressed exactly (one side excludes a class, and the other runs one of its tests), the
+        result is too large and not too small, so that no test is lost.
         """
         self._same_file(other)
         included = self.included | other.included if self.included and other.included else frozenset[str]()
@@ -59,9 +59,9 @@ class TestRun:
         return TestRun(self.file, included, frozenset(excluded))
 
     def __sub__(self, other: TestRun) -> TestRun | None:
-        """What is left without the other part; None when nothing is. Raises ``ValueError`` for two files.
+        """The part without the other part, or None if nothing is left. Raises ``ValueError`` for two files.
 
-        Where what is left cannot be said in these terms, it is too much rather than too little.
+        If the rest cannot be expressed exactly, the result is too large and not too small.
         """
         self._same_file(other)
         if not other.included:
@@ -69,13 +69,13 @@ class TestRun:
             kept |= {name for name in self.included if _among(name, other.excluded) and self.contains(name)}
             inside = frozenset(name for name in self.excluded if _among(name, kept))
             return TestRun(self.file, frozenset(kept), inside) if kept else None
-        # Of a class the other part may run some tests only, and of a test that it excludes it runs nothing.
+        # The other part may run only some tests of a class, and it does not run a test that it excludes.
         partly = {_class_of(name) for name in other.excluded}
         taken = frozenset(name for name in other.included if name not in partly and other.contains(name))
         left = frozenset(name for name in self.included if not _among(name, taken))
         if self.included and not left:
             return None
-        if left:  # only a test of a class that stays still needs to be said
+        if left:  # only needed for tests of classes that stay
             taken = frozenset(name for name in taken if _class_of(name) in left)
         return TestRun(self.file, left, self.excluded | taken)
 
@@ -98,7 +98,7 @@ def _among(name: str, names: Collection[str]) -> bool:
 
 
 def named(wanted: str, names: Sequence[str]) -> set[int]:
-    """Positions of a class' tests, of one test, of what a glob fits, or of the tests generated from a name."""
+    """The positions of a class' tests, of one test, of a glob's matches, or of the tests generated from a name."""
     exact = {i for i, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")}
     exact = exact or {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted)}
     return exact or {i for i, name in enumerate(names) if name.startswith(f"{wanted}_")}
@@ -106,7 +106,9 @@ def named(wanted: str, names: Sequence[str]) -> set[int]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTest:
-    """One of ``num_shards`` parts of a test file, told apart by the index of a test in the file; ``shard`` from one."""
+    """One of ``num_shards`` parts of a test file, which depend on a test's index in the file. ``shard`` counts from
+    one.
+    """
 
     test: TestRun
     shard: int = 1
@@ -127,11 +129,11 @@ class ShardedTest:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One process to be: a part of a test file, and how many slots it is lent while it runs."""
+    """A future process: a part of a test file, and the number of slots that it gets while it runs."""
 
     part: ShardedTest
     devices: int  # accelerators that it is lent; 0 on the CPU
-    slots: int = 1  # of the pool: devices, or cores' worth of jobs on the CPU
+    slots: int = 1  # slots of the pool: devices, or places on the CPU
 
     @property
     def key(self) -> tuple[str, int]:
@@ -149,7 +151,7 @@ class Placement:
 
 
 def estimate(test: TestRun, times: TestTimes, class_times: ClassTimes) -> Seconds | None:
-    """Expected seconds of a file or of a part of it; None when that is not known."""
+    """The expected seconds of a file or a part of it, or None if they are unknown."""
     if test.is_whole:
         return times.get(test.file)
     by_class = class_times.get(test.file, {})
@@ -163,7 +165,7 @@ def estimate(test: TestRun, times: TestTimes, class_times: ClassTimes) -> Second
 def split(
     tests: Iterable[TestRun], times: TestTimes, class_times: ClassTimes, threshold: Seconds = SPLIT_THRESHOLD
 ) -> list[ShardedTest]:
-    """One part for each file, or as many as keep each part of a long file within the threshold."""
+    """Split long files, so that each part stays within the threshold. Other files are one part."""
     parts = []
     for test in tests:
         seconds = estimate(test, times, class_times)
@@ -174,7 +176,7 @@ def split(
 
 
 def assumed(parts: Iterable[ShardedTest]) -> Seconds:
-    """What a part without a known time is taken to last: the mean of the known ones."""
+    """The assumed time of a part without a known time: the mean of the known ones."""
     known = [part.time for part in parts if part.time is not None]
     return sum(known) / len(known) if known else ASSUMED
 
@@ -188,7 +190,7 @@ def calculate_shards(
     threshold: Seconds = SPLIT_THRESHOLD,
     weights: Mapping[str, int] | None = None,
 ) -> list[tuple[Seconds, list[ShardedTest]]]:
-    """Deal tests onto shards so that all take about as long; each shard with its load in seconds.
+    """Distribute tests over shards of about the same length. Returns each shard with its load in seconds.
 
     Longest first onto the shard with the least load, as upstream does. Unlike upstream's, parts of unknown length are
     taken to last as long as the mean of the others, so that they spread too, and a file that needs ``weights[file]``
@@ -203,7 +205,8 @@ def calculate_shards(
     def cost(part: ShardedTest) -> float:
         return part.get_time(default) * weights.get(part.name, 1)
 
-    # Ties go to the shard with fewer parts, then to the lower number, so that parts without length spread as well.
+    # Ties go to the shard with fewer parts, then to the lower number, so that parts without a length are distributed
+    # too.
     heap = [(0.0, 0, shard) for shard in range(num_shards)]
     for part in sorted(parts, key=lambda part: (-cost(part), part.name, part.shard)) if sort_by_time else ():
         load, count, shard = heapq.heappop(heap)
@@ -215,10 +218,10 @@ def calculate_shards(
 
 
 def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:
-    """A job for each part, which takes as many slots as its file needs and there are devices to lend.
+    """Make a job for each part. It takes as many slots as its file needs devices, if there are enough.
 
-    ``lendable`` is None on the CPU, where a job takes one slot. It is 0 where devices are wanted and none is visible:
-    then jobs are planned with what they need, and take one slot each.
+    ``lendable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible.
+    Then jobs are planned with their needs, and take one slot each.
     """
     jobs = []
     for part in parts:
@@ -229,7 +232,7 @@ def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: 
 
 
 def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, int]], default: Seconds) -> int | None:
-    """Index in the queue of the job to start on ``free`` slots now; None when it is better to wait.
+    """The index in the queue of the job to start on ``free`` slots now, or None if it is better to wait.
 
     The first job starts when it fits. When it does not, it is promised the earliest time at which enough slots come
     free by ``releases`` (seconds from now, slots), and a later job may start only if it ends before that or leaves the
@@ -253,7 +256,7 @@ def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, 
 
 
 def simulate(jobs: Sequence[Job], slots: int, default: Seconds) -> list[Placement]:
-    """Play the jobs, in this order, onto so many slots under the rule of :func:`next_job`."""
+    """Simulate the jobs in this order on this number of slots, with the rule of :func:`next_job`."""
     queue, running, placed = list(jobs), list[tuple[Seconds, int, int]](), []
     now, free, count = 0.0, slots, 0
     while queue:
@@ -277,13 +280,13 @@ def makespan(placements: Iterable[Placement]) -> Seconds:
 
 
 def lower_bound(jobs: Sequence[Job], slots: int, default: Seconds) -> Seconds:
-    """No order ends sooner than the work spread evenly, nor than the longest job."""
+    """No order ends earlier than evenly distributed work, or than the longest job."""
     work = sum(job.slots * job.part.get_time(default) for job in jobs)
     return max(work / slots, max((job.part.get_time(default) for job in jobs), default=0.0))
 
 
 def order(jobs: Iterable[Job], slots: int, default: Seconds) -> list[Job]:
-    """The order in which to offer jobs to the slots: longest first, unless another order promises an earlier end.
+    """The order of jobs: longest first, unless another order is expected to end earlier.
 
     Jobs with equal or unknown estimates stay in path order.
     """

@@ -1,4 +1,4 @@
-"""Slots that are lent to jobs and come back: devices by their index, or places on the CPU."""
+"""The slots that are lent to jobs: devices by their index, or places on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class DevicePool:
-    """Lends what is free, the lowest first. Nothing is ever lent twice at a time."""
+    """Lends free slots, the lowest first. A slot is never lent twice at the same time."""
 
     def __init__(self, names: Sequence[str]) -> None:
         if not names or len(set(names)) != len(names):
@@ -23,14 +23,14 @@ class DevicePool:
         return len(self._free)
 
     def lend(self, count: int) -> tuple[int, ...]:
-        """Positions of ``count`` slots, now the borrower's. Raises ``ValueError`` when fewer are free."""
+        """Lend ``count`` slots, and return their positions. Raises ``ValueError`` if fewer are free."""
         if not 0 < count <= len(self._free):
-            raise ValueError(f"{count} slots were asked for and {len(self._free)} of {self.size} are free")
+            raise ValueError(f"{count} slots were requested, but only {len(self._free)} of {self.size} are free")
         lent, self._free = tuple(self._free[:count]), self._free[count:]
         return lent
 
     def give_back(self, lent: Sequence[int]) -> None:
-        """Take back what was lent. Raises ``ValueError`` for a slot that is not out."""
+        """Take back lent slots. Raises ``ValueError`` for a slot that is not lent."""
         if set(lent) & set(self._free) or not set(lent) <= set(range(self.size)):
-            raise ValueError(f"slots {sorted(lent)} come back and are not all out")
+            raise ValueError(f"not all of the slots {sorted(lent)} are lent")
         self._free = sorted([*self._free, *lent])

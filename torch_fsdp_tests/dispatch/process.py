@@ -1,6 +1,6 @@
-"""One process of a test file: started, listened to, ended and judged.
+"""The process of a test file: starts it, listens to it, ends it and judges it.
 
-Nothing here waits. The runner's loop tells it of bytes, of the process' end and of the time.
+Nothing here waits. The runner's loop passes bytes, the end of the process, and the time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, Ending, How, 
 from torch_fsdp_tests.forkserver import start_fresh
 from torch_fsdp_tests.verdict import Phase, Scope, State
 
-GRACE = 5.0  # seconds between the polite signal, on which stacks are written, and the kill
-OUTPUT_SHOWN = 1 << 20  # bytes of a file's output that a report holds; head and tail of what is longer
+GRACE = 5.0  # seconds between the signal on which stacks are written, and the kill
+OUTPUT_SHOWN = 1 << 20  # bytes of a file's output in a report; only head and tail of a longer output
 NO_TESTS_STATUS = 5  # unittest's own since Python 3.12
 
 
@@ -215,15 +215,15 @@ class TestProcess:
         if self.running is not None:
             state = State.NOT_RUN if ending.how is How.STOPPED else state
             seconds = round(time.monotonic() - self._running_since, 3)
-            reason = f"not run to its end: {ending}"
+            reason = f"did not run to its end: {ending}"
             return [TestResult(self.running, state, seconds=seconds, reason=reason, text=_tail(output))]
         if ending.how is How.STOPPED:
             return []
         if self._broken is not None:
             return [_about_file(State.ERROR, self._broken["reason"], self._broken["text"])]
         if self._left == 0 and ending == Ending(How.EXITED, 0):
-            last = (output.strip().splitlines() or ["it says nothing"])[-1]
-            return [_about_file(State.SKIPPED, f"the file left before its tests: {last}")]
+            last = (output.strip().splitlines() or ["it printed nothing"])[-1]
+            return [_about_file(State.SKIPPED, f"the file exited before its tests: {last}")]
         if not self._over:
             when = "before its tests were known" if not self._announced else "between tests"
             return [_about_file(state, f"{ending} ended the process {when}", _tail(output))]
@@ -238,7 +238,7 @@ class TestProcess:
         seen = {result.name for result in self.results} | {self.running}
         # What a failed fixture is the set-up of: a class, or the whole file, which has no class name.
         unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
-        came_first = "the process never came to it" if self._over else f"{ending} came first"
+        came_first = "the process never reached it" if self._over else f"{ending} came first"
         for name in dict.fromkeys(name for name in self._announced if name not in seen):
             cls = name.rpartition(".")[0]
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first

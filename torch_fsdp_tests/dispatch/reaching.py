@@ -1,4 +1,4 @@
-"""``--reaching``, ``--changed`` and ``--save-map``: tests by what they reach in the installed torch."""
+"""``--reaching``, ``--changed`` and ``--save-map``: selects tests by what they reach in the installed torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHIPPED = Path(recording.__file__).parent / "data"
 
 
 def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], list[str]]:
-    """What a change reaches of a selection, most specific tests first, and sentences on it.
+    """The tests of a selection that a change reaches, most specific first, and remarks.
 
-    Raises :class:`UnknownTest` where that cannot be told.
+    Raises :class:`UnknownTest` if that cannot be determined.
     """
     root, version = devices.torch_folder(), devices.torch_version()
     if root is None:
-        raise UnknownTest("no torch is installed whose functions a test could reach")
+        raise UnknownTest("torch is not installed, so no test can reach its functions")
     try:
         known = ReachMap.load(run.map or shipped(version or "", SHIPPED))
         changes = Changes(known, root)
@@ -48,7 +48,7 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
 
 
 def keep(selection: Sequence[TestRun], wanted: Iterable[Reached]) -> list[TestRun]:
-    """The wanted tests that are selected, by file: files and classes in the order of their first test."""
+    """The wanted tests in the selection, by file. Files and classes are in the order of their first test."""
     parts = {test.file: test for test in selection}
     found: dict[str, dict[str, list[str]]] = {}
     for file, test, *_ in wanted:
@@ -75,8 +75,8 @@ def _remarks(
     version: str | None,
     unmapped: set[str],
 ) -> Iterable[str]:
-    if known.torch.partition("+")[0] != (version or "").partition("+")[0]:  # builds of a version have one FSDP
-        yield f"the map was recorded with torch {known.torch}, and {version} is installed"
+    if known.torch.partition("+")[0] != (version or "").partition("+")[0]:  # all builds of a version have the same FSDP
+        yield f"the map was recorded with torch {known.torch}, but {version} is installed"
     for change in found:
         yield from change.remarks
     yield from chosen.remarks
@@ -86,18 +86,18 @@ def _remarks(
     if chosen.unreached:
         yield f"no test reaches {plural(len(chosen.unreached), 'function')}: {shown(chosen.unreached)}"
     if unmapped:
-        yield f"left out, since the map does not know them: {shown(sorted(unmapped))}"
+        yield f"left out, because the map does not know them: {shown(sorted(unmapped))}"
     count = plural(sum(len(test.order) for test in tests), "test")
     reached = chosen.functions - len(chosen.unreached)
     yield f"{count} in {plural(len(tests), 'file')} reach {reached} of {plural(chosen.functions, 'function')}"
 
 
 def shipped(version: str, folder: Path) -> Path:
-    """The map of this version of torch, else of the latest one before it, else of the first after it."""
+    """The map of this version of torch, or of the latest earlier one, or of the first later one."""
     maps = {_numbers(path.stem): path for path in folder.glob("map-*.json")}
     if not maps:
         raise UnknownChange(
-            "no map of what tests reach is there: record one with --coverage --save-map FILE, and name it with --map"
+            "there is no map of what tests reach: record one with --coverage --save-map FILE, and name it with --map"
         )
     earlier = [numbers for numbers in maps if numbers <= _numbers(version)]
     return maps[max(earlier) if earlier else min(maps)]
@@ -108,15 +108,15 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def save(run: RunTests, path: Path, results: Results) -> str:
-    """Write the map of a run that was recorded, and say what is in it. Raises ``OSError``."""
+    """Write the map of a recorded run, and say what is in it. Raises ``OSError``."""
     from torch_fsdp_tests.dispatch import coverage  # not at import: a plan records nothing
     from torch_fsdp_tests.dispatch.atomic import write_text
 
     root, version = devices.torch_folder(), devices.torch_version()
     if results.not_started or results.signal is not None:
-        return "no map was written: the run did not come to its end"
+        return "no map was written, because the run did not finish"
     if root is None or version is None:
-        return "no map was written: no torch is installed"
+        return "no map was written, because torch is not installed"
     tests = [(file.job.part.name, test) for file, test in results.tests()]
     seconds = {(file, test.name): test.seconds for file, test in tests if test.outcome.is_executed}
     made = recording.make(run.reports / coverage.RESULT, seconds, root, version)

@@ -1,7 +1,7 @@
-"""A process that outlives the dispatcher by a moment, and ends what a killed dispatcher would leave behind.
+"""A process that outlives the dispatcher for a moment, and ends what a killed dispatcher leaves behind.
 
-The dispatcher tells it which process groups began and ended. When the connection ends, the dispatcher is gone, however
-it went; then the groups that are left are killed and the run's directory is removed.
+The dispatcher tells it which process groups started and ended. When the connection closes, the dispatcher is gone. Then
+the remaining groups are killed, and the run's directory is removed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch_fsdp_tests.messages import Connection
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A process group that a job leads; ``there`` is False once it is gone."""
+    """The process group of a job. ``there`` is False after it has ended."""
 
     number: int
     there: bool
 
 
 class Reaper:
-    """The dispatcher's end of the connection. Made before the first job, while the dispatcher has one thread."""
+    """The dispatcher's end of the connection. It is made before the first job, while the dispatcher has one thread."""
 
     def __init__(self, directory: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -43,21 +43,21 @@ class Reaper:
         self._connection = Connection(ours, [])
 
     def tell(self, group: int, there: bool) -> None:
-        self._connection.tell(Group(group, there))  # a reaper that was killed is no reason to stop
+        self._connection.tell(Group(group, there))  # the run continues without a reaper
 
     def close(self) -> None:
-        """Let it remove the directory, and wait for it."""
+        """Let the reaper remove the directory, and wait for it."""
         self._connection.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
 
 def _reap(dispatcher: Connection, directory: Path) -> None:
-    os.setsid()  # out of reach of the terminal's signals
+    os.setsid()  # not reached by the terminal's signals
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # whoever reads the dispatcher's output must not wait for this process
+    for descriptor in (0, 1, 2):  # a reader of the dispatcher's output must not wait for this process
         os.dup2(null, descriptor)
     groups: set[int] = set()
     while (group := dispatcher.receive()) is not None:

@@ -1,4 +1,4 @@
-"""Runs the plan: one thread, one loop. It alone starts processes, hears them, keeps the time and lends slots."""
+"""Runs the plan in one thread with one loop, which starts processes, listens to them, keeps time and lends slots."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
 
 UNKNOWN_LIMIT = 1800.0  # seconds of a file whose time is not known; upstream's
-LEAST_LIMIT = 600.0  # seconds; a machine under load is slower than the one that recorded the times
+LEAST_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
 LIMIT_FACTOR = 10.0  # of the known time
 NO_LIMIT = 86400.0  # seconds; a limit is always on
-SLOW_FACTOR = 2.0  # of the known time, after which a running file may be called slow
+SLOW_FACTOR = 2.0  # times the recorded time, after which a running file may be reported as slow
 assert RunTests.slow_after < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
@@ -55,7 +55,7 @@ def limit_of(run: RunTests, part: plan.ShardedTest) -> float:
 
 @dataclasses.dataclass
 class _Waiting:
-    """A job that has not ended well yet: what it has tried, and which tests the next process is to run."""
+    """A job that has not succeeded yet: its attempts, and the tests for its next process."""
 
     job: Job
     attempts: tuple[Attempt, ...] = ()
@@ -63,7 +63,7 @@ class _Waiting:
 
 
 class Runner:
-    """Runs jobs on slots until all are done, one failed without ``--keep-going``, or somebody stops it."""
+    """Runs jobs on slots until all are done, one fails without ``--keep-going``, or a signal stops it."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Runner:
         return {**installation.on_path(os.environ), **stated}
 
     def run(self) -> Results:
-        """Everything, from the first process to the last. What finished is in the results however it ended.
+        """Run all processes. The results have everything that finished, however the run ended.
 
         To be called inside of :meth:`taking_signals`.
         """
@@ -248,7 +248,7 @@ class Runner:
             self._conclude(pid, status)
 
     def _wait(self) -> None:
-        """Sleep until something happens or is due, and deal with it."""
+        """Sleep until something happens or is due, and handle it."""
         if not self._running:
             return
         now = self._now()
@@ -342,7 +342,7 @@ class Runner:
     def _end_descendants(self, running: TestProcess) -> list[str]:
         """Kill what a job left running, also outside of its group, and name it."""
         ended = host.end_strays(running.directory, self._running.keys() | self._helpers())
-        return [f"the process {command} was left running and was ended" for command in ended]
+        return [f"the process {command} was left running, and was killed" for command in ended]
 
     def _helpers(self) -> set[int]:
         """Children of this process that are no jobs."""
@@ -370,7 +370,7 @@ class Runner:
         self._keep(self.results)
 
     def _end_all_now(self) -> None:
-        """Whatever happened, leave nothing running."""
+        """End everything that still runs."""
         while self._running:
             pid, (running, _) = self._running.popitem()
             running.kill()

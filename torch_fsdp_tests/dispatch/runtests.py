@@ -1,4 +1,4 @@
-"""What a run is: options, checked and frozen."""
+"""The description of a run: checked and frozen options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunTests:
     failed_only: bool = False
     reaching: tuple[str, ...] = ()
     changed: bool = False
-    map: Path | None = None  # where what tests reach is read from
+    map: Path | None = None  # the map of what tests reach
 
     list_files: bool = False
     list_tests: bool = False
@@ -74,9 +74,8 @@ class RunTests:
 
     @property
     def reports(self) -> Path:
-        """Where what a run leaves unasked goes: beside a folder called ``test``, as in a checkout, else inside.
-
-        For the tests of an installed package it goes to the current folder.
+        """The folder for files that no option asked for: beside a folder called ``test``, as in a checkout, else inside
+        it. For the tests of an installed package it is in the current folder.
         """
         if self.test_directory.is_relative_to(installation.PACKAGE):
             return Path.cwd() / REPORTS

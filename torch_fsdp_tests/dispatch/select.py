@@ -1,4 +1,4 @@
-"""From what was asked for to the parts of files that will run: pure, over names and a way to read a file's text."""
+"""Selects the parts of files that will run. Pure functions over names and a function that reads a file's text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Callable[[str], str]  # the text of a file by its name
 
 
 class UnknownTest(ValueError):
-    """A name that selects nothing; the message names its nearest neighbours."""
+    """A name selects nothing. The message has similar names."""
 
 
 def select(
@@ -24,7 +24,7 @@ def select(
 ) -> list[TestRun]:
     """The parts of files that are included (all when nothing is) and not excluded, in path order.
 
-    Raises :class:`UnknownTest` for a name, in either list, that stands for nothing.
+    Raises :class:`UnknownTest` if a name in either list matches nothing.
     """
     names = [file.name for file in files]
     chosen: dict[str, TestRun] = {} if include else {name: TestRun(name) for name in names}
@@ -57,10 +57,13 @@ def _with_lists(words: Iterable[str], names: Sequence[str], directory: Path) -> 
 
 
 def find(text: str, names: Sequence[str], directory: Path, source: Source) -> list[TestRun]:
-    """What one word of ``-i`` or ``-x`` stands for: ``folder``, ``folder/file``, ``glob*``, ``file::Class::test``."""
+    """The tests that one argument of ``-i`` or ``-x`` names: ``folder``, ``folder/file``, ``glob*``,
+    ``file::Class::test``.
+    """
     pattern, *inside = text.split("::")
     wanted, here = normalise(pattern, directory), _from_here(pattern, directory)
-    # What is there in the current folder is meant, as a shell completes it; for the rest, names below the directory.
+    # A path that exists relative to the current folder counts first, because shells complete it. All others are names
+    # below the directory.
     matches = [] if here is None or not _is_there(pattern) else matching(here, names)
     matches = matches or matching(wanted, names) or ([] if here is None else matching(here, names))
     if not matches:
@@ -69,7 +72,7 @@ def find(text: str, names: Sequence[str], directory: Path, source: Source) -> li
     if not inside:
         return [TestRun(name) for name in matches]
     if len(inside) > 2 or not all(inside):
-        raise UnknownTest(f"unknown test {text!r}; a test is named file::Class or file::Class::test")
+        raise UnknownTest(f"unknown test {text!r}; write file::Class or file::Class::test")
     return [TestRun(name, frozenset([_inside(text, inside, source(name))])) for name in matches]
 
 
@@ -93,7 +96,7 @@ def normalise(text: str, directory: Path) -> str:
 
 
 def _from_here(text: str, directory: Path) -> str | None:
-    """A name as discovery gives it, for a path relative to the current folder; None where that leads elsewhere."""
+    """The name that discovery gives to a path relative to the current folder, or None if it is elsewhere."""
     path, root = Path(os.path.abspath(text.strip())), directory.resolve()
     if path == root or (path in root.parents and _is_there(text)):
         return "."
@@ -105,7 +108,7 @@ def _is_there(text: str) -> bool:
 
 
 def matching(wanted: str, names: Iterable[str]) -> list[str]:
-    """The names that a normalised word stands for: that file, everything below that folder, or what the glob fits."""
+    """The names that match a normalised argument: that file, everything below that folder, or the glob's matches."""
     if wanted == ".":
         return list(names)
     if any(character in wanted for character in "*?["):
@@ -114,8 +117,8 @@ def matching(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def _inside(text: str, inside: Sequence[str], source: str) -> str:
-    """``Class`` or ``Class.test``, after a look at the source: a generated name starts with one that stands there."""
-    for name, known in zip(inside, names_in(source) or (), strict=False):  # a file that cannot be read says so itself
+    """``Class`` or ``Class.test``, checked against the source. A generated name starts with a name in the source."""
+    for name, known in zip(inside, names_in(source) or (), strict=False):  # an unreadable file fails when it runs
         if not any(name.startswith(stem) or fnmatch.fnmatchcase(stem, name) for stem in known):
             raise UnknownTest(f"unknown test {text!r}{_nearest(name, known)}")
     return ".".join(inside)
@@ -126,8 +129,8 @@ def _folders(names: Iterable[str]) -> set[str]:
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> str:
-    """The remark ``; nearest: a, b``: by whole name, else by last component, which people remember best."""
-    import difflib  # not at import: few runs name something unknown
+    """The remark ``; nearest: a, b``: by the whole name, or else by its last component, which people remember best."""
+    import difflib  # imported late, because it is rarely needed
 
     known = sorted(set(known))
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)

@@ -1,7 +1,7 @@
-"""How long files and classes took: read and written in upstream's shapes.
+"""Reads and writes the times of files and classes in upstream's formats.
 
 ``test-times.json`` is ``{BUILD_ENVIRONMENT: {TEST_CONFIG: {file: seconds}}}``, ``test-class-times.json`` has ``{file:
-{class: seconds}}`` there; what the environment does not name is looked for under ``default``.
+{class: seconds}}`` there. If the environment has no entry, ``default`` is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parent / "data"  # the folder with the times that ship
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Known seconds by file and by class, and remarks for the person who asked for a file that is not there."""
+    """Known seconds by file and by class, and remarks about files that do not exist."""
 
     files: Mapping[str, float] = dataclasses.field(default_factory=dict)
     classes: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
@@ -30,9 +30,9 @@ class Times:
 
 
 def load(paths: Iterable[Path], environment: Mapping[str, str]) -> Times:
-    """The times in these files, each of either shape, over those that ship with the project.
+    """The times in these files, in either format. They replace those that ship with the project.
 
-    A file that is missing is remarked on; a malformed one raises :class:`MalformedList`.
+    A missing file causes a remark, and a malformed one raises :class:`MalformedList`.
     """
     files: dict[str, float] = {}
     classes: dict[str, Mapping[str, float]] = {}
@@ -55,7 +55,7 @@ def _configured(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     data = read_json(path)
     for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG"):
         if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()):
-            raise MalformedList(f"{path} has not the shape {{build environment: {{test config: {{file: seconds}}}}}}")
+            raise MalformedList(f"{path} is not of the form {{build environment: {{test config: {{file: seconds}}}}}}")
         data = data.get(environment.get(variable, "default"), data.get("default", {}))
     return data
 
@@ -67,7 +67,7 @@ def _seconds(path: Path, name: str, value: Any) -> float:
 
 
 def check(folder: Path, environment: Mapping[str, str]) -> None:
-    """Raise :class:`MalformedList` when the folder has times to which none can be added."""
+    """Raise :class:`MalformedList` if times cannot be added to those in the folder."""
     for path in (folder / FILE_TIMES, folder / CLASS_TIMES):
         if path.exists():
             _configured(path, environment)
@@ -76,8 +76,8 @@ def check(folder: Path, environment: Mapping[str, str]) -> None:
 def save(
     folder: Path, files: Mapping[str, float], classes: Mapping[str, Mapping[str, float]], environment: Mapping[str, str]
 ) -> None:
-    """Write both shapes into the folder, over what is there about other files. Raises as :func:`check` does."""
-    from torch_fsdp_tests.dispatch.atomic import write_text  # not at import: a plan writes nothing
+    """Write both formats into the folder, and keep the times of other files there. Raises like :func:`check`."""
+    from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan writes nothing
 
     keys = [environment.get(variable, "default") for variable in ("BUILD_ENVIRONMENT", "TEST_CONFIG")]
     for name, times in ((FILE_TIMES, files), (CLASS_TIMES, classes)):
