@@ -127,14 +127,15 @@ class TestLoss(TestCase):
 
 
 class TestSignals(TestCase):
-    def test_sigterm_of_the_launcher_is_reported_by_rank_0(self):
+    @parametrize("number", [signal.SIGINT, signal.SIGTERM], name_fn=lambda number: number.name)
+    def test_a_signal_to_the_launcher_is_reported_by_rank_0(self, number):
         run = begin(["two_ranks", "waits", "well"], Node(STANDALONE))
         give_up = time.monotonic() + 200
         while not (run.started / "waits").exists() and time.monotonic() < give_up:
             time.sleep(0.05)
-        run.signal(signal.SIGTERM)
+        run.signal(number)
         run.end()
-        self.assertEqual(run.report["exit_code"], 128 + signal.SIGTERM)
+        self.assertEqual(run.report["exit_code"], 128 + number)
         self.assertEqual(run.outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
         self.assertEqual(run.outcomes("waits"), {"TestRanks.test_1_waits": "not run"})
         self.assertEqual(len(run.report["not_started"]), 1)
@@ -188,6 +189,7 @@ class TestRefusals(TestCase):
         self.assertEqual(run.left, [])
 
 
+instantiate_parametrized_tests(TestSignals)
 instantiate_parametrized_tests(TestDifferences)
 instantiate_parametrized_tests(TestRefusals)
 

@@ -170,7 +170,7 @@ class TestIdleRanks(PeersCase):
                 for answer in (agent.FileEnded(1, 0, ""), agent.FileOver(1)):
                     traffic[rank] += len(messages.encode(answer))
                     end.send(answer)
-                while agents.busy:
+                while rank in agents.busy:
                     agents.hear(rank)
             end.close()
         return traffic
