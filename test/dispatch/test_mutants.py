@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -84,10 +85,17 @@ EXCLUDED = [
     ("if a.pinned and b: pass", exclusions.DEVICE),
     ("if a == b: warnings.warn('x')", exclusions.LOGGING),
     ("if a == b: stream.wait_event(c)", exclusions.DEVICE),
+    ("if a == b: raise AssertionError('x')", exclusions.ASSERTIONS),
     ("def _warn_once(a):\n return f(a, 1)", exclusions.LOGGING),
     ("x = f(stacklevel=1 + 2)", exclusions.MESSAGES),
 ]
-TRIED = ["if not torch.compiler.is_compiling(): f(a)", "with record_function('x'): f(a)", "prevent(a)", "if a: f(a)"]
+TRIED = [
+    "if not torch.compiler.is_compiling(): f(a)",
+    "with record_function('x'): f(a)",
+    "prevent(a)",
+    "if a: f(a)",
+    "if f(a):\n raise ValueError(1)\nf(a)",
+]
 
 PACKAGE = {
     "__init__": "",
@@ -291,6 +299,13 @@ class TestTests(unittest.TestCase):
         tests = [Reached("a", f"T.t{n}", 2.0, n) for n in range(4)]
         self.assertEqual([len(within(budget, tests)) for budget in (1, 2, 5, 6, 100)], [1, 1, 2, 3, 4])
         self.assertEqual(within(1, []), [])
+
+    def test_what_is_equivalent_on_a_host_counts_there_only(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "equivalent.json"
+            path.write_text(json.dumps({"mutants": [{"id": "a"}, {"id": "b", "only": "host"}]}))
+            self.assertEqual([*mutant.equivalents(path, on_host=True)], ["a", "b"])
+            self.assertEqual([*mutant.equivalents(path, on_host=False)], ["a"])
 
     def test_a_class_without_functions_has_the_tests_that_name_it(self):
         known = make_map({"a::T.t": ["m.f"], "b::T.t": ["m.f"]})

@@ -68,7 +68,9 @@ def _main(asked: Options) -> ExitStatus:
     known, wanted = {each.id for each in findings}, {each.id for each in chosen}
     findings = [each for each in findings if each.id in wanted]
     began = time.monotonic()
-    trials = Trials(_setting(asked, device.type), tests, mutant.equivalents(asked.equivalent))
+    trials = Trials(
+        _setting(asked, device.type), tests, mutant.equivalents(asked.equivalent, device.type == devices.HOST)
+    )
     _say(f"{plural(len(chosen), 'mutant')} of {len(found)}, {asked.jobs} at a time; {len(findings)} known")
     status = ExitStatus.OK
     try:

@@ -112,11 +112,12 @@ class Exclusions:
         return None
 
     def _of_branches(self, node: ast.AST) -> str | None:
-        """Why the condition of an ``if`` is excluded, since all that depends on it is."""
+        """The reason to exclude the condition of an ``if`` because everything that depends on it is excluded."""
         if not isinstance(node, ast.If):
             return None
-        reasons = {self.of(statement) for statement in (*node.body, *node.orelse)}
-        return min(filter(None, reasons)) if reasons <= {LOGGING, DEVICE} else None
+        statements = (*node.body, *node.orelse)
+        reasons = {ASSERTIONS if _raises_assertion(statement) else self.of(statement) for statement in statements}
+        return min(filter(None, reasons)) if reasons <= {ASSERTIONS, LOGGING, DEVICE} else None
 
     def of_field(self, node: ast.AST, field: str) -> str | None:
         """The reason why one part of a node is excluded."""
@@ -127,6 +128,10 @@ class Exclusions:
                 return TYPES if field == "body" else None
             return COMPILER if _compiled_branch(node.test) == field else None
         return None
+
+
+def _raises_assertion(node: ast.AST) -> bool:
+    return isinstance(node, ast.Raise) and node.exc is not None and dotted(node.exc) == "AssertionError"
 
 
 def _compiled_branch(test: ast.expr) -> str | None:

@@ -180,6 +180,7 @@ class Tests:
         return sorted(found, key=lambda test: -counts[test.file])
 
 
-def equivalents(path: Path = EQUIVALENT) -> Mapping[str, Mapping[str, Any]]:
-    """The mutants that no test can notice, by id, with the change and the argument."""
-    return {entry["id"]: entry for entry in json.loads(path.read_text(encoding="utf-8"))["mutants"]}
+def equivalents(path: Path, on_host: bool) -> Mapping[str, Mapping[str, Any]]:
+    """The mutants that no test can notice on this kind of device, by id, with the change and the argument."""
+    entries = json.loads(path.read_text(encoding="utf-8"))["mutants"]
+    return {entry["id"]: entry for entry in entries if on_host or entry.get("only") != "host"}
