@@ -868,15 +868,21 @@ class StayingZServer(Staying):
     test_killed = ProcessZServer.test_a_killed
 
 
+class StayingHangsLater(StayingHangs):
+    def test_passes(self):
+        pass
+
+
 class EveryKind(Processes):
     """For the death of the test process: ranks of all kinds hang while it waits for those of its test."""
 
     def setUp(self):
         super().setUp()
         name = "test_hang_ignoring_sigterm"
-        threads, stay = RankGroup(ThreadHangs, name, 2, threads=True), RankGroup(StayingHangs, None, 2)
+        threads, stay = RankGroup(ThreadHangs, name, 2, threads=True), RankGroup(StayingHangsLater, None, 2)
         self.addCleanup(threads.close)
         self.addCleanup(stay.close)
+        stay.run("test_passes", LIMIT)  # before the first test they wait for each other, and somebody has to listen
         stay.begin(name)
 
     def test_no_end(self):
