@@ -31,6 +31,16 @@ class Node:
     checkout: Path = ROOT
 
 
+# The outcomes of the tests in inputs/launched_suite/ranks_fail.py.
+RANKS_FAIL = {
+    "TestRanks.test_1_raises": "error",
+    "TestRanks.test_2_exits": "crashed",
+    "TestRanks.test_3_is_killed": "crashed",
+    "TestRanks.test_4_hangs": "timed out",
+    "TestRanks.test_5_passes": "passed",
+}
+
+
 class SuiteRun:
     """``run_test.py`` under one torchrun a node, begun at once; :meth:`end` waits for it and reads what came out.
 

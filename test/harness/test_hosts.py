@@ -13,7 +13,7 @@ import subprocess
 import unittest
 from collections.abc import Sequence
 
-from launches import Node, SuiteRun
+from launches import RANKS_FAIL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -139,16 +139,7 @@ class TestWell(TestCase):
 class TestFaults(TestCase):
     def test_verdicts_are_told_with_the_host(self):
         run = faults()
-        self.assertEqual(
-            run.outcomes("ranks_fail"),
-            {
-                "TestRanks.test_1_raises": "error",
-                "TestRanks.test_2_exits": "crashed",
-                "TestRanks.test_3_is_killed": "crashed",
-                "TestRanks.test_4_hangs": "timed out",
-                "TestRanks.test_5_passes": "passed",
-            },
-        )
+        self.assertEqual(run.outcomes("ranks_fail"), RANKS_FAIL)
         for test in run.of_file("ranks_fail")["tests"]:
             if test["ranks"]:
                 self.assertEqual([rank["host"] for rank in test["ranks"]], ["hosta"] * 2 + ["hostb"] * 2)

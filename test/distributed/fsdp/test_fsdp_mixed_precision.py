@@ -81,6 +81,12 @@ test_name_mapping = {
 subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+conversions = subtests(
+    strategy=STRATEGIES,
+    use_orig_params=[False, True],
+    low=[None, torch.bfloat16],
+    conversion=["half", "double", "double float"],
+)
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 LOW_DTYPES = [torch.float16, torch.bfloat16]
 BUFFER_DTYPE = torch.float64
@@ -488,24 +494,14 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             getattr(model, name)()
 
     @skip_if_lt_x_gpu(2)
-    @subtests(
-        strategy=STRATEGIES,
-        use_orig_params=[False, True],
-        low=[None, torch.bfloat16],
-        conversion=["half", "double", "double float"],
-    )
+    @conversions
     def test_conversion(self, strategy, use_orig_params, low, conversion):
         """Beyond upstream: ``half`` and the like work before the first step, with mixed precision and without."""
         self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
 
     @torch_defect("fsdp1_conversion_is_undone")
     @skip_if_lt_x_gpu(2)
-    @subtests(
-        strategy=STRATEGIES,
-        use_orig_params=[False, True],
-        low=[None, torch.bfloat16],
-        conversion=["half", "double", "double float"],
-    )
+    @conversions
     def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
         """Beyond upstream: between steps they work as well or are refused, and no step computes with an old shard."""
         model = self._layer_to_convert(strategy, use_orig_params, low)
