@@ -154,7 +154,7 @@ FEATURES = (
     ),
     Feature(
         "Overlap and prefetching", TRAINING, "communication beside computation",
-        words=("overlap", "prefetch", "prefetching", "post_optim_event"),
+        words=("overlap", "prefetch", "prefetching", "post_optim_event", "stream_order"),
     ),
     Feature("Memory", TRAINING, "what is held, and when it is freed", words=("memory", "leak", "mem_tracker", "freed")),
     Feature(
