@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import inspect
+import unittest
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -95,3 +97,11 @@ def mean_backward(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
 def room_in(tensor: torch.Tensor) -> int:
     """The number of elements that fit in the tensor's storage. For a freed storage it is zero."""
     return tensor.untyped_storage().size() // tensor.element_size()
+
+
+def check_defaults(test: unittest.TestCase, interface: Mapping[Callable[..., Any], Mapping[str, Any]]) -> None:
+    """Functions and dataclasses have these defaults. Arguments that are not named may have any: torch adds some."""
+    for function, expected in interface.items():
+        parameters = inspect.signature(function).parameters
+        found = {name: parameters[name].default for name in expected}
+        test.assertEqual(found, dict(expected), msg=function.__qualname__)

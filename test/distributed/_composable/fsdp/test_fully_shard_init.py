@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
@@ -25,14 +25,14 @@ from torch.func import functional_call
 from torch_fsdp_tests import accelerator, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import average, average_gradients
+from torch_fsdp_tests.fsdp.references import average, average_gradients, check_defaults
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
@@ -41,6 +41,11 @@ from torch_fsdp_tests.two_tensor import TwoTensor
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
 META = torch.device("meta")
 MARK = 1337.0
+RECURSING = [
+    *("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_forward"),
+    *("set_reshard_after_backward", "set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"),
+    *("set_reduce_scatter_max_input_buffers", "set_keep_unsharded_storage"),
+]  # methods that do the same for all FSDP modules inside, unless told otherwise
 
 needs_mesh_per_parameter = needs(torch_facts.HAS_MESH_PER_PARAMETER)
 
@@ -1094,6 +1099,34 @@ class TestFullyShardMixedDtypeParam(InitTest):
         fully_shard(model)
         with self.assertRaisesRegex(AssertionError, "FSDP expects uniform original parameter dtype"):
             model(self._input(2, 8))
+
+
+class TestDefaults(TestCase):
+    def test_defaults(self):
+        """Beyond upstream: what a user does not say has the meaning that the documentation gives it."""
+        check_defaults(
+            self,
+            {
+                fully_shard: {
+                    "mesh": None,
+                    "reshard_after_forward": None,
+                    "shard_placement_fn": None,
+                    "mp_policy": MixedPrecisionPolicy(),
+                    "offload_policy": OffloadPolicy(),
+                    "ignored_params": None,
+                },
+                MixedPrecisionPolicy: {
+                    "param_dtype": None,
+                    "reduce_dtype": None,
+                    "output_dtype": None,
+                    "cast_forward_inputs": True,
+                },
+                CPUOffloadPolicy: {"pin_memory": True},
+                FSDPModule.unshard: {"async_op": False},
+                FSDPModule.set_all_reduce_hook: {"stream": None},
+                **{getattr(FSDPModule, name): {"recurse": True} for name in RECURSING if hasattr(FSDPModule, name)},
+            },
+        )
 
 
 if __name__ == "__main__":
