@@ -1,7 +1,7 @@
 """The communication of FSDP2: what is gathered and reduced, how often, by which operation and in which order.
 
-The collectives alone, their number in a step, divide factors and reduce operations, prefetching, explicit unshards, and
-the switches by which a user replaces a collective, its buffers or its process group.
+The tests cover the collectives alone, their number in a step, divide factors and reduce operations, prefetching,
+explicit unshards, and the setters that replace a collective, its buffers or its process group.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def transformer(device: torch.device, **changes: Any) -> Transformer:
 
 
 def drawn(draw: Callable[..., torch.Tensor], seed: int, device: torch.device) -> torch.Tensor:
-    """Random numbers that depend only on ``seed`` and do not change the process' generator."""
+    """Random numbers that depend only on ``seed`` and do not change the process's generator."""
     return draw(generator=torch.Generator().manual_seed(seed)).to(device)
 
 
@@ -130,7 +130,7 @@ def check_identical(
 
 
 class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
-    """FSDP's gather and reduction as functions, without a module's hooks around them."""
+    """FSDP's all-gather and reduction as functions, without a module's hooks around them."""
 
     world_size = 16  # upstream's 128 threads add no case: uneven and empty shards, and a smaller mesh of 8
 
@@ -199,7 +199,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_fp32(self):
-        """The gathered parameters equal the original ones, from all ranks' shards and from those after a forward."""
+        """Parameters gathered from the shards, or from the shards after forward, equal the original ones."""
         cases = [(False, False, True), (False, True, True), (False, True, 8), (True, False, True), (True, True, True)]
         originals = self._init_params(self._get_param_sizes())
         for async_op, new_streams, reshard_after_forward in cases:
@@ -221,7 +221,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         if reshard_after_forward is not True:
             group._to_sharded_post_forward()
             current = torch.get_device_module(self.device.type).current_stream()
-            for stream in streams:  # the shards were cut on the current one
+            for stream in streams:  # the shards were made on the current stream
                 stream.wait_stream(current)
             smaller = group.post_forward_mesh_info.shard_process_group
             self.assertEqual(smaller.size(), reshard_after_forward)
@@ -239,7 +239,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_shard_dim_1(self):
-        """Beyond upstream: shards along another dimension than the first are gathered in the right order."""
+        """Beyond upstream: shards along a dimension other than the first are gathered in the right order."""
         self._test_all_gather(self._init_params([(3, 32), (5, 16, 2)]), True, False, self._streams(False, 2), 1)
 
     @skip_if_lt_x_gpu(1)
@@ -248,7 +248,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_reduce_scatter_fp16(self):
-        """The square root of the world size before the sum and the other after it, so that no sum overflows."""
+        """Gradients are divided by the square root of the world size before and after the sum, so no sum overflows."""
         self._test_reduce_scatters(torch.float16, factors=(4, 4, SUM, SUM))
 
     def _test_reduce_scatters(self, reduce_dtype: torch.dtype, factors: tuple[Any, ...]) -> None:
@@ -263,7 +263,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_reduce_scatter_shard_dim_1(self):
-        """Beyond upstream: gradients are cut along another dimension than the first."""
+        """Beyond upstream: gradients are sharded along a dimension other than the first."""
         self._test_reduce_scatter([(3, 32), (5, 16, 2)], False, torch.float32, shard_dim=1)
 
     def _test_reduce_scatter(
@@ -271,14 +271,14 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
     ) -> internals.Group:
         """Every rank gets its shard of the mean.
 
-        An element of a gradient is (rank mod 8 + its index mod 61) * 128: each sum is exact in float16 in any order,
-        the undivided sum of 16 ranks would overflow there, and a misplaced element is seen.
+        An element of a gradient is (rank mod 8 + its index mod 61) * 128. Each sum is exact in float16 in any order.
+        The undivided sum of 16 ranks would overflow in float16. A misplaced element changes the result.
         """
         params = self._init_params(sizes)
         group = self._init_fsdp_param_group(params, True, shard_dim)
         group.comm_ctx.lazy_init(self.device)
         group.unshard()
-        group.wait_for_unshard()  # from which FSDP gets the shapes
+        group.wait_for_unshard()  # FSDP gets the shapes here
         group.reshard()
         places = [(torch.arange(p.numel(), device=self.device) % 61).view_as(p) for p in params]
         grads = [(self.rank % 8 + place).float() * 128 for place in places]
@@ -320,7 +320,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         return result, {str(operation): count for operation, count in communication.get_comm_counts().items()}
 
     def _check_counts(self, model: nn.Module, forward: int, backward: int) -> None:
-        """Run two steps. Each must have these numbers of all-gathers, and one reduce-scatter for every FSDP module."""
+        """Run two steps. Each must issue this many all-gathers, and one reduce-scatter for every FSDP module."""
         for step in range(2):
             output, counts = self._count(functools.partial(model, tokens(self.rank, step, self.device)))
             self.assertEqual(counts, {ALL_GATHER: forward})
@@ -339,7 +339,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(4)
     def test_manual_reshard_with_reshard_after_forward_false(self):
-        """A module that was resharded by hand between forward and backward is gathered again."""
+        """A module that the user reshards between forward and backward is gathered again."""
         model = shard_blocks(transformer(self.device, weight_tying=True), reshard_after_forward=False)
         modules = internals.fsdp_modules(model)
         output, counts = self._count(functools.partial(model, tokens(self.rank, 0, self.device)))
@@ -370,7 +370,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             model.set_reshard_after_forward(value, recurse=recurse)
         backward: dict[Any, int] = {
             (True, True): blocks + 1,
-            (True, False): 1,  # the root alone
+            (True, False): 1,  # only the root
             (False, True): 0,
             (False, False): blocks,
         }
@@ -381,10 +381,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_uneven_shards_after_forward(self):
         """Beyond upstream: between forward and backward a parameter shows its values, also over a smaller mesh.
 
-        It does not if its rows cannot be dealt out evenly, a defect of torch seen with 2.13.0: the shards are cut
-        from what was gathered, padding included (8 rows, of which each of two ranks has 4), while the DTensor that is
-        registered says that 5 rows were dealt out (3 and 2). The backward, which does not look at that, is right. In
-        four ranks::
+        It does not if the rows are sharded unevenly, a defect of torch seen with 2.13.0. FSDP cuts the new shards from
+        the gathered buffer, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor claims
+        that 5 rows were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
 
             model = fully_shard(nn.Linear(4, 5, bias=False), reshard_after_forward=2)
             expected = model.weight.full_tensor()
@@ -401,11 +400,11 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_communication_count_after_evaluation(self):
         """Beyond upstream: a forward without gradients adds no all-gather to the backward of the next step.
 
-        It adds one, a defect of torch seen with 2.13.0: the order of the forward, by which a backward prefetches, is
-        noted without gradients, too, and only a backward ends it. The first layer's backward then prefetches what it
-        takes for the layer before, which is the last one of the evaluation. Nobody waits for that, and the end of the
-        backward lets go of it. Seen where the root has no parameters of its own; else the root, which is gathered
-        already, stands between. In two ranks::
+        It adds one, a defect of torch seen with 2.13.0. Backward prefetches by the recorded order of the forward. FSDP
+        records this order without gradients, too, and only a backward clears it. The first layer's backward then
+        prefetches the last layer of the evaluation. The result is not used, and the end of the backward frees it. This
+        happens only if the root has no parameters of its own. Otherwise the root comes between the two, and it is
+        already gathered. On two ranks::
 
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             for module in (*model, model):
@@ -430,8 +429,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def _force_sum_if_needed(self, model: nn.Module, shape: tuple[int, ...], divide_factor: float) -> None:
         """Let FSDP divide if the backend cannot do it with PREMUL_SUM.
 
-        FSDP asks for that operation unless the factor is the number of shards. With one shard nothing is
-        reduce-scattered, and a forced sum would divide twice (``test_hsdp_of_one_shard_force_sum``).
+        FSDP uses that operation unless the factor is the number of shards. With one shard there is no reduce-scatter,
+        and a forced sum would divide twice (``test_hsdp_of_one_shard_force_sum``).
         """
         averages = divide_factor == (shape[-1] if torch_facts.AVERAGES_OVER_SHARDS else self.world_size)
         copies = shape[-1] == 1 and torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK
@@ -449,7 +448,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self._test_set_reduce_scatter_divide_factor_mixed_precision(size)
 
     def _test_set_reduce_scatter_divide_factor(self, divide_factor: float, shape: tuple[int, ...]) -> None:
-        """The root's own gradients are divided by the factor, those of the blocks by the world size as usual."""
+        """The root's own gradients are divided by the factor. Those of the blocks are divided by the world size."""
         ref_model = transformer(self.device, n_layers=1)
         model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*shape), reshard_after_forward=False)
         model.set_gradient_divide_factor(divide_factor)
@@ -461,11 +460,11 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
                 if not name.startswith("layers."):
                     param.grad.mul_(self.world_size / divide_factor)
 
-        kwargs: dict[str, Any] = {"iterations": 6, "optim_cls": ShardAdamW}  # upstream's 10 for fewer cases
+        kwargs: dict[str, Any] = {"iterations": 6, "optim_cls": ShardAdamW}  # upstream has 10, for fewer cases
         self._check_training(ref_model, model, lambda: self._tokens(2, 16), average=average, **kwargs)
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
-        """Compute in bfloat16, reduce in float32. The setter is called by its old name, which still works."""
+        """Compute in bfloat16 and reduce in float32. The test calls the setter by its old name, which still works."""
         manual_seed(42)
         ref_model = nn.Sequential(*(MLP(16) for _ in range(3))).to(self.device)
         computing = copy.deepcopy(ref_model).to(torch.bfloat16)
@@ -503,22 +502,22 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_hsdp_of_one_shard_force_sum(self):
         """Beyond upstream: replicas of a whole gradient are summed and divided by the factor once.
 
-        They are divided twice, see ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``: 7.5 for 15.
-        Seen with torch 2.13.0.
+        They are divided twice: the result is 7.5 instead of 15. Seen with torch 2.13.0. For the reason, see
+        ``TestFullyShardReduceOpWorldSize1.test_singleton_force_sum``.
         """
         self._test_hsdp_of_one_shard()
 
     @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(4)
     def test_hsdp_of_one_shard_fp16(self):
-        """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16. 7.5 for 15."""
+        """Beyond upstream: as ``test_hsdp_of_one_shard_force_sum``, for a reduction in float16: 7.5 instead of 15."""
         self._test_hsdp_of_one_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
     @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)])
     def test_set_separate_reduce_scatter_group(self, shape):
-        """Beyond upstream: reductions use one new group of the same ranks, and gradients do not change by a bit."""
+        """Beyond upstream: reductions use one new group of the same ranks. Gradients stay bitwise the same."""
         mesh = self._mesh(*shape)
         twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
         shard_group = mesh.get_group("shard")
@@ -559,9 +558,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_set_reduce_scatter_max_input_buffers(self, shape, reshard_after_forward):
-        """All buffers are freed at the end, and no number changes by a bit.
+        """All buffers are freed at the end, and all numbers stay bitwise the same.
 
-        How many are kept until then is counted in test_fully_shard_memory.
+        test_fully_shard_memory counts how many buffers are kept until then.
         """
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         kwargs = {"mesh": self._mesh(*shape), "reshard_after_forward": reshard_after_forward, "mp_policy": policy}
@@ -589,7 +588,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(4)
     def test_reduce_scatter_max_input_buffers_resolves_to_max(self):
-        """The buffers of all groups are in one list, which goes by the largest cap of any; a cap stays its group's."""
+        """All groups share one list of buffers, limited by the largest cap. Each group still keeps its own cap."""
         model = shard_blocks(transformer(self.device))
         model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
         model(tokens(self.rank, 0, self.device)).sum().backward()
@@ -614,10 +613,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)], shape=[(4,), (2, 2)]
     )
     def test_set_custom_comms(self, policy, shape):
-        """Beyond upstream: a user's collectives, which keep their buffers, get every call, and training does not
-        change.
+        """Beyond upstream: custom collectives, which reuse their buffers, get every call. Training does not change.
 
-        One of the layers is cut unevenly; the even steps accumulate a microbatch without a reduction before.
+        One layer is sharded unevenly. In even steps a microbatch without reduction comes first.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(self.device)
@@ -628,7 +626,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         for index in (0, 2):
             fully_shard(model[index], mesh=mesh, mp_policy=policy)
             out_features, in_features = model[index].weight.shape
-            shard = -(-out_features // shape[-1]) * (in_features + 1)  # rows of weight and bias, the last ones padded
+            shard = -(-out_features // shape[-1]) * (in_features + 1)  # weight and bias, with padding
             comms[index] = RecordingAllGather(shard * shape[-1]), RecordingReduceScatter(shard * shape[-1])
             model[index].set_custom_all_gather(comms[index][0])
             model[index].set_custom_reduce_scatter(comms[index][1])
@@ -657,7 +655,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
     def test_copies_of_a_group(self, dim):
-        """Beyond upstream: a group may have its own functions that copy gathered parameters and gradients before the
+        """Beyond upstream: a group may have its own functions for the copies after the all-gather and before the
         reduction.
         """
         manual_seed(42)
@@ -690,7 +688,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(policy=[MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)], shape=[(4,), (2, 2)])
     def test_readers_of_gradients(self, policy, shape):
-        """Beyond upstream: a backend is told on which stream the memory of each gradient will be read."""
+        """Beyond upstream: FSDP tells the backend which stream will read the memory of each gradient."""
         told: dict[int, Any] = {}
 
         def record(buffer: torch.Tensor, stream: Any) -> None:
@@ -707,7 +705,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
     @skip_if_lt_x_gpu(1)
     def test_readers_of_gradients_by_default(self):
-        """Beyond upstream: a backend without its own operator for that gets one that does nothing."""
+        """Beyond upstream: the default ``record_grad_output_stream`` does nothing; a backend may register its own."""
         buffer = torch.arange(4.0, device=self.device)
         torch.ops.fsdp.record_grad_output_stream(buffer, 0, 0, 0)
         stream = torch.get_device_module(self.device.type).current_stream()
@@ -717,7 +715,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_set_custom_comms_of_two_groups(self):
-        """Beyond upstream: a module with parameters on several meshes refuses one collective for all of them."""
+        """Beyond upstream: a module with parameters on several meshes refuses a custom collective."""
         linear = nn.Linear(8, 8, device=self.device)
         other = internals.fsdp2_common.FSDPMeshInfo(self._mesh(2, 2)["shard"], 0)
         result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
@@ -732,10 +730,10 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
 @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
 class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
-    """Beyond upstream: a process group of their own for the reductions over shards.
+    """Beyond upstream: a separate process group for the reductions over shards.
 
-    Each test has ranks of its own, and leaves its groups to them: torch 2.13 gives a group of the same ranks the name
-    of one that was destroyed, and then its ranks do not find each other.
+    Each test has its own ranks and does not destroy its groups. Torch 2.13 gives a new group the name of a destroyed
+    one of the same ranks, and then its ranks do not find each other.
     """
 
     world_size = 4
@@ -748,9 +746,9 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
         valid=lambda shape, reshard_after_forward, when: reshard_after_forward != 2 or shape == (4,),
     )
     def test_training(self, shape, when, reshard_after_forward):
-        """Whenever it is called, reductions over shards move and nothing else does.
+        """The setter may be called at any time. It moves the reductions over shards to the new group, nothing else.
 
-        Training is that of a plain model. One shard alone is not reduced over shards.
+        The model trains like a plain one. A mesh with one shard has no reduction over shards.
         """
         manual_seed(42)
         ref_model = nn.Sequential(MLP(6), MLP(6)).to(self.device)
@@ -788,7 +786,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_group_for_each_set_of_ranks(self):
-        """Modules that shard over the same ranks share a new group, whatever their meshes are."""
+        """Modules that shard over the same ranks share one new group, even if their meshes differ."""
         manual_seed(42)
         ref_model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(self.device)
         model: Any = copy.deepcopy(ref_model)
@@ -826,9 +824,9 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
 
 
 class RecordingComm:
-    """Records the arguments of each call, and keeps one buffer for ``numel`` elements.
+    """Records the arguments of each call, and reuses one buffer for ``numel`` elements.
 
-    Others are allocated again each time: the output of a reduction becomes the gradient.
+    Buffers of other sizes are allocated anew each time, because the output of a reduction becomes the gradient.
     """
 
     implements = ""
@@ -886,10 +884,10 @@ class RecordingReduceScatter(RecordingComm):
 class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     """The order in which groups are gathered, resharded and reduced.
 
-    An event is a letter for what happens (U: the group is gathered, R: it is resharded, P: its backward is over), one
-    for the group's state (f: in forward, b: before its backward, none: after it), and the group: "root", the number of
-    a transformer's block, or a module's name, several of one group joined by "+". In each test the gradients of the
-    model whose events are recorded are compared with those of a replica that knows nothing of FSDP.
+    An event has a letter for what happens (U: the group is unsharded, R: it is resharded, P: its backward is over), a
+    letter for the group's state (f: in forward, b: before its backward, none: after it), and the group. The group is
+    "root", the number of a transformer's block, or a module's name; several modules of one group are joined by "+".
+    Each test also compares the gradients with those of a plain replica.
     """
 
     world_size = 4
@@ -945,7 +943,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         kinds: str = "UP",
         steps: int = 3,
     ) -> None:
-        """Check that each step has these events, and the gradients and updates of the replica."""
+        """Check that each step has these events, and the same gradients and updates as the replica."""
         optims = optimizers(ref_model, model)
         with self._recorded(kinds) as events:
             for step in range(steps):
@@ -964,8 +962,8 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     def _init_transformer(
         self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
     ) -> tuple[Transformer, Any]:
-        """A replica, and a model whose blocks and root are wrapped, without activation checkpoints or with two kinds of
-        them.
+        """A plain replica, and a model whose blocks and root are wrapped. The model may use one of two kinds of
+        activation checkpointing.
         """
         args = {"n_layers": n_layers, "weight_tying": True}
         ref_model = transformer(self.device, **args)
@@ -985,21 +983,21 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         self._test_backward_prefetch_unused_in_backward(True)
 
     def _test_backward_prefetch(self, reshard_after_forward: Reshard, checkpoint_impl: str | None) -> None:
-        """Two steps in the place of upstream's three of each: the second shows what the first has left behind."""
+        """Each check runs once on the same model, where upstream runs three steps. A leftover of one fails the next."""
         models = self._init_transformer(3, reshard_after_forward, checkpoint_impl)
 
         def gathers_of(events: str) -> str:
-            """Leaves out events without a gather, because the group or the root has kept its parameters."""
+            """Leaves out the events of groups that have kept their parameters and are not gathered again."""
             prefixes: dict[Any, str] = {False: "U", None: "Ub root"}
             kept = prefixes.get(reshard_after_forward, "none")
             return ", ".join(event for event in events.split(", ") if not event.startswith(kept))
 
-        # A block's backward begins with the gather for the next one, and its own was under way before.
+        # A block's backward begins with the all-gather for the next block. Its own all-gather was prefetched.
         once = "Uf root, Uf 0, Uf 1, Uf 2"
         backward = gathers_of("Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0")
         self._train(*models, self._loss, once, f"{backward}, P root", steps=1)
 
-        # Two forwards before one backward, which gathers every block twice.
+        # Two forwards come before one backward, and the backward gathers every block twice.
         again: dict[Any, str] = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}
         self._train(
             *models,
@@ -1010,7 +1008,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         )
 
     def _test_backward_prefetch_unused_in_backward(self, reshard_after_forward: Reshard) -> None:
-        """A backward of the second output alone gathers for the first one in vain, which must not cost the next."""
+        """A backward of only the second output prefetches the unused first layer. The next backward is unaffected."""
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(8, 8), DoubleLinear(8)).to(self.device)
         model: Any = copy.deepcopy(ref_model)
@@ -1035,7 +1033,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
                 average_gradients(ref_model)
                 check_gradients(self, ref_model, model)
                 take_step(optims)
-            model(inputs)[0].sum().backward()  # which never uses the second layer of the pair
+            model(inputs)[0].sum().backward()  # the second layer of the pair is not used
             expected = "Uf 0, Uf 1.lin1, Uf 1.lin2, Ub 1.lin1, Ub 0, P 1.lin1, P 0, P 1.lin2"
             self._check_events(events, expected)
             self.assertEqual(internals.forward_positions(internals.group_of(model[1].lin2)), [])
@@ -1074,7 +1072,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(explicit=[False, True])
     def test_set_modules_to_backward_prefetch_inside_ac(self, explicit):
-        """Groups inside a checkpoint are gathered for the recomputation, unless told to be prefetched before it."""
+        """Groups inside a checkpoint are unsharded for the recomputation, or before it with explicit prefetching."""
         ref_model, model = (transformer(self.device, n_layers=3) for _ in range(2))
         for kind in (FeedForward, TransformerBlock):
             internals.checkpoint_wrapping.apply_activation_checkpointing(
@@ -1110,7 +1108,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_backward_prefetch(self):
         """Modules of one group are gathered together, before the first of them computes."""
-        args = {"n_layers": 5}  # weights are not tied: FSDP refuses a parameter of two groups
+        args = {"n_layers": 5}  # no tied weights: FSDP refuses a parameter that is in two groups
         ref_model = transformer(self.device, **args)
         model = transformer(self.device, **args, checkpoint_activations=True)
         layers = list(model.layers)
@@ -1130,7 +1128,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_multi_module_unused_module(self):
-        """A group of which one module takes no part in the forward is still gathered, reduced and let go of."""
+        """A group with a module that is not used in forward is still unsharded, reduced and resharded."""
         manual_seed(42)
         ref_model = nn.Sequential(HalfUsed(16), HalfUsed(16), nn.Linear(16, 16)).to(self.device)
         model = copy.deepcopy(ref_model)
@@ -1147,7 +1145,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_misprefetch(self):
-        """A prefetch of a module whose backward is over must not hang, nor spoil the next step."""
+        """A prefetch of a module whose backward is over neither hangs nor changes the next step."""
         manual_seed(42)
         ref_model = MLP(16, self.device)
         model = copy.deepcopy(ref_model)
@@ -1174,7 +1172,7 @@ class HalfUsed(nn.Module):
 
 
 class Branch(nn.Module):
-    """relu(x @ weight), and the same summed over the ranks: a constant to autograd, there when the work is done."""
+    """Returns relu(x @ weight), its sum over the ranks (a constant to autograd), and the sum's pending work."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -1200,7 +1198,7 @@ class MLPs(nn.Module):
 
 
 class BranchedModel(nn.Module):
-    """Three branches, each with an MLP behind it that may be gathered while the branch communicates."""
+    """Three branches, each followed by an MLP. The MLP may be unsharded while the branch communicates."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -1224,7 +1222,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_async(self):
-        """Gathers that the model itself begins are waited for where they are needed, beside DDP's modules."""
+        """A model may start unshards itself. FSDP waits for them where it needs them, also next to DDP modules."""
         device = self.device
         device_ids = None if device.index is None else [device.index]
         manual_seed(42)
@@ -1257,7 +1255,7 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_no_param_group(self):
-        """A root that owns nothing gives a handle like any other, which gathers nothing."""
+        """A root without parameters returns a handle as well. Waiting on it unshards nothing."""
         model: Any = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         shard_each([*model, model])
         self.assertFalse(internals.has_group(model))
@@ -1267,7 +1265,7 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_without_lazy_init(self):
-        """An unshard before the first forward registers the whole parameters."""
+        """An unshard before the first forward registers the unsharded parameters."""
         manual_seed(42)
         model = broadcast_parameters(MLP(4, self.device))
         ref_model = copy.deepcopy(model)
@@ -1280,14 +1278,14 @@ class TestFullyShardUnshardMultiThread(TrainingMixin, FSDPTestMultiThread):
 
 
 class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
-    """Buffers of collectives that the process group allocates, if it can."""
+    """The process group allocates the buffers of the collectives, if it can."""
 
     world_size = 2
     log_name = ""
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
-        """NCCL reads from the environment, when its first group is made, what it shall log and where to."""
+        """Set NCCL's logging variables, which NCCL reads when its first group is created."""
         with tempfile.NamedTemporaryFile() as log:
             cls.log_name = log.name
             variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,REG", "NCCL_DEBUG_FILE": log.name}
@@ -1304,9 +1302,9 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_alloc_from_pg(self):
-        """The group's allocator is asked where there is one (gloo has none), and no number changes by a bit.
+        """FSDP uses the group's allocator if there is one (gloo has none). All numbers stay bitwise the same.
 
-        That the buffers are registered can be seen in NCCL's log alone, and only with symmetric memory.
+        Only NCCL's log shows that the buffers are registered, and only with symmetric memory.
         """
         device = self.device
         twin, model = (shard_blocks(transformer(device)) for _ in range(2))
@@ -1347,7 +1345,7 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_exception_when_used_together_with_comm_hooks(self):
-        """The process group's allocator does not displace a collective of the user's."""
+        """The process group's allocator cannot be combined with a custom collective."""
         model: Any = fully_shard(nn.Linear(16, 16, device=self.device))
         model.set_allocate_memory_from_process_group_for_comm(True)
         custom = mock.MagicMock(spec=fsdp_api.AllGather)
@@ -1363,11 +1361,11 @@ class TestFullyShardAllocFromPG(TrainingMixin, FSDPTest):
 
 
 class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
-    """Buffers in memory that the ranks share."""
+    """The buffers are in symmetric memory."""
 
     @classmethod
     def opts(cls, high_priority_stream: bool = False) -> Any:
-        """NCCL then gathers by copy engines, without a block of the device's."""
+        """With zero CTAs NCCL all-gathers by copy engines and uses no thread block of the device."""
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         return options
@@ -1380,7 +1378,7 @@ class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(sum_reduction=[True, False])
     def test_fully_shard_symm_mem(self, sum_reduction):
-        """One step; only sums are reduced in shared memory."""
+        """Run one step. Only sums are reduced in symmetric memory."""
         device = self.device
         model = shard_blocks(transformer(device, dim=4096, max_seq_len=64))
         for module in internals.fsdp_modules(model):
@@ -1395,9 +1393,9 @@ class TestFullyShardSymmMem(TrainingMixin, FSDPTestContinuous):
 
 
 class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
-    """The operations that FSDP asks its collectives for, as recorded at torch's own functions.
+    """The reduce operations that FSDP passes to torch's collectives.
 
-    Upstream reads them from NCCL's log; here any backend will do.
+    Upstream reads them from NCCL's log. These tests record the calls, so they work with any backend.
     """
 
     @property
@@ -1405,7 +1403,7 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
         return 4 if self._testMethodName.endswith("both_reductions") else 2
 
     def _test_force_sum(self, mesh_shape: tuple[int, ...]) -> None:
-        """Averages first, then sums alone, then averages again; the gradients are those of a replica throughout."""
+        """Average in the first step, sum in the next two, average in the last. Gradients always equal a replica's."""
         ref_model = transformer(self.device)
         model = shard_blocks(copy.deepcopy(ref_model), mesh=self._mesh(*mesh_shape))
         modules = internals.fsdp_modules(model)
@@ -1436,13 +1434,13 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
 
 
 class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
-    """One rank has nothing to reduce, and its gradient is its own."""
+    """With one rank there is nothing to reduce."""
 
     world_size = 1
 
     @skip_if_lt_x_gpu(1)
     def test_size1_reduceop(self):
-        """Upstream's layer of 1024 by 1025 is for NCCL's average over one rank; an odd size of any order will do."""
+        """Upstream uses a layer of 1024 by 1025 because of NCCL's average over one rank. Any odd size works."""
         manual_seed(42)
         ref_model = nn.Linear(16, 17, device=self.device)
         model: Any = fully_shard(copy.deepcopy(ref_model), mesh=self._mesh(1), reshard_after_forward=False)
@@ -1468,7 +1466,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(1)
     def test_singleton_copy_division(self):
-        # Without a copy the gradient is reduced by PREMUL_SUM, or by a sum that is divided afterwards.
+        # Older versions of torch reduce the gradient by PREMUL_SUM, or by a sum that is divided afterwards.
         force_sum = not torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK and bool(accelerator.current().lacks("premul_sum"))
         self.run_subtests({"divide_factor": [None, 1.0, 2.0]}, self._test_singleton, force_sum=force_sum)
 
@@ -1477,9 +1475,9 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_force_sum(self):
         """Beyond upstream: a forced sum over one rank divides by the factor once.
 
-        It divides twice, a defect of torch seen with 2.13.0: ``foreach_reduce`` divides where it copies what need not
-        be reduced, and again after the reduction by the factor that ``_get_gradient_divide_factors`` returned for it.
-        The gradient is 0.75 where half of 3 is right. In one rank::
+        It divides twice, a defect of torch seen with 2.13.0. ``foreach_reduce`` divides when it copies the gradient in
+        place of a reduction. It divides again afterwards, by the factor from ``_get_gradient_divide_factors``. The
+        gradient is 0.75 instead of 1.5. On one rank::
 
             model = fully_shard(nn.Linear(8, 4, bias=False), mesh=init_device_mesh(accelerator.current().type, (1,)))
             model.set_gradient_divide_factor(2.0)
@@ -1494,8 +1492,8 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_fp16(self):
         """Beyond upstream: a reduction in float16 over one rank divides by the factor once.
 
-        It divides twice, as in ``test_singleton_force_sum``, since float16 is divided before and after a reduction: put
-        ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)`` in the place of the forced sum there.
+        It divides twice, as in ``test_singleton_force_sum``, because float16 is divided before and after a reduction.
+        To see it there, replace the forced sum by ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)``.
         """
         self._test_singleton(2.0, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 

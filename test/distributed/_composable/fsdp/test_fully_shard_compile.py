@@ -1,6 +1,6 @@
-"""FSDP2 with ``torch.compile``: dynamo never looks into FSDP's hooks, and what it compiles between them trains alike.
+"""FSDP2 with ``torch.compile``: dynamo does not trace FSDP's hooks, and compiled models train like eager ones.
 
-Compiled models are compared with the same model sharded and eager, and with a plain one that has seen all ranks' rows.
+Compiled models are compared with the same sharded model in eager mode, and with a plain model on the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
 DIM = 16
-ITERATIONS = 5  # of upstream's 10: after the second nothing new is compiled (test_no_recompiles)
-HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # what dynamo meets in the place of a hook; before 2.13 the latter
+ITERATIONS = 5  # upstream has 10; nothing new is compiled after the second (test_no_recompiles)
+HOOK_WRAPPERS = {"wrapper", "fsdp_hook_wrapper"}  # the functions around hooks; the latter before 2.13
 
 INDUCTOR_TESTS = (
     "test_simple_mlp_fullgraph_backend_inductor",
@@ -62,8 +62,8 @@ class Mod(nn.Module):
 
 
 class Layers(nn.Module):
-    """A sequence in a class that is not torch's own: dynamo compiles no forward of torch.nn that eager code calls, and
-    after the break at its hook that of the root is called so."""
+    """A sequence whose class is not from torch.nn. After the graph break at the root's hook, eager code calls the
+    root's forward. Dynamo would not compile that if the forward were from torch.nn."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Layers(nn.Module):
 
 
 class ScaledProduct(nn.Module):
-    """One of three alike that are called again and again. Not of zeros, whose gradients would be zeros too."""
+    """One of three equal layers, each called several times. Zero parameters would have zero gradients."""
 
     def __init__(self, breaks_graph: bool) -> None:
         super().__init__()
@@ -106,11 +106,11 @@ class Repeating(nn.Module):
 
 
 class CountsCalls(nn.Module):
-    """Has a parameter, a buffer, and a number that each call changes and returns the rows times."""
+    """Has a parameter, a buffer, and a count of its calls, by which it multiplies its input."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.calls = 1  # not one that dynamo takes for a constant in the calls to come, as it does 0 and 1
+        self.calls = 1  # the calls see 2 and more, since dynamo treats 0 and 1 as constants
         self.weight = nn.Parameter(torch.ones(DIM, device=device))
         self.register_buffer("scale", torch.ones(DIM, device=device))
 
@@ -140,7 +140,7 @@ class TestFullyShardCompileCompute(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(backend=["eager", "aot_eager"])
     def test_disable_compiling_hooks(self, backend):
-        """Dynamo is asked about the functions that stand for hooks, never about FSDP's own code behind them."""
+        """Dynamo checks only the wrapper functions of hooks, never the code of FSDP inside them."""
         torch._dynamo.reset()
         seen: collections.Counter[str] = collections.Counter()
         check = torch._dynamo.trace_rules.check
@@ -164,7 +164,7 @@ class TestFullyShardCompileCompute(CompileTest):
             dist.barrier()
         torch._dynamo.reset()
         self.assertEqual(sum(count for name, count in seen.items() if name not in HOOK_WRAPPERS), 0, f"{seen}")
-        # Otherwise a count of zero would prove nothing: the hooks were there to be seen, the model's code was compiled.
+        # The count of zero means something: dynamo saw the hooks' wrappers and compiled the model's code.
         self.assertGreater(sum(seen.values()), 0)
         self.assertGreater(counting.count("linear"), 0)
         self.assertEqual(out, ref_model(inp))
@@ -178,7 +178,7 @@ class TestFullyShardCompile(CompileTest):
         self.assertEqual(internals.training_state(group), states.IDLE)
 
         def add_in_forward_state(x: torch.Tensor) -> torch.Tensor:
-            group._training_state = states.IDLE  # a plain attribute, since this is what dynamo has to trace
+            group._training_state = states.IDLE  # the plain attribute, because dynamo has to trace it
             with group.use_training_state(states.FORWARD):
                 if group._training_state == states.FORWARD:
                     x = x + 1
@@ -195,7 +195,7 @@ class TestFullyShardCompile(CompileTest):
 
     @subtests(view_taken_first=[False, True])
     def test_trace_fsdp_copy_(self, view_taken_first):
-        """What is copied has seen a write through another view, whether it was taken before that write or after."""
+        """``copy_`` sees a write through another view, whether its own view was taken before or after the write."""
         with torch.library._scoped_library("torch_fsdp_tests", "DEF") as library:
             library.define("add_one_out(Tensor x, Tensor(a!) out) -> ()")
 
@@ -211,14 +211,14 @@ class TestFullyShardCompile(CompileTest):
 
             def add_one_and_clear(x: torch.Tensor, out: torch.Tensor) -> None:
                 out.copy_(x + 1)
-                x.view(-1).zero_()  # must reach x before the copy does, not undo it later
+                x.view(-1).zero_()  # must happen before the copy to x, not after it
 
             custom_op = torch.ops.torch_fsdp_tests.add_one_out
             ref_x, x, functional_x = (torch.zeros(2, device=self.device) for _ in range(3))
             write_through_views(custom_op, ref_x)
             counting = CountingBackend()
             torch.compile(write_through_views, backend=counting, fullgraph=True)(custom_op, x)
-            # What AOTAutograd puts in the place of both operations needs none of copy_'s own rules; this does.
+            # AOTAutograd replaces both operations and does not use copy_'s own functionalization rule. This call does.
             torch.func.functionalize(functools.partial(write_through_views, add_one_and_clear))(functional_x)
             self.assertEqual(ref_x, torch.ones(2, device=self.device))
             self.assertEqual(x, ref_x)
@@ -231,7 +231,7 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_compiled_autograd_ctx(self):
-        """There is no full graph of a backward any more; gradients are those of eager, from a warm start."""
+        """The backward is no longer one full graph. Compiled gradients equal eager ones after an eager forward."""
 
         def model_init_fn() -> nn.Module:
             manual_seed(42)
@@ -257,7 +257,7 @@ class TestFullyShardCompile(CompileTest):
         build, shard = model_init_fns
 
         def make_optim(model: nn.Module) -> torch.optim.Optimizer:
-            # A rate of 1e-4, as upstream's, would leave the losses as they are, whatever the gradients.
+            # With upstream's rate of 1e-4 the losses would hardly change, whatever the gradients are.
             return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-3, momentum=0.9)
 
         def fwd_bwd(model: Callable, iteration: int, rank: int, divide_by: int = 1) -> torch.Tensor:
@@ -316,9 +316,9 @@ class TestFullyShardCompile(CompileTest):
         return counting
 
     def _check_graphs(self, counting: CountingBackend, fwd_fullgraph: bool) -> None:
-        """Something was compiled, nothing of FSDP among it; and the forward broke where it was told to, if it was.
+        """Something was compiled, but no code of FSDP. The forward has an explicit graph break unless it is full.
 
-        The breaks at hooks cannot be counted: in a loop dynamo gives up the whole frame, and counts no break.
+        The breaks at hooks cannot be counted: in a loop dynamo skips the whole frame and counts no break.
         """
         self.assertGreater(counting.op_count, 0)
         for graph in counting.graphs:
@@ -397,7 +397,7 @@ class TestFullyShardCompile(CompileTest):
     def test_nested_fully_shard_backend_inductor_fullgraph_False(self):
         with inductor_in(self.temp_dir):
             counting = self._test_nested("inductor", fwd_fullgraph=False)
-        self.assertGreaterEqual(len(counting.graphs), 2)  # what is before the break and what is after it
+        self.assertGreaterEqual(len(counting.graphs), 2)  # before and after the graph break
 
     def _create_transformer_factory_fns(
         self, all_requires_grad: bool, activation_checkpoint: bool = False
@@ -408,8 +408,8 @@ class TestFullyShardCompile(CompileTest):
             manual_seed(42)
             model = Transformer(args).to(self.device)
             if activation_checkpoint:
-                # Inside of what FSDP wraps: dynamo compiles nothing in a checkpoint that it has not traced itself,
-                # and one around a wrapped layer it cannot trace.
+                # The checkpoint is inside the FSDP module. Dynamo cannot trace a checkpoint around an FSDP module, and
+                # it compiles nothing inside a checkpoint that it does not trace.
                 for layer in model.layers:
                     layer.feed_forward = internals.checkpoint_wrapping.checkpoint_wrapper(layer.feed_forward)
             if not all_requires_grad:
@@ -478,7 +478,7 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_dynamo_recompiles_on_fsdp_layers(self):
-        """FSDP1 around layers that were compiled one by one, which keep their names and weights."""
+        """FSDP1 wraps layers that were compiled one by one. The outputs stay right, and each layer is compiled once."""
         manual_seed(42)
         model = Mod()
         ref_model = copy.deepcopy(model)
@@ -493,18 +493,18 @@ class TestFullyShardCompile(CompileTest):
 
     @skip_if_lt_x_gpu(2)
     def test_managed_modules(self):
-        """Beyond upstream: of what FSDP manages dynamo takes nothing for fixed.
+        """Beyond upstream: dynamo treats the state of modules that FSDP manages as changeable.
 
-        A number of such a module that changes becomes an input of the graph; of other modules each value is compiled
-        anew. Of their tensors dynamo promises the compiler that they stay where they are; of those that FSDP1 makes for
-        each forward it must not, and it does not of a buffer in FSDP2 either. (An unsharded parameter of FSDP2 is the
-        same object in each forward, and dynamo makes no difference.)
+        In such a module, a number that changes becomes an input of the graph. In a plain module dynamo recompiles for
+        each value. Dynamo marks a plain module's tensors as static, which means that their addresses are fixed. It must
+        not mark the tensors that FSDP1 creates for each forward, and it does not mark a buffer under FSDP2. (An
+        unsharded parameter of FSDP2 is the same object in each forward, so the test does not check it.)
         """
         expected = {
             "plain": ([1, 2, 3, 4, 5], {"weight": True, "scale": True}),
             "fully_shard": ([1, 2, 2, 2, 2], {"scale": False}),
             "FSDP1": ([1, 2, 2, 2, 2], {"weight": False, "scale": False}),
-            "FSDP1 without original parameters": ([0, 0, 0, 0, 0], {}),  # which dynamo leaves alone
+            "FSDP1 without original parameters": ([0, 0, 0, 0, 0], {}),  # not compiled
         }
         for kind, (graphs, promises) in expected.items():
             with self.subTest(kind=kind):
@@ -537,8 +537,8 @@ class TestFullyShardCompile(CompileTest):
     @requires_world_size(4)
     @subtests(reshard_after_forward=[True, False, 2], per_layer=[False, True])
     def test_no_recompiles(self, reshard_after_forward, per_layer):
-        """Beyond upstream: after two iterations there is nothing left to compile."""
-        model, counting = self._mlps(), CountingBackend("eager")  # dynamo decides alike for all backends
+        """Beyond upstream: nothing is compiled after the second iteration."""
+        model, counting = self._mlps(), CountingBackend("eager")  # dynamo's decisions do not depend on the backend
         for mlp in model:
             fully_shard(mlp, reshard_after_forward=reshard_after_forward)
             if per_layer:
@@ -556,12 +556,12 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(compile_first=[True, False])
     def test_compile_per_layer(self, compile_first):
-        """Beyond upstream: layers compiled after they are sharded, or before; both train as a plain model does."""
+        """Beyond upstream: layers may be compiled before or after they are sharded. Both train like a plain model."""
         ref_model, model, counting = self._mlps(), self._mlps(), CountingBackend("aot_eager")
         for mlp in model:
             if compile_first:
                 mlp.compile(backend=counting)
-            fully_shard(mlp, reshard_after_forward=compile_first)  # one of each: test_no_recompiles has all of them
+            fully_shard(mlp, reshard_after_forward=compile_first)  # test_no_recompiles tests all combinations
             if not compile_first:
                 mlp.compile(backend=counting)
         fully_shard(model)
@@ -577,7 +577,7 @@ class TestFullyShardCompile(CompileTest):
     @skip_if_lt_x_gpu(2)
     @subtests(per_layer=[True, False])
     def test_compiled_gradient_sync(self, per_layer):
-        """Beyond upstream: microbatches that do not reduce: as many collectives as eagerly, and the same gradients."""
+        """Beyond upstream: with microbatches that do not reduce, collectives and gradients are those of eager mode."""
         ref_model, counting = self._mlps(), CountingBackend("aot_eager")
         counts: list[list[collections.Counter[str]]] = []
         for iteration in range(3):
@@ -593,7 +593,7 @@ class TestFullyShardCompile(CompileTest):
                 model.zero_grad()
                 for iteration in range(3):
                     model.set_requires_gradient_sync(iteration == 2)
-                    with recorded() as calls:  # not by a dispatch mode, under which dynamo compiles nothing
+                    with recorded() as calls:  # dynamo compiles nothing under a dispatch mode
                         model(self._rows(iteration, self.rank)).square().sum().backward()
                     counts[-1].append(calls.counts())
                 check_sharded_parity(self, ref_model, model)

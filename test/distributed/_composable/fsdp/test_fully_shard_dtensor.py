@@ -1,7 +1,7 @@
-"""FSDP2 on the dimensions of one mesh whose parameters are DTensors already (``dp_mesh_dims``).
+"""FSDP2 over some dimensions of a mesh on which the parameters are already DTensors (``dp_mesh_dims``).
 
-Training gives what data parallelism over the named dimensions gives, whatever the others hold; the sharded parameters
-say truthfully where their values lie; and what does not fit is refused.
+Training equals data parallelism over the named dimensions, whatever the other dimensions do. The sharded parameters
+have the right placements. Invalid combinations are refused.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _names = itertools.count()
 
 
 class Case(NamedTuple):
-    """A mesh, by the sizes and roles of its dimensions, and how the model is wrapped on it."""
+    """The sizes and roles of a mesh's dimensions, and how the model is wrapped."""
 
     shape: tuple[int, ...]
     shard: tuple[int, ...] = ()
     replicate: tuple[int, ...] = ()
     tp: bool = False  # on the last dimension
     reshard_after_forward: bool = True
-    with_replicate: bool = False  # by replicate_with_fsdp, not by fully_shard
-    tp_dims_differ: bool = True  # FSDP shards another dimension of a weight than tensor parallelism
+    with_replicate: bool = False  # wrap with replicate_with_fsdp, not with fully_shard
+    tp_dims_differ: bool = True  # FSDP and tensor parallelism shard different dimensions of a weight
 
 
 def mesh_dims(**names: Any) -> Any:
-    """The names of the mesh dimensions over which FSDP is to shard and to replicate."""
+    """The names of the mesh dimensions over which FSDP shards and replicates."""
     return torch_names.module("torch.distributed.fsdp").DataParallelMeshDims(**names)
 
 
 def _tp_partition_fn(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the weight of a linear layer over the last dimension of the mesh, and replicate all else."""
+    """Shard the weight of a linear layer over the last mesh dimension. Replicate everything else."""
     layer = name.rpartition(".")[2]
     for param_name, param in list(module.named_parameters(recurse=False)):
         sharded = isinstance(module, nn.Linear) and param_name == "weight"
@@ -66,12 +66,12 @@ def _tp_partition_fn(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _tp_shard_fn(param: nn.Parameter) -> Shard:
-    """The dimension that tensor parallelism leaves whole."""
+    """Shard the dimension that tensor parallelism does not shard."""
     return Shard(1 if Shard(0) in param.placements else 0)
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by (name of the operation, name of its group), FSDP's own and those that DTensor asks for."""
+    """Counts the collectives of FSDP and of DTensor by (name of the operation, name of its group)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it goes first, and its local tensors come here
+            return NotImplemented  # DTensor goes first and calls this again with local tensors
         if func.namespace == "c10d":
             script_objects = (arg for arg in args if isinstance(arg, torch.ScriptObject))
             groups = [dist.ProcessGroup.unbox(each) for each in script_objects if "ProcessGroup" in str(each._type())]
             self.counts[func.overloadpacket.__name__, groups[0].group_name] += 1
-        elif func.namespace == "_c10d_functional" and isinstance(args[-1], str):  # else it only waits or wraps
+        elif func.namespace == "_c10d_functional" and isinstance(args[-1], str):  # others only wait or wrap
             self.counts[func.overloadpacket.__name__, args[-1]] += 1
         return func(*args, **(kwargs or {}))
 
@@ -105,11 +105,11 @@ class TestFullyShardDTensor(FSDPTest):
         return make_mesh(2, 2, names=("fsdp", "tp"))
 
     def _mesh(self, *shape: int) -> DeviceMesh:
-        """The world in other shape; names must differ among all the shapes of one world."""
+        """The world mesh in another shape. All shapes of the world need different dimension names."""
         return self.world_mesh._unflatten(0, shape, tuple(f"d{next(_names)}" for _ in shape))
 
     def _dims(self, mesh: DeviceMesh, shard: tuple[int, ...] = (), replicate: tuple[int, ...] = ()) -> Any:
-        """Mesh dimensions by number; one alone is given as a plain name."""
+        """Convert indices of mesh dimensions to names. A single dimension becomes a plain string."""
 
         def names(dims: tuple[int, ...]) -> str | tuple[str, ...] | None:
             found = tuple(mesh.mesh_dim_names[dim] for dim in dims)
@@ -125,11 +125,11 @@ class TestFullyShardDTensor(FSDPTest):
         return distribute_module(model, mesh, _tp_partition_fn if tp else None)
 
     def _replicated(self, rows: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """The rows of this rank as a DTensor that is "replicated": dp ranks know nothing of each other's."""
+        """This rank's rows as a "replicated" DTensor, although the rows differ between dp ranks."""
         return DTensor.from_local(rows, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def _wrapped(self, model: nn.Module, mesh: DeviceMesh, case: Case, **kwargs: Any) -> nn.Module:
-        """A group for one layer, and one for the rest."""
+        """Wrap one layer as a group, and the rest as another group."""
         kwargs |= {"mesh": mesh, "dp_mesh_dims": self._dims(mesh, case.shard, case.replicate)}
         wrap: Callable = fully_shard
         if case.with_replicate:
@@ -142,7 +142,7 @@ class TestFullyShardDTensor(FSDPTest):
         return wrap(model, **kwargs)
 
     def _dp_group(self, mesh: DeviceMesh, case: Case) -> dist.ProcessGroup:
-        """All ranks that differ in data: those of the whole mesh, or of all its dimensions but the last."""
+        """The ranks with different data: the whole mesh, or with tensor parallelism all dimensions but the last."""
         if not case.tp:
             return dist.group.WORLD
         return make_mesh(self.world_size // case.shape[-1], case.shape[-1]).get_group(0)
@@ -157,13 +157,13 @@ class TestFullyShardDTensor(FSDPTest):
         mlp_dim: int = 16,
         optim_cls: Any = ShardAdam,
     ) -> None:
-        """Train both, the reference as a plain module whose gradients are averaged over ``dp_pg``."""
+        """Train both models. The reference is a plain module whose gradients are averaged over ``dp_pg``."""
         optims = [optim_cls(each.parameters(), lr=1e-2, foreach=False) for each in (ref_model, model)]
         ref_params = dict(ref_model.named_parameters())
         manual_seed(42 + dist.get_rank(dp_pg) + 1)
         for step in range(num_iters):
             rows = torch.rand((2, mlp_dim), device=self.device)
-            # The distance to one: a mere sum is soon at its minimum, where no ReLU is open.
+            # The loss is the distance to 1. A plain sum would soon be at its minimum, with no active ReLU.
             ref_loss = (ref_model(rows) - 1).square().sum()
             loss = (model(self._replicated(rows, mesh)) - 1).square().sum()
             self.assertEqual(loss.full_tensor(), ref_loss)
@@ -180,7 +180,7 @@ class TestFullyShardDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_train_parity(self):
-        """With the optimizer on DTensors for a mesh of each number of dimensions, on local shards for the others."""
+        """One case for each number of mesh dimensions has the optimizer on DTensors, the others on local shards."""
         cases = [
             Case((4,), shard=(0,)),
             Case((2, 2), shard=(0, 1)),
@@ -206,7 +206,7 @@ class TestFullyShardDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_train_parity_more(self):
-        """Beyond upstream: sizes that do not divide, dimensions in other order, and FSDP inside a TP shard."""
+        """Beyond upstream: uneven sizes, mesh dimensions in another order, and FSDP within a TP shard."""
         cases = [
             Case((4,), shard=(0,)),
             Case((2, 2), shard=(0,), replicate=(1,)),
@@ -254,7 +254,7 @@ class TestFullyShardDTensor(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(on_whole_mesh=[False, True])
     def test_reduce_scatter_unused_dtensor_param(self, on_whole_mesh):
-        """With parameters of the expert mesh alone, and with parameters of the whole mesh."""
+        """The unused parameter is on the expert mesh or on the whole mesh."""
 
         class Experts(nn.Module):
             def forward(self, x: DTensor) -> DTensor:
@@ -302,18 +302,18 @@ class TestFullyShardDTensor(FSDPTest):
     @skip_if_lt_x_gpu(4)
     def test_validation_mesh_mismatch(self):
         mesh, other = self.named_mesh, self._new_named_mesh()
-        self.assertEqual(mesh, other)  # it is the object that counts
+        self.assertEqual(mesh, other)  # equal, but a different object
         with self.assertRaisesRegex(ValueError, "same mesh"):
             fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(shard="fsdp"))
 
     @torch_defect("fsdp2_second_of_equal_meshes_refused")
     @skip_if_lt_x_gpu(4)
     def test_second_of_equal_meshes(self):
-        """Beyond upstream: parameters on the very mesh that is passed are accepted, whatever equal mesh was before.
+        """Beyond upstream: parameters on the given mesh are accepted, also if an equal mesh was used before.
 
-        They are not, a defect of torch seen with 2.13.0: DTensor remembers what it found out about an operation by
-        the equality of meshes, and so ``nn.Parameter`` gives a DTensor of the second mesh the first one as its mesh,
-        while ``fully_shard`` compares by identity. In one rank or more::
+        They are not, a defect of torch seen with 2.13.0. DTensor caches operations by the equality of meshes, so
+        ``nn.Parameter`` returns a DTensor on the first mesh for one on the second. ``fully_shard`` compares meshes by
+        identity. On one rank or more::
 
             for _ in range(2):
                 mesh = init_device_mesh(accelerator.current().type, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -344,7 +344,7 @@ class TestFullyShardDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_validation_mesh_without_names(self):
-        """Beyond upstream: dimensions can only be named on a mesh that has names."""
+        """Beyond upstream: ``dp_mesh_dims`` needs a mesh with dimension names."""
         mesh = make_mesh(2, 2)
         with self.assertRaisesRegex(ValueError, "must have mesh_dim_names"):
             fully_shard(self._distributed(self._mlp(), mesh), mesh=mesh, dp_mesh_dims=mesh_dims(shard="fsdp"))
@@ -363,11 +363,11 @@ class TestFullyShardDTensor(FSDPTest):
         rows_are_sharded=[False, True],
     )
     def test_collectives(self, case, rows_are_sharded):
-        """Beyond upstream: each group of parameters is gathered and reduced once, over its own groups of ranks only.
+        """Beyond upstream: each parameter group is gathered and reduced once, over its own process groups only.
 
-        DTensor has nothing to do on the dp dimensions, whether it believes the rows to be replicated there or knows
-        that they are sharded. In the latter case its gradients are parts of a sum, and FSDP's reduction is what adds
-        them up; the sum then is over the global batch, and still divided by the number of ranks.
+        DTensor issues no collectives on the dp dimensions, whether the rows are replicated or sharded there. With
+        sharded rows the gradients are partial sums, and FSDP's reduction adds them up. The sum over the global batch is
+        still divided by the number of ranks.
         """
         mesh, ref_model = self._mesh(*case.shape), self._mlp()
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case)
@@ -404,7 +404,7 @@ class TestFullyShardDTensor(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[16, 15, 5], tp_is_last=[True, False])
     def test_strided_shard(self, rows, tp_is_last):
-        """Beyond upstream: FSDP shards what tensor parallelism has left of the same dimension, on either side of it."""
+        """Beyond upstream: FSDP and tensor parallelism shard the same dimension, in either order of mesh dimensions."""
         mesh = self.named_mesh if tp_is_last else self._mesh(2, 2)
         fsdp, tp = (0, 1) if tp_is_last else (1, 0)
         manual_seed(42)
@@ -414,7 +414,7 @@ class TestFullyShardDTensor(FSDPTest):
         placements[tp] = Shard(0)
         model.weight = nn.Parameter(distribute_tensor(whole, mesh, placements))
         fully_shard(model, mesh=mesh, dp_mesh_dims=self._dims(mesh, shard=(fsdp,)))
-        # The ranks of a dimension further right have shards of the shards; only if they come first must it be told.
+        # DTensor shards from left to right. FSDP's shard is strided if tensor parallelism, to its right, sharded first.
         of_fsdp = internals.strided_shard()(0, split_factor=2) if tp_is_last else Shard(0)
         self.assertEqual(model.weight.placements[fsdp], of_fsdp)
         self.assertEqual(model.weight.placements[tp], Shard(0))
@@ -427,7 +427,7 @@ class TestFullyShardDTensor(FSDPTest):
         case=[Case((4,), shard=(0,)), Case((2, 2), shard=(1,), replicate=(0,)), Case((2, 2), shard=(0,), tp=True)]
     )
     def test_mixed_precision(self, case):
-        """Beyond upstream: forward sees DTensors that know they are bfloat16, and gradients come back as float32."""
+        """Beyond upstream: forward sees bfloat16 DTensors, and gradients are float32."""
         mesh, ref_model = self._mesh(*case.shape), self._mlp()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case, mp_policy=policy)
@@ -449,7 +449,7 @@ class TestFullyShardDTensor(FSDPTest):
 
         half = copy.deepcopy(ref_model).bfloat16()
         half(rows.bfloat16()).square().sum().backward()
-        # Bit for bit up to the order of float32 additions; but tensor parallelism rounds its partial sums to bfloat16.
+        # Exact up to the order of float32 additions, but tensor parallelism rounds its partial sums to bfloat16.
         tolerance: dict[str, Any] = {"rtol": 0, "atol": 2**-6} if case.tp else {}
         for name, param in half.named_parameters():
             ref_grad = param.grad.float()

@@ -1,6 +1,6 @@
-"""All-gather extensions of FSDP2: a local tensor says what is gathered, and how the whole is made of it.
+"""All-gather extensions of FSDP2: a local tensor defines what is gathered, and how the parameter is built from it.
 
-A tensor with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, on its class or on the one object, takes part.
+The hooks are ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, on the tensor's class or on the tensor itself.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def two_tensor_fsdp_post_all_gather(
     assert isinstance(out, TwoTensor), type(out)
     for gathered, part in ((a, out.a), (b, out.b)):
         assert part.dtype == param_dtype, (part.dtype, param_dtype)
-        if gathered.dtype == param_dtype:  # the parts of the parameter are the gathered tensors: nothing to copy
+        if gathered.dtype == param_dtype:  # the parts are the gathered tensors, so there is nothing to copy
             assert part.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
         else:
             with torch.no_grad(), internals.keeping_version(part):
@@ -85,7 +85,7 @@ TWO_TENSOR_PRE_ALL_GATHER = {1: two_tensor_fsdp_pre_all_gather_v1, 2: two_tensor
 
 
 class BFloat16AllGatherTensor(torch.Tensor):
-    """A tensor that is gathered as bfloat16. Short shards are padded with NaN, which shows wherever padding leaks."""
+    """A tensor that is gathered as bfloat16. Short shards are padded with NaN, so padding in a result is visible."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, pad_in_pre_all_gather: bool = True) -> BFloat16AllGatherTensor:
@@ -128,7 +128,7 @@ class BFloat16AllGatherTensor(torch.Tensor):
             whole = gathered.to(param_dtype)
             return whole, (gathered, whole)
         with internals.keeping_version(out):
-            out.copy_(gathered[: out.size(0)])  # what was gathered has the padding still
+            out.copy_(gathered[: out.size(0)])  # the gathered tensor includes the padding
         return None
 
     @classmethod
@@ -160,16 +160,17 @@ class BFloat16AllGatherTensor(torch.Tensor):
 
 
 class ReleasingTensor(BFloat16AllGatherTensor):
-    """The same tensor, but it does not need the gathered tensors after its post-hook has run."""
+    """The same tensor, but FSDP may free the all-gather outputs after the post-hook."""
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
 
 
 class Extension:
-    """Hooks on one local tensor and not on its class, which record what FSDP passes to them.
+    """Hooks on one local tensor, not on its class. They record what FSDP passes to them.
 
-    ``encode(shard)`` gives the tensors to gather and the metadata, ``decode(gathered, metadata)`` the whole parameter.
+    ``encode(shard)`` returns the tensors to gather and the metadata. ``decode(gathered, metadata)`` returns the whole
+    parameter.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Extension:
         whole = self.decode(all_gather_outputs, metadata).to(param_dtype)
         if out is None:
             self.gathered_and_whole = (*all_gather_outputs, whole)
-            return whole, (whole,)  # what FSDP gathered it frees without being told
+            return whole, (whole,)  # FSDP frees the all-gather outputs anyway
         with internals.keeping_version(out):
             out.copy_(whole)
         return None
@@ -247,7 +248,7 @@ def the_only_one(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Ten
     return whole
 
 
-positive = functools.partial(filled, low=0.25, high=0.75)  # no ReLU is off for positive inputs
+positive = functools.partial(filled, low=0.25, high=0.75)  # with positive inputs every ReLU is active
 
 
 def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -273,7 +274,7 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
 
     @contextlib.contextmanager
     def _patch_two_tensor_fsdp_all_gather(self, pre_all_gather_version: int) -> Iterator[None]:
-        """Put the hooks on ``TwoTensor`` itself. A rank that fails leaves them, because other ranks still use them."""
+        """Put the hooks on ``TwoTensor`` itself. A failing rank does not remove them, because other ranks use them."""
         hooks = (TWO_TENSOR_PRE_ALL_GATHER[pre_all_gather_version], two_tensor_fsdp_post_all_gather)
         with _class_patch_lock:
             for name, hook in zip(HOOKS, hooks, strict=True):
@@ -292,7 +293,7 @@ class TestFullyShardAllGatherExtensionsCommon(RankTestCase):
                 self.run_subtests({"reshard_after_forward": [True, False]}, test)
 
     def _init_two_tensor_mlp(self) -> nn.Module:
-        # Without bias: its gradient would be a TwoTensor in a plain model, and is none with FSDP.
+        # No bias, because its gradient would be a TwoTensor in a plain model and a plain tensor with FSDP.
         model = nn.Sequential(*(MLP(8, bias=False) for _ in range(3)))
         for mlp in model:
             for linear in (mlp.in_proj, mlp.out_proj):
@@ -314,7 +315,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         self._for_each_hook_version(self._test_all_gather_extensions_train_parity)
 
     def _test_all_gather_extensions_train_parity(self, reshard_after_forward: bool) -> None:
-        # Upstream's initial weights leave ReLUs, and with them whole gradients, at zero after a few steps.
+        # With upstream's initial weights, ReLUs and whole gradients would be zero after a few steps.
         with self.device:
             model = positive(self._init_two_tensor_mlp())
         ref_model = copy.deepcopy(model)
@@ -345,7 +346,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             local, grad, ref_grad = params[name].to_local().detach(), params[name].grad, ref_param.grad
             self.assertEqual((local.a, local.b), (shard_of(ref_param.detach().a), shard_of(ref_param.detach().b)), name)
             self.assertEqual(grad is None, ref_grad is None, name)
-            if grad is not None:  # a plain tensor, since the hooks are for weights only
+            if grad is not None:  # a plain tensor, because only weights have the hooks
                 self.assertEqual(grad.to_local(), shard_of(ref_grad.a), name)
 
     @skip_if_lt_x_gpu(2)
@@ -365,7 +366,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_invalid_pre_signature(self):
-        """Beyond upstream: a pre-hook has one parameter or five; with three, every rank says so before it gathers."""
+        """Beyond upstream: a pre-hook has one parameter or five. With three, each rank raises before the all-gather."""
         layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
         (extension,) = extend(layer).values()
         extension.local.fsdp_pre_all_gather = lambda mesh, outer_size, outer_stride: ((extension.local,), None)
@@ -375,13 +376,13 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_metadata_round_trip(self):
-        """Beyond upstream: each gather's post-hook receives the metadata of that gather, and of no earlier one."""
+        """Beyond upstream: each post-hook receives the metadata of its own all-gather, not of an earlier one."""
         layer = fully_shard(positive(nn.Linear(4, 6, bias=False, device=self.device)), reshard_after_forward=True)
         whole = positive(nn.Linear(4, 6, bias=False, device=self.device)).weight.detach()
         gathers = iter(range(1, 100))
 
         def scaled(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-            scale = 2.0 ** next(gathers)  # exact; another with each gather, the same on all ranks
+            scale = 2.0 ** next(gathers)  # exact; differs per all-gather, the same on all ranks
             return (shard * scale,), Scaling(scale, tuple(whole.shape))
 
         def unscaled(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
@@ -409,7 +410,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
 
     @skip_if_lt_x_gpu(2)
     def test_freed_storage(self):
-        """Beyond upstream: gathered tensors and reported ones are freed, and filled again for the same parameter."""
+        """Beyond upstream: all-gather outputs and the tensors that the post-hook returns are freed and filled again."""
         model = fully_shard(positive(MLP(4, bias=False, device=self.device)), reshard_after_forward=True)
         extensions = extend(model, as_bfloat16)
         used: dict[str, list[tuple[int, list[int]]]] = {"forward": [], "backward": []}
@@ -451,7 +452,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         return accelerator.current().device(0)  # the threads share one device
 
     def _meta_two_tensor_mlp(self, **kwargs: Any) -> nn.Module:
-        """Sharded on the meta device, then materialised; its two parts differ, and so does each shard."""
+        """A model that is sharded on the meta device and then materialised. Its parts differ, and so do its shards."""
         with torch.device("meta"):
             model = self._init_two_tensor_mlp()
         self.assertEqual({param.device.type for param in model.parameters()}, {"meta"})
@@ -494,7 +495,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extensions_monkey_patch(self):
         model = self._meta_two_tensor_mlp()
-        # to_empty() makes new local tensors, and lazy initialisation would again if a shard needed padding.
+        # to_empty() creates new local tensors. Lazy initialisation would, too, if a shard needed padding.
         extensions = extend(model, as_bfloat16)
         self.assertTrue(any("weight" in name for name in extensions))
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
@@ -506,11 +507,11 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             out.sum().backward()
             optim.step()
             optim.zero_grad()
-        for name, extension in extensions.items():  # gathered for forward and backward, each of three times
+        for name, extension in extensions.items():  # gathered in forward and backward of three iterations
             self.assertEqual((len(extension.pre_arguments), len(extension.outs)), (6, 6), name)
 
     def _uneven_mlp(self, pad_in_pre_all_gather: bool = True, kind: type = BFloat16AllGatherTensor) -> MLP:
-        """Weights (9, 3) and (3, 9): over 8 ranks some shards are full, some short, some empty."""
+        """Weights of (9, 3) and (3, 9). Over 8 ranks some shards are full, some short, some empty."""
         model = positive(MLP(3, bias=False, dim_multiplier=3, device=self.device))
         for linear in (model.in_proj, model.out_proj):
             linear.weight = nn.Parameter(kind(linear.weight.detach(), pad_in_pre_all_gather))
@@ -529,7 +530,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         optim.zero_grad()
         for name, local in local_tensors(model).items():
             self.assertEqual(local.shape, before[name].shape)
-            # The first step of Adam is about the learning rate, against the sign of the gradient, here positive.
+            # Adam's first step is about the learning rate, against the sign of the gradient. Here that is positive.
             self.assertEqual(local._data, before[name] * (1 - 1e-4) - 1e-2, name, rtol=0, atol=1e-5)
 
     @skip_if_lt_x_gpu(1)
@@ -555,7 +556,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     def test_unpadded_payload_is_refused(self):
         """Beyond upstream: a short shard must be padded by its pre-hook.
 
-        The question is put to the parameter itself: in a forward only the short ranks would raise, and the others wait.
+        The test asks the parameter directly. In a forward only ranks with short shards would raise; others would hang.
         """
         for pad in (True, False):
             group = internals.group_of(fully_shard(self._uneven_mlp(pad)))
@@ -585,7 +586,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_bfloat16_all_gather_numerics(self, reshard_after_forward):
-        """Beyond upstream: forward uses the bfloat16 round trip of the weights, the optimizer the float32 shards."""
+        """Beyond upstream: forward uses weights rounded to bfloat16, and the optimizer uses the float32 shards."""
         gathered = self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, reshard_after_forward)
         self.assertEqual(len(gathered), 6)
         self.assertGreater(min(gathered), 0)
@@ -594,18 +595,18 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_released_all_gather_outputs(self, reshard_after_forward):
-        """Beyond upstream: what was gathered is freed before forward and backward need the parameter, if requested."""
+        """Beyond upstream: on request the all-gather outputs are freed right after the post-hook."""
         gathered = self._test_bfloat16_all_gather_numerics(ReleasingTensor, reshard_after_forward)
         self.assertEqual(gathered, [0] * 6)
 
     @skip_if_lt_x_gpu(1)
     def test_offloaded_bfloat16_all_gather_numerics(self):
-        """Beyond upstream: the pre-hook of an offloaded shard finds it on the device that computes."""
+        """Beyond upstream: FSDP moves an offloaded shard to the device before its pre-hook runs."""
         policy = CPUOffloadPolicy(pin_memory=False)
         self._test_bfloat16_all_gather_numerics(BFloat16AllGatherTensor, True, offload_policy=policy)
 
     def _test_bfloat16_all_gather_numerics(self, kind: type, reshard_after_forward: bool, **kwargs: Any) -> list[int]:
-        """Returns how many gathered bytes there are while each of two layers runs forward, in three steps."""
+        """Returns the bytes of all-gather outputs at the forward of each of two layers, in three steps."""
         model = fully_shard(self._uneven_mlp(kind=kind), reshard_after_forward=reshard_after_forward, **kwargs)
         group = internals.group_of(model)
         gathered: list[int] = []
@@ -642,7 +643,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)
     @skip_if_lt_x_gpu(1)
     def test_release_that_is_refused(self):
-        """Beyond upstream: no release without hooks, without a plain yes or no, or where the gathered is cut again."""
+        """Beyond upstream: the release hook is refused without the other hooks, if it returns no bool, or with an int
+        ``reshard_after_forward``.
+        """
         name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
         hooks = dict(zip(HOOKS, (two_tensor_fsdp_pre_all_gather_v1, two_tensor_fsdp_post_all_gather), strict=True))
         cases: list[tuple[dict[str, Any], bool | int, type[Exception], str]] = [
@@ -661,7 +664,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[None, torch.bfloat16])
     def test_payload_of_two_dtypes(self, param_dtype):
-        """Beyond upstream: int8 values and float32 scales travel together, beside a parameter without hooks."""
+        """Beyond upstream: int8 values and float32 scales are gathered together, next to a parameter without hooks."""
         layer = positive(nn.Linear(4, 16, device=self.device))
         weight, bias = (param.detach().clone() for param in layer.parameters())
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -678,8 +681,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_hook_arguments(self):
-        """Beyond upstream: the hooks get the mesh, the layout of the full tensor, the owner, the policy, and the
-        requested dtype.
+        """Beyond upstream: the hooks get the mesh, the size and stride of the full tensor, its module, the policy and
+        the requested dtype.
         """
         mesh = make_mesh(self.world_size)
         for param_dtype in (None, torch.bfloat16):
@@ -699,7 +702,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_no_smaller_mesh(self):
-        """Beyond upstream: resharding to a smaller mesh is refused, where what it holds would be gathered again."""
+        """Beyond upstream: after a reshard to a smaller mesh, backward refuses to gather a parameter with hooks."""
         layer = fully_shard(positive(nn.Linear(8, 8, bias=False, device=self.device)), reshard_after_forward=4)
         (extension,) = extend(layer).values()
         loss = layer(self._input(8)).sum()
@@ -708,7 +711,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self.assertEqual(len(extension.pre_arguments), 1)
 
     def _alone(self, encode: Callable, decode: Callable) -> tuple[nn.Module, Extension]:
-        """A layer sharded over a mesh of this rank only, where FSDP gathers nothing; each rank has other weights."""
+        """A layer sharded over a mesh of only this rank, so FSDP gathers nothing. Weights differ by rank."""
         mesh = make_mesh(self.world_size, 1, names=("others", "alone"))
         layer = positive(nn.Linear(4, 16, bias=False, device=self.device))
         layer.weight.data.mul_(self.rank + 1)
@@ -732,7 +735,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @needs(torch_facts.COPIES_EXTENSION_BYTES_ON_ONE_RANK)
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_bytes(self):
-        """Beyond upstream: bytes are taken as they are, into what an earlier gather allocated for another dtype."""
+        """Beyond upstream: bytes are copied unchanged into an output that was allocated for another dtype."""
         sends_bytes = iter([False, True, True])
 
         def as_bytes(shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -753,10 +756,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @torch_defect("fsdp2_extension_gets_one_payload")
     @skip_if_lt_x_gpu(1)
     def test_mesh_of_one_rank_with_two_payloads(self):
-        """Beyond upstream: a parameter that gathers two tensors works on one rank as on many.
+        """Beyond upstream: a parameter that gathers two tensors works on one rank as well.
 
-        It does not in torch 2.13.0: ``FSDPParamGroup.wait_for_unshard`` takes ``all_gather_inputs[0]`` and drops the
-        rest when the shard group has one rank, so that the post-hook receives one tensor. In one process:
+        It does not in torch 2.13.0. If the shard group has one rank, ``FSDPParamGroup.wait_for_unshard`` takes
+        ``all_gather_inputs[0]`` and drops the rest, so the post-hook receives one tensor. In one process:
 
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             layer = fully_shard(nn.Linear(4, 4))

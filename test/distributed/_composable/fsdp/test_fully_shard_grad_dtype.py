@@ -1,8 +1,8 @@
-"""The dtype of FSDP2's gradients: in which they wait, in which ranks send them, and in which a parameter gets them.
+"""The dtype of FSDP2's gradients: during accumulation, in the reduction, and on the parameter.
 
-A parameter requests a dtype with ``grad_dtype``: one that it names, its own unless it is set, or with an explicit None
-whatever autograd computes. The gradients are numbers that float32 holds and bfloat16 rounds, so that each value tells
-the dtypes that it went through.
+A parameter requests a dtype with ``grad_dtype``. The default is the dtype of the parameter. None accepts the dtype that
+autograd computes. The gradients are exact in float32 but rounded in bfloat16, so their values show which dtypes were
+used on the way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_fsdp_tests.fsdp.training import check_parity, shard_each, train
 HOST = torch.device("cpu")  # the CPU is the subject
 OFFLOADING = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)]
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-UNSET = "unset"  # for a grad_dtype; None is a value of its own
+UNSET = "unset"  # a grad_dtype that is not set; None is a valid value
 BIT = 2.0**-7  # the last bit of 1.0 in bfloat16
 
 
@@ -42,9 +42,9 @@ def ask_for(param: torch.Tensor, grad_dtype: Any) -> None:
 
 
 class Products(nn.Module):
-    """The sum of all products of its parameters with what they are to have as gradients, times the input.
+    """Returns the sum of ``weight * factor * input`` over all parameters, so the gradients are ``factor * input``.
 
-    No two elements have the same gradient, so that one in the wrong place shows.
+    All elements have different gradients, so a misplaced element changes the result.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *rows: int) -> None:
@@ -62,10 +62,10 @@ class Products(nn.Module):
 
 
 class GradDtypeTest(FSDPTestMultiThread):
-    """One layer whose gradient is its input, and a model whose gradients all differ."""
+    """Helpers for tests with one layer. The gradient of the layer is its input."""
 
     def _layer(self, dtype: torch.dtype, grad_dtype: Any, **kwargs: Any) -> Any:
-        """Four rows, no bias. Notes what is reduced."""
+        """A sharded layer with four rows and no bias. ``self.reduced`` records its reductions."""
         layer = nn.Linear(2, 4, bias=False, device=self.device, dtype=dtype)
         ask_for(layer.weight, grad_dtype)
         return self._noted(fully_shard(layer, **kwargs))
@@ -76,11 +76,11 @@ class GradDtypeTest(FSDPTestMultiThread):
         return module
 
     def _backward(self, layer: Any, value: float) -> None:
-        """One that makes ``value`` the gradient of every element on this rank. FSDP casts the input, if it has to."""
+        """Run a backward that makes ``value`` the gradient of every element on this rank."""
         layer(torch.full((1, 2), value, device=self.device, dtype=layer.weight.dtype)).sum().backward()
 
     def _check_layer(self, layer: Any, dtype: torch.dtype, value: float) -> None:
-        """All elements of this rank's part of the gradient must be ``value``, and lie where the parameter does."""
+        """All elements of this rank's shard of the gradient must be ``value``, on the device of the parameter."""
         grad, shard = layer.weight.grad, layer.weight.to_local()
         self.assertEqual((grad.dtype, grad.to_local().dtype), (dtype, dtype))
         self.assertEqual(grad.to_local(), torch.full_like(shard, value, dtype=dtype), rtol=0, atol=0, exact_device=True)
@@ -89,8 +89,8 @@ class GradDtypeTest(FSDPTestMultiThread):
         return [output.dtype for output in self.reduced.outputs]
 
 
-# The dtype of the parameter, its grad_dtype, param_dtype and reduce_dtype; then in which dtype the gradient is reduced,
-# and in which the parameter gets it.
+# The dtype of the parameter, its grad_dtype, param_dtype and reduce_dtype; then the expected dtypes of the reduction
+# and of the parameter's gradient.
 DTYPES = [
     (f32, UNSET, None, None, f32, f32),
     (f32, UNSET, bf16, None, f32, f32),
@@ -112,8 +112,9 @@ DTYPES = [
     (bf16, None, f32, None, f32, f32),
 ]
 
-# The same four; then the mean of 1, BIT / 4 and BIT / 4, added up before one reduction and reduced one by one, in units
-# of 1.5. In bfloat16 nothing is left of a BIT / 4 that is added to 1; 1.5 * (1 + BIT / 2) is rounded upwards.
+# The same four dtypes, then the expected results for gradients of 1, BIT / 4 and BIT / 4: first accumulated with one
+# reduction, then reduced one by one. Results are in units of 1.5, the mean over ranks. In bfloat16, 1 + BIT / 4 is
+# rounded to 1, and 1.5 * (1 + BIT / 2) is rounded up.
 SUMS = [
     (f32, UNSET, bf16, None, 1 + BIT / 2, 1 + BIT / 2),
     (f32, UNSET, bf16, bf16, 1.0, 1 + BIT / 2),
@@ -134,7 +135,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(case=DTYPES, offload_policy=OFFLOADING)
     def test_reduce_in_grad_dtype(self, case, offload_policy):
-        """Ranks send what ``reduce_dtype`` says, else what the parameter asks for; that it gets in any case."""
+        """Gradients are reduced in ``reduce_dtype`` if it is set, and always end up in the parameter's grad_dtype."""
         storage, grad_dtype, param_dtype, reduce_dtype, reduced_in, wanted = case
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         layer = self._layer(storage, grad_dtype, mp_policy=policy, offload_policy=offload_policy)
@@ -150,9 +151,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[bf16, f16])
     def test_reduce_in_param_dtype(self, param_dtype):
-        """If ``reduce_dtype`` is ``param_dtype``, gradients are reduced as they were computed, on every version of
-        torch.
-        """
+        """If ``reduce_dtype`` is ``param_dtype``, gradients are reduced in that dtype on every version of torch."""
         layer = self._layer(f32, UNSET, mp_policy=MixedPrecisionPolicy(param_dtype, param_dtype))
         bit = torch.finfo(param_dtype).eps
         self._backward(layer, 1 + bit * self.rank)
@@ -163,7 +162,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(case=SUMS, reduces_each=[False, True], reshards=[True, False])
     def test_accumulate_in_grad_dtype(self, case, reduces_each, reshards):
-        """Gradients that wait for a reduction are added up in the dtype of it, reduced ones in the parameter's."""
+        """Unreduced gradients accumulate in the dtype of the reduction, reduced ones in the parameter's grad_dtype."""
         storage, grad_dtype, param_dtype, reduce_dtype, *sums = case
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         layer = self._layer(storage, grad_dtype, mp_policy=policy)
@@ -188,7 +187,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
         accumulates=[False, True],
     )
     def test_mixed_grad_dtypes(self, grad_dtypes, reduce_dtype, accumulates):
-        """A group with several dtypes is reduced in the one that holds them all; each parameter gets its own."""
+        """A group with several grad_dtypes is reduced in the promoted dtype. Each parameter gets its own dtype."""
         model = Products(self.device, f32, 3, 4, 1)
         for weight, grad_dtype in zip(model.weights, grad_dtypes):
             ask_for(weight, grad_dtype)
@@ -234,7 +233,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, UNSET], reduce_dtype=[None, f32])
     def test_unused_on_one_rank(self, grad_dtype, reduce_dtype):
-        """The zeros of a rank that did not use a parameter have the dtype of the others' gradients."""
+        """If a rank did not use a parameter, its zeros have the dtype of the other ranks' gradients."""
         model = Products(self.device, bf16, 3, 2)
         for weight in model.weights:
             ask_for(weight, grad_dtype)
@@ -251,7 +250,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
     def test_unused_of_any_dtype_is_refused(self):
-        """If a parameter accepts any dtype, that of a missing gradient is unknown. All ranks raise, and none waits."""
+        """With ``grad_dtype=None`` the dtype of a missing gradient is unknown. All ranks raise, and none hangs."""
         model = Products(self.device, f32, 3, 2)
         ask_for(model.weights[1], None)
         fully_shard(model).set_reduce_scatter_unused_params(True)
@@ -270,7 +269,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, None, f16], reduce_dtype=[None, bf16], offload_policy=OFFLOADING)
     def test_ask_after_wrapping(self, grad_dtype, reduce_dtype, offload_policy):
-        """Until the first forward a sharded parameter may ask for another dtype. Later, backward refuses it."""
+        """A sharded parameter's grad_dtype may change until the first forward. After a later change backward raises."""
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         layer = self._layer(bf16, UNSET, mp_policy=policy, offload_policy=offload_policy)
         layer.weight.grad_dtype = grad_dtype
@@ -288,7 +287,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(offload_policy=OFFLOADING)
     def test_hooks_see_grad_dtype(self, offload_policy):
-        """A hook that runs when a gradient was accumulated finds it reduced, in the dtype that was asked for."""
+        """A post-accumulate-grad hook sees the reduced gradient in the requested dtype."""
         layer = self._layer(bf16, f32, offload_policy=offload_policy)
         seen = []
         layer.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.to_local().clone()))
@@ -300,7 +299,7 @@ class TestFullyShardGradDtype(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, None, f16], reshard_after_forward=[True, False, 1], microbatches=[1, 2])
     def test_train_parity(self, grad_dtype, reshard_after_forward, microbatches):
-        """Low parameters learn from gradients of another dtype as those of a plain model do, of which autograd asks."""
+        """bfloat16 parameters with another grad_dtype train like those of a plain model, for which autograd casts."""
         model = filled(nn.Sequential(MLP(4, dim_multiplier=2), nn.Linear(4, 3)).to(self.device, bf16))
         for param in model.parameters():
             param.grad_dtype = grad_dtype
@@ -332,7 +331,7 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, UNSET], reduce_dtype=[None, f32, bf16])
     def test_all_reduce_in_grad_dtype(self, grad_dtype, reduce_dtype):
-        """Replicas send each other what shards do. What waits for the all-reduce alone waits in that dtype as well."""
+        """The all-reduce uses the dtype of the reduce-scatter. Partial reductions accumulate in that dtype, too."""
         mesh = make_mesh(2, 2, names=("replicate", "shard"))
         layer = self._layer(bf16, grad_dtype, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         wanted = bf16 if grad_dtype == UNSET else f32
@@ -351,7 +350,7 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
     @skip_if_lt_x_gpu(1)
     @subtests(grad_dtype=[f32, UNSET], param_dtype=[None, bf16])
     def test_tensor_parallel_sum_in_grad_dtype(self, grad_dtype, param_dtype):
-        """What tensor parallelism has to add up before FSDP reduces it is added up in the dtype asked for as well."""
+        """Tensor parallelism sums partial gradients before FSDP reduces them, also in the requested dtype."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         storage = f32 if param_dtype else bf16
         norm = nn.LayerNorm(2, device=self.device, dtype=storage)

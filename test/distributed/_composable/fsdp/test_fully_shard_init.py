@@ -1,7 +1,7 @@
-"""FSDP2 before its first step: which modules and states ``fully_shard`` takes, where it puts them, how it cuts them.
+"""FSDP2 before its first step: which modules and states ``fully_shard`` manages, and how it moves and shards them.
 
-Then what may lie between that and the first forward: models on the meta device, values loaded or broadcast, meshes made
-of process groups, parameters exchanged by the user.
+Other tests cover what may happen before the first forward: models on the meta device, values that are loaded or
+broadcast, meshes made from process groups, and parameters that the user replaces.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TestFullyShardDeviceTensor(InitTest):
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_ignored_param_device(self):
         model = MLP(8, HOST, with_buffer=True)
-        # All of one layer, so that it is not managed at all, and one of the two parameters of the other.
+        # All parameters of one layer, so FSDP does not manage it, and one of two parameters of the other layer.
         ignored = {name: model.get_parameter(name) for name in ("out_proj.weight", "out_proj.bias", "in_proj.bias")}
         fully_shard(model, ignored_params=set(ignored.values()))
         for name, param in ignored.items():
@@ -112,9 +112,9 @@ class TestFullyShardDeviceTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_move_subclass_keeps_the_object(self):
-        """Beyond upstream: a parameter that wraps tensors moves with them and stays the object that it was.
+        """Beyond upstream: a parameter of a wrapper subclass moves with its inner tensors and stays the same object.
 
-        The target is the meta device, which a machine without any accelerator has too.
+        The target is the meta device, because every machine has one.
         """
         param = nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)), requires_grad=True)
         buffer = TwoTensor(torch.ones(2), torch.zeros(2))
@@ -146,7 +146,7 @@ class TestFullyShardDeviceDTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_move_states_to_device_dtensor_invalid(self):
-        # Any device that is not the DTensor's will do; the meta device is one that every machine has.
+        # Any device other than the DTensor's works. Every machine has the meta device.
         host_mesh = init_device_mesh(HOST.type, (2, 2), mesh_dim_names=("dp", "tp"))
         model = tensor_parallel_mlp(MLP(8, HOST, with_buffer=True), host_mesh["tp"])
         message = (
@@ -183,7 +183,7 @@ class TestFullyShardMeshArg(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_after_forward_values(self):
-        """Beyond upstream: an int is a factor of the number of shards, and nothing but bool, int and None is taken."""
+        """Beyond upstream: an int must be a factor of the number of shards. Only bool, int and None are allowed."""
         hybrid = make_mesh(1, 4, names=("replicate", "shard"))
         for mesh in (make_mesh(4), hybrid, make_mesh(2, 2, names=("replicate", "shard"))["shard"]):
             shards = mesh.size()
@@ -203,12 +203,12 @@ class TestFullyShardMeshArg(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_after_forward_one(self):
-        """Beyond upstream: 1 is no bool; it warns, and keeps the whole parameter after forward as False does."""
+        """Beyond upstream: the int 1 gives a warning and keeps parameters unsharded after forward, like False."""
         warning_once = torch_names.module("torch._logging").warning_once
         mesh = make_mesh(4)
         layer = nn.Linear(4, 4, device=self.device)
         shard = functools.partial(fully_shard, layer, mesh=mesh, reshard_after_forward=1)
-        if self.rank == 0:  # the warning comes once in a process, whichever rank is first
+        if self.rank == 0:  # a process logs the warning once, on the first rank to get there
             warning_once.cache_clear()
             with self.assertLogs("torch.distributed.fsdp.fully_shard", "WARNING") as logs:
                 shard()
@@ -217,7 +217,7 @@ class TestFullyShardMeshArg(InitTest):
         dist.barrier()
         if self.rank != 0:
             shard()
-        model = fully_shard(nn.Sequential(layer), mesh=mesh)  # which makes the layer no root
+        model = fully_shard(nn.Sequential(layer), mesh=mesh)  # so that the layer is not the root
         model(self._input(2, 4))
         self.assertNotIsInstance(layer.weight, DTensor)
 
@@ -239,7 +239,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
         buffers: Iterable[torch.Tensor],
         ignored: set[nn.Parameter] | None = None,
     ) -> list[int]:
-        """Returns how many parameters and how many buffers there are."""
+        """Returns the numbers of parameters and buffers."""
         managed = fsdp2_init._get_managed_states(fsdp2_init._get_managed_modules(roots, ignored), ignored)
         for found, expected in zip(managed, (list(params), list(buffers)), strict=True):
             self.assertEqual(len(found), len(expected))
@@ -306,7 +306,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_managed_states_with_ignored_params(self):
-        """Beyond upstream: a module goes with the last of its parameters, unless it or a child owns a buffer."""
+        """Beyond upstream: a module with only ignored parameters is not managed, unless it or a child has a buffer."""
         model = nn.Sequential(MLP(8), MLP(8, with_buffer=True), MLP(8))
         ignored = {
             *model[0].parameters(),
@@ -443,7 +443,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
                 self.assertEqual(param.to_local().detach(), chunk_of(of_tp, mesh.get_local_rank("dp"), 2), msg=name)
 
     def _layer(self, layout: str, rows: int) -> tuple[nn.Linear, DeviceMesh]:
-        """A linear layer of some rows in the given layout, and its data parallel mesh."""
+        """A linear layer with this number of rows in the given layout, and its data-parallel mesh."""
         layer = filled(nn.Linear(4, rows, device=self.device))
         if layout in ("colwise", "rowwise"):
             mesh = make_mesh(2, 2, names=("dp", "tp"))
@@ -455,27 +455,28 @@ class TestFullyShardShardedParameterDTensor(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards(self):
-        """Beyond upstream: fewer rows than ranks, and numbers that no mesh divides.
+        """Beyond upstream: a layer may have fewer rows than ranks, or rows that do not divide evenly.
 
-        Whole parameters come back, a step of Adam is that of a plain layer, and a state dict fills another model.
+        Full parameters have the original values, Adam steps like on a plain layer, and another model loads the state
+        dict.
         """
         self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
 
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards_with_tensor_parallelism(self):
-        """Beyond upstream: the same where tensor parallelism has cut first, along the same dimension or the other."""
+        """Beyond upstream: the same holds if tensor parallelism sharded first, along the same or another dimension."""
         self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
         self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
 
     @torch_defect("fsdp2_rank_without_rows_after_tp")
     @skip_if_lt_x_gpu(1)
     def test_rank_without_rows(self):
-        """Beyond upstream: tensor parallelism may leave a rank without any row, and its FSDP group with nothing to cut.
+        """Beyond upstream: if tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
 
-        Gathering it works; reducing its gradient does not: "_chunk_cat expects non-empty tensor", seen with torch
-        2.13.0, 2.11.0 and 2.9.1: the operator refuses the gradient without elements that
-        ``foreach_reduce_scatter_copy_in`` hands it. In two ranks, without tensor parallelism::
+        The all-gather works, but the reduction raises "_chunk_cat expects non-empty tensor" (seen with torch 2.13.0,
+        2.11.0 and 2.9.1). The operator refuses the empty gradient that ``foreach_reduce_scatter_copy_in`` passes to it.
+        On two ranks, without tensor parallelism::
 
             layer = nn.Linear(4, 4)
             layer.nothing = nn.Parameter(torch.empty(0, 4))
@@ -496,7 +497,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         ref_optim, optim = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (ref_layer, layer))
         replicas = 2 if layout in ("colwise", "rowwise") else 1
         for step in range(2):
-            # Ranks 0 and 1 are one tensor parallel group, 2 and 3 the other: the data is alike within it.
+            # Ranks 0 and 1 are one tensor-parallel group, and 2 and 3 the other. A group shares its data.
             inp = self._input(3, 4, seed=10 * step + self.rank // replicas)
             for each in (ref_layer, layer):
                 each.zero_grad()
@@ -521,7 +522,7 @@ class TestFullyShardLazyInit(InitTest):
     world_size = 2
 
     def _two_mlps(self) -> nn.Sequential:
-        """Both projections of the first MLP are wrapped, and the root with what is left."""
+        """Wrap both projections of the first MLP, and the root, which manages the rest."""
         model = nn.Sequential(MLP(8), MLP(8))
         return shard_each((model[0].in_proj, model[0].out_proj, model))
 
@@ -572,7 +573,7 @@ class TestFullyShardLazyInit(InitTest):
 
     @skip_if_lt_x_gpu(1)
     def test_reset_sharded_param_in_lazy_init(self):
-        # Three rows over two ranks: what is put in place of the parameter must be padded as that was.
+        # With three rows over two ranks, the replacement must be padded like the original parameter.
         ref_model = filled(Magnitude().to(self.device))
         ref_model.set_magnitude()
         with META:
@@ -600,7 +601,7 @@ class TestFullyShardLazyInit(InitTest):
 
 
 class Magnitude(nn.Module):
-    """Two layers whose sum is scaled by row; the scale is made of the weights, when these have come."""
+    """Two layers whose sum is scaled by row. The scale is computed from the weights once these have values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -662,7 +663,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         dp_mesh: DeviceMesh,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        """Storage comes, values come, and one iteration is that of the plain ``ref_model`` with these values."""
+        """Allocate storage, initialize values, and compare one iteration with ``ref_model`` on the same values."""
         model.to_empty(device=self.device)
         states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         locals_ = {name: state.to_local() if isinstance(state, DTensor) else state for name, state in states.items()}
@@ -677,7 +678,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
             self.assertFalse((local == MARK).any().item(), name)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                if name.endswith("bias"):  # on some devices replicas draw different values; let them agree
+                if name.endswith("bias"):  # replicas draw different values on some devices
                     param.zero_()
 
         ref_model.load_state_dict({**full_tensors(model), **dict(model.named_buffers())})
@@ -709,7 +710,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
     @skip_if_lt_x_gpu(1)
     def test_rank0_broadcast_meta_device_init(self):
         args = ModelArgs(dropout_p=0.0)
-        ref_model = filled(Transformer(args), seed=self.rank)  # the others must not matter
+        ref_model = filled(Transformer(args), seed=self.rank)  # only rank 0's values are used
         saved = ref_model.state_dict() if self.rank == 0 else {}
         with META:
             model = self._wrapped(Transformer(args))
@@ -761,7 +762,7 @@ class TestFullyShardProcessGroupInit(InitTest):
             self.assertEqual(ranks[0], ranks[1])
 
     def _train_on_both(self, ref_mesh: DeviceMesh, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, nn.Module]:
-        """Two steps of one MLP on each mesh and of a plain one, which all agree."""
+        """Train an MLP on each mesh and a plain one for two steps, and check that all three agree."""
         plain = filled(MLP(8, self.device))
         models = [copy.deepcopy(plain) for _ in range(2)]
         for model, its_mesh in zip(models, (ref_mesh, mesh)):
@@ -850,7 +851,7 @@ class TestHSDPWithCustomHook(InitTest):
     world_size = 4
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-        """Both dimensions, that between the two groups, and that within a group."""
+        """The two-dimensional mesh, its dimension between groups, and its dimension within a group."""
         mesh = make_mesh(2, 2, names=("inter", "intra"))
         return mesh, mesh["inter"], mesh["intra"]
 
@@ -868,7 +869,7 @@ class TestHSDPWithCustomHook(InitTest):
         model.set_all_reduce_hook(lambda reduced: seen.append(device_module.current_stream()), stream=stream)
         model(self._input(2, 4)).sum().backward()
         self.assertEqual(len(seen), 1)
-        if accelerator.current().has("streams"):  # elsewhere a stream is nothing that one could be in
+        if accelerator.current().has("streams"):  # other devices have no current stream
             self.assertEqual(seen, [stream])
 
     @skip_if_lt_x_gpu(1)
@@ -888,7 +889,7 @@ class TestHSDPWithCustomHook(InitTest):
         model.set_all_reduce_hook(average_between_groups)
         inp = torch.arange(10.0, device=self.device).view(1, 10).requires_grad_()
         model(inp).sum().backward()
-        # Group 0 has closed ReLUs and no gradient. In group 1 the ten inputs, 45 in sum, reach each of 40 hidden units.
+        # In group 0 the weights are zero, and so are gradients. In group 1 each of 40 hidden units gets the sum 45.
         self.assertEqual(calls, [2 * 10 * 40 // 2])
         self.assertEqual(model.out_proj.weight.grad.to_local(), torch.full((5, 40), 45 / 2, device=self.device))
         self.assertEqual(model.in_proj.weight.grad.to_local(), (10 * inp.detach()).expand(20, 10))
@@ -926,7 +927,7 @@ class TestFullyShardShardPlacementFn(InitTest):
         self._check_two_steps(ref_model, model)
 
     def _check_two_steps(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """What is cut along another dimension is put together again in forward and backward, on the second step too."""
+        """Shards along another dimension are unsharded correctly in forward and backward, also in the second step."""
         optims = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (ref_model, model)]
         for step in range(2):
             for each, optim in zip((ref_model, model), optims):
@@ -974,7 +975,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
     def test_invalid_placement_result(self):
-        """Beyond upstream: what the function returns is a shard, a placement with its mesh, or None."""
+        """Beyond upstream: the function must return a Shard, a ShardPlacementResult or None."""
         for result in (Replicate(), 0, "0", (Shard(0),)):
             with self.assertRaisesRegex(ValueError, "Invalid shard_placement_fn result"):
                 fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda param, result=result: result)
@@ -982,7 +983,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
     def test_distinct_mesh_infos_of_one_group(self):
-        """Beyond upstream: parameters of one process group name one mesh info, not one that only equals it."""
+        """Beyond upstream: parameters of one process group must use the same mesh info object, not an equal one."""
         mesh = make_mesh(self.world_size)
 
         def placed(param: nn.Parameter) -> Any:
@@ -996,7 +997,7 @@ class TestFullyShardShardPlacementFn(InitTest):
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False])
     def test_two_meshes_in_one_module(self, reshard_after_forward):
-        """Beyond upstream: each parameter is gathered and averaged over the mesh that the function names for it."""
+        """Beyond upstream: each parameter is gathered and averaged over the mesh that the function returns for it."""
         mesh = make_mesh(2, 4, names=("outer", "inner"))
         info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
         ref_layer, layer = (filled(nn.Linear(8, 8, device=self.device)) for _ in range(2))
@@ -1020,7 +1021,7 @@ class TestFullyShardShardPlacementFn(InitTest):
             average([ref_layer.weight.grad])
             average([ref_layer.bias.grad], mesh.get_group("inner"))
             check_sharded_parity(self, ref_layer, layer)
-            with torch.no_grad():  # the bias has parted from its counterpart in the other four ranks
+            with torch.no_grad():  # the bias differs from that of the other four ranks
                 for param in (*ref_layer.parameters(), *layer.parameters()):
                     param.sub_(param.grad, alpha=0.01)
 
@@ -1052,11 +1053,11 @@ class TestFullyShardOldImport(InitTest):
 
 
 class Dequantizing(nn.Module):
-    """A frozen parameter in a type of its own beside a trained one; the input does not matter."""
+    """Multiplies a frozen parameter of any dtype by a trained one. The input is not used."""
 
     def __init__(self, frozen_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        # Small integers, which each of the types holds without loss.
+        # Small integers are exact in each of the dtypes.
         values = torch.arange(256 * 256, device=device).remainder(7).view(256, 256)
         self.frozen = nn.Parameter(values.to(frozen_dtype), requires_grad=False)
         self.trained = nn.Parameter(torch.ones(256, 256, device=device))
@@ -1088,12 +1089,12 @@ class TestFullyShardMixedDtypeParam(InitTest):
     @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
     def test_integer_no_grad_param(self):
-        """Beyond upstream: the frozen parameter may be of a type that has no gradients at all."""
+        """Beyond upstream: the frozen parameter may have an integer dtype, which cannot have gradients."""
         self._test_frozen_dtype(torch.int8)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_dtypes_of_trained_params(self):
-        """Beyond upstream: what is reduced together must be of one type."""
+        """Beyond upstream: trained parameters of one group must have one dtype."""
         model = nn.Linear(8, 8, device=self.device)
         model.bias = nn.Parameter(model.bias.detach().bfloat16())
         fully_shard(model)

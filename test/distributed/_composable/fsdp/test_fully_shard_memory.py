@@ -1,7 +1,7 @@
-"""What FSDP2 holds in memory: upper bounds through a step, and nothing left behind.
+"""FSDP2's use of memory: upper bounds during a step, and no leaks.
 
-Where the device has an allocator with statistics, its peaks are bounded. Everywhere the storages that FSDP owns are
-counted by kind, which is exact: a bound that is met by one byte too many fails.
+If the device's allocator has statistics, the tests check its peaks. On every device they count the bytes of FSDP's own
+storages by kind. These counts must be exact.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TestFullyShardMemory(FSDPTest):
         return torch.randint(0, args.vocab_size, (1, 4), device=self.device)
 
     def _register_optim_in_backward(self, model: nn.Module, **kwargs: Any) -> list[torch.optim.Optimizer]:
-        """An optimizer for each parameter, which steps as soon as its gradient is there, and drops it."""
+        """Create an optimizer for each parameter. It steps when the gradient is ready, and frees the gradient."""
         optims = {param: torch.optim.AdamW([param], foreach=True, **kwargs) for param in model.parameters()}
 
         def step(param: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_training_memory(self):
-        """By the storages that FSDP owns, exactly, and by the allocator where it has statistics."""
+        """FSDP's own storages have exactly the expected sizes. Allocator peaks are bounded if it has statistics."""
         for reshard, offload, in_backward in self._combinations():
             names = "reshard_after_forward", "use_cpu_offload", "run_optim_in_backward"
             with self.subTest(**dict(zip(names, (reshard, offload, in_backward), strict=True))):
@@ -108,10 +108,10 @@ class TestFullyShardMemory(FSDPTest):
                 if accelerator.current().has("memory_stats"):
                     self._test_fully_shard_training_memory(reshard, offload, in_backward)
 
-    # What the allocator says.
+    # Statistics of the allocator.
 
     def _base_memory(self) -> int:
-        """What is in use with the libraries of matrix products loaded, for the second row of an input too."""
+        """The peak of active memory after a warm-up of the matrix multiplication libraries, with two rows of input."""
         warm = nn.Linear(768, 768, device=self.device)
         warm(torch.randn(2, 768, device=self.device)).sum().backward()
         del warm
@@ -128,7 +128,7 @@ class TestFullyShardMemory(FSDPTest):
         model = self._sharded(LARGE, reshard_after_forward, use_cpu_offload)
         with torch.device("meta"):
             plain = Transformer(LARGE)
-        # Millions of bytes of all parameters, of one block's, of what is in no block, and of a shard of all.
+        # Megabytes of all parameters, of one block, of the parameters outside blocks, and of one rank's shards.
         total, block = (BYTES * numel([module]) / 1e6 for module in (plain, plain.layers[0]))
         rest = total - LARGE.n_layers * block
         shard = BYTES * math.ceil(numel([plain]) / 2) / 1e6
@@ -180,7 +180,7 @@ class TestFullyShardMemory(FSDPTest):
         gc.collect()
         self.assertEqual(self._get_curr_active_memory_mb(), base)
 
-    # What FSDP's own storages add up to.
+    # Sizes of FSDP's own storages.
 
     def _held(self, model: nn.Module, optims: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
         groups = groups_of(model)
@@ -206,7 +206,7 @@ class TestFullyShardMemory(FSDPTest):
 
         peaks: list[int] = []
         for layer in model.layers:
-            # Hooks that come after fully_shard's see what that has gathered.
+            # This hook runs after the hook of fully_shard, so it sees the unsharded parameters.
             layer.attention.register_forward_pre_hook(lambda *_: peaks.append(bytes_of(gathered(groups_of(model)))))
         optims = (
             self._register_optim_in_backward(model, lr=1e-2)
@@ -235,7 +235,7 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_del_memory(self):
-        """Parameters, groups and what was gathered all die with the model; the allocator, if asked, agrees."""
+        """Parameters, groups and all-gather outputs are freed with the model, also according to the allocator."""
         if accelerator.current().has("memory_stats"):
             self._test_del_memory()
         model = self._sharded(SMALL, reshard_after_forward=False)
@@ -250,7 +250,7 @@ class TestFullyShardMemory(FSDPTest):
             gc.collect()
             return [type(found).__name__ for reference in references if (found := reference()) is not None]
 
-        give_up = time.monotonic() + 5  # a device's thread of autograd lets go of the graph after backward has returned
+        give_up = time.monotonic() + 5  # a device's autograd thread may free the graph after backward returns
         while alive() and time.monotonic() < give_up:
             pass
         self.assertEqual(alive(), [])
@@ -259,9 +259,9 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10], by_one_block=[False, True], replicated=[False, True])
     def test_reduce_scatter_max_input_buffers(self, most, by_one_block, replicated):
-        """Beyond upstream: no more inputs of reduce-scatters are kept than asked for, and none after backward.
+        """Beyond upstream: FSDP keeps at most the set number of reduce-scatter inputs, and none after backward.
 
-        If one block alone asks for more, all have it, since they keep them in one list.
+        All groups share one list of inputs, so a larger limit of one block applies to all.
         """
         model = self._sharded(SMALL, reshard_after_forward=not by_one_block, mesh=self._mesh(replicated))
         (model.layers[1] if by_one_block else model).set_reduce_scatter_max_input_buffers(most)
@@ -273,12 +273,12 @@ class TestFullyShardMemory(FSDPTest):
             self.assertEqual(internals.comm_context(model).reduce_scatter_states, [])
 
     def _mesh(self, replicated: bool) -> DeviceMesh:
-        """One shard for each rank, or a whole replica."""
+        """A mesh over which each rank has a shard, or a whole replica."""
         return make_mesh(2, 1, names=("replicate", "shard")) if replicated else make_mesh(2, names=("shard",))
 
     @contextlib.contextmanager
     def _after_each_group(self, look: Callable[[internals.Group], int]) -> Iterator[list[int]]:
-        """What there is to see when the backward of each group has just ended."""
+        """Collect the result of ``look`` after the backward of each group."""
         seen: list[int] = []
         original = internals.fsdp2_param_group.FSDPParamGroup.post_backward
 
@@ -290,14 +290,14 @@ class TestFullyShardMemory(FSDPTest):
             yield seen
 
     def _alive(self) -> int:
-        """The bytes of the storages under all tensors that the garbage collector knows."""
+        """The bytes of the storages of all tensors that the garbage collector tracks."""
         gc.collect()
         return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])
     def test_no_leak(self, reshard_after_forward):
-        """Beyond upstream: after the 13th iteration as much is alive as after the third."""
+        """Beyond upstream: after 13 iterations as much memory is in use as after three."""
         model = self._sharded(SMALL, reshard_after_forward)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)
@@ -314,7 +314,7 @@ class TestFullyShardMemory(FSDPTest):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_no_leak_after_error(self):
-        """Beyond upstream: a forward that breaks off leaves nothing once the iteration is reset."""
+        """Beyond upstream: after an exception in forward and a reset, no memory is left in use."""
         model = self._sharded(SMALL)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = self._tokens(SMALL)
@@ -340,14 +340,14 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_buffer_is_dropped(self):
-        """Beyond upstream: what HSDP all-reduces is held until the next group's reduction, and not after backward."""
+        """Beyond upstream: HSDP keeps an all-reduce input until the next group's reduction, and none after backward."""
         model = self._sharded(SMALL, mesh=self._mesh(replicated=True))
         self._check_held_for_all_reduce(model)
 
     @needs(torch_facts.KEEPS_INPUT_OF_ALL_REDUCE_HOOK)
     @skip_if_lt_x_gpu(2)
     def test_input_of_all_reduce_hook_is_dropped(self):
-        """Beyond upstream: the same for what a hook is given, which may all-reduce it by itself."""
+        """Beyond upstream: the same holds for the input of an all-reduce hook."""
         model = self._sharded(SMALL)
         given: list[torch.Tensor] = []
         for module in internals.fsdp_modules(model):
@@ -358,7 +358,7 @@ class TestFullyShardMemory(FSDPTest):
     def _check_held_for_all_reduce(
         self, model: nn.Module, is_right: Callable[[torch.Tensor], bool] = lambda held: True
     ) -> None:
-        """Train twice. In each backward every group holds one buffer from its reduction to the next group's."""
+        """Train twice. In backward each group holds one buffer from its own reduction to that of the next group."""
 
         def look(group: internals.Group) -> int:
             state = group._all_reduce_state
@@ -376,7 +376,7 @@ class TestFullyShardMemory(FSDPTest):
     @needs(torch_facts.FREES_ALL_GATHER_OF_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_gathered_buffer_of_partial_group(self):
-        """Beyond upstream: a layer that runs beside its group leaves no gathered buffer after any backward."""
+        """Beyond upstream: if a layer runs outside its group's forward, no all-gather buffer is left after backward."""
 
         class BodyAlone(nn.Module):
             def __init__(self) -> None:
@@ -400,10 +400,10 @@ class TestFullyShardMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(features=[(2, 16, 4), (8, 4, 16), (4, 4, 4)])
     def test_gradients_of_two_dtypes(self, features):
-        """Beyond upstream: gradients that are cast do not keep the buffer alive that they were reduced in.
+        """Beyond upstream: gradients that are cast do not keep their reduction buffer alive.
 
-        The second layer asks for bfloat16 gradients, the layers around it for float32. Where the greater part is cast,
-        the rest is copied, and the buffer goes. Otherwise the buffer stays, since the rest is a part of it.
+        The second layer requests bfloat16 gradients, the layers around it float32. If more than half is cast, FSDP
+        copies the rest and frees the buffer. Otherwise the rest stays in the buffer.
         """
 
         class SideBySide(nn.Sequential):
@@ -415,7 +415,7 @@ class TestFullyShardMemory(FSDPTest):
         model[1].weight.grad_dtype = torch.bfloat16
         fully_shard(model, reshard_after_forward=True)
         torch.manual_seed(42 + self.rank)
-        inp = torch.randint(-4, 5, (2, 4)).float().to(self.device)  # whole numbers, which bfloat16 has exactly
+        inp = torch.randint(-4, 5, (2, 4)).float().to(self.device)  # small integers are exact in bfloat16
         for each in (ref_model, model):
             each(inp).sum().backward()
         average_gradients(ref_model)
@@ -423,7 +423,7 @@ class TestFullyShardMemory(FSDPTest):
         self.assertEqual([grad.dtype for grad in grads], [torch.float32, torch.bfloat16, torch.float32])
         for grad, ref_layer in zip(grads, ref_model, strict=True):
             self.assertEqual(grad.full_tensor().float(), ref_layer.weight.grad, rtol=0, atol=0)
-        # Whatever lies between them, gradients of one dtype lie side by side, so that one copy serves them all.
+        # Gradients of one dtype share one storage, so one copy is enough for all of them.
         self.assertEqual(len({internals.storage_id(local_of(grads[index])) for index in (0, 2)}), 1)
         first, cast, last = (4 * out // self.world_size for out in features)
         reduced = first + last if cast > first + last else first + cast + last

@@ -1,7 +1,7 @@
-"""FSDP2 overlaps its communication with compute, and with itself where it may.
+"""FSDP2 overlaps its communication with compute, and different kinds of communication with each other.
 
-Time is the device's. A device without streams gets virtual ones, on which work takes no time but says how much it
-would take. What waits for what is then exact: a lost overlap makes a step longer, and a lost wait shorter.
+Time is measured on the device. A device without streams gets virtual ones. Work on them takes no real time but adds to
+a virtual time, which is exact: a missing overlap makes a step longer, and a missing wait makes it shorter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Collective = Callable[..., Any]
 
 
 class VirtualStream:
-    """A stream that keeps the time, in ms, at which its work so far would be done."""
+    """A stream that records the time, in ms, when its work so far would be done."""
 
     all: weakref.WeakSet[VirtualStream] = weakref.WeakSet()
     current: VirtualStream
@@ -56,7 +56,7 @@ class VirtualStream:
     @staticmethod
     @contextlib.contextmanager
     def made_current(stream: VirtualStream | None) -> Iterator[None]:
-        """What ``torch.cuda.stream`` is to others; None leaves the current one."""
+        """The counterpart of ``torch.cuda.stream``. None keeps the current stream."""
         before, VirtualStream.current = VirtualStream.current, stream or VirtualStream.current
         try:
             yield
@@ -84,7 +84,7 @@ class VirtualEvent:
 
 
 def is_virtual() -> bool:
-    """Whether there is nothing to be late on, so that time has to be counted."""
+    """Whether the device lacks streams or a sleep kernel, so that time has to be virtual."""
     return accelerator.current().lacks("streams", "sleep_kernel") is not None
 
 
@@ -94,7 +94,7 @@ def device_module() -> Any:
 
 @contextlib.contextmanager
 def streams() -> Iterator[None]:
-    """For the length of a test: virtual streams where there are no others."""
+    """Use virtual streams within the context if the device has none."""
     with contextlib.ExitStack() as stack:
         if is_virtual():
             VirtualStream.current = VirtualStream()
@@ -102,7 +102,7 @@ def streams() -> Iterator[None]:
             kinds: dict[str, Any] = {"Stream": VirtualStream, "Event": VirtualEvent}
             kinds["stream"] = VirtualStream.made_current
             stack.enter_context(mock.patch.multiple(device_module(), **kinds, **current))
-            # FSDP asks here when a gather was begun in vain.
+            # FSDP gets the current stream from here after an unused prefetch.
             stack.enter_context(mock.patch.multiple(torch.accelerator, **current))
         yield
 
@@ -117,7 +117,7 @@ def sleep(milliseconds: float) -> None:
 
 
 def synchronize() -> None:
-    """Wait until all streams are done: nothing that follows can begin before."""
+    """Wait until the work on all streams is done."""
     if is_virtual():
         latest = max(stream.time for stream in VirtualStream.all)
         for stream in VirtualStream.all:
@@ -127,7 +127,7 @@ def synchronize() -> None:
 
 
 def delayed(original: Collective, milliseconds: float, stream_of: Callable[[Any], Any] | None = None) -> Collective:
-    """The collective, late: on the current stream, or on another that is joined to it, which its group may choose."""
+    """Delay the collective. It runs on the current stream, or on ``stream_of(group)`` with waits on both sides."""
 
     def late(*args: Any, **kwargs: Any) -> Any:
         if stream_of is None:
@@ -145,7 +145,7 @@ def delayed(original: Collective, milliseconds: float, stream_of: Callable[[Any]
 
 
 def delayed_collectives(milliseconds: float, stream_of: Callable[[Any], Any]) -> tuple[Collective, Collective]:
-    """FSDP's all-gather and its reduce-scatter, late."""
+    """FSDP's all-gather and reduce-scatter with a delay."""
     gather, reduce = internals.all_gather(), internals.reduce_scatter()
     return delayed(gather, milliseconds, stream_of), delayed(reduce, milliseconds, stream_of)
 
@@ -186,7 +186,7 @@ class TestFullyShardOverlap(FSDPTest):
         return 4 if self._testMethodName.startswith("test_hsdp") else 2
 
     def _time_fn(self, fn: Callable[[], object]) -> float:
-        """Milliseconds of the device: exact if virtual, else the median of three."""
+        """The time of the call on the device in ms: exact if virtual, otherwise the median of three runs."""
         times = []
         for _ in range(1 if is_virtual() else 3):
             dist.barrier()
@@ -205,18 +205,18 @@ class TestFullyShardOverlap(FSDPTest):
         return statistics.median(times)
 
     def _check_time(self, found: float, exactly: float, at_most: float | None = None) -> None:
-        """``exactly`` is what the schedule comes to; a real device is only asked for not more than ``at_most``."""
+        """Virtual time must equal ``exactly``. Any time, also real time, must be at most ``at_most``."""
         if is_virtual():
             self.assertEqual(found, exactly)
         if at_most is not None:
             self.assertLessEqual(found, at_most)
 
     def _models(self, compute_ms: float, layers: int = LAYERS, **kwargs: Any) -> tuple[nn.Module, Any]:
-        """A plain model, and its copy whose layers, of one parameter each, and root are wrapped. Warmed up."""
+        """A plain model, and a sharded copy after one step. The copy's layers, with one parameter each, are wrapped."""
         torch.manual_seed(42)
         ref_model = nn.Sequential(*(LinearWithSleep(DIM, compute_ms) for _ in range(layers))).to(self.device)
         for param in ref_model.parameters():
-            param.data.abs_()  # with positive inputs no ReLU is closed
+            param.data.abs_()  # with positive inputs every ReLU is active
         model = copy.deepcopy(ref_model)
         self.assertEqual([len(list(layer.parameters())) for layer in model], [1] * layers)
         shard_each([*model, model], reshard_after_forward=True, **kwargs)
@@ -232,7 +232,7 @@ class TestFullyShardOverlap(FSDPTest):
         model(self._inputs()).sum().backward()
 
     def _check_gradients(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Those of one step without any delay; a collective that comes late must not be read early."""
+        """Run one step and compare its gradients with a plain model's. A read before a late collective changes them."""
         model.zero_grad()
         self._step(model)
         ref_model.zero_grad()
@@ -243,9 +243,9 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_training_overlap(self):
-        """The first gather and the last reduction show in a step, all others hide behind compute.
+        """Only the first all-gather and the last reduction add to the time of a step. Compute hides all others.
 
-        The reference does everything in turn. Beyond upstream: gradients equal those of a run without delays.
+        The reference runs everything in turn. Beyond upstream: gradients equal those of a run without delays.
         """
         compute_ms, comm_ms = 25, 10
         with streams():
@@ -282,9 +282,9 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_backward_comm_overlap(self):
-        """Where communication takes longer than compute, gathers and reductions hide behind each other.
+        """If communication takes longer than compute, all-gathers and reduce-scatters overlap with each other.
 
-        They cannot where one stream, as one communicator, does them in turn.
+        They cannot overlap on one stream, which stands for one communicator.
         """
         compute_ms, comm_ms = 5, 15
         with streams():
@@ -300,17 +300,17 @@ class TestFullyShardOverlap(FSDPTest):
                 return time
 
             in_turn = time_with(shared, shared)
-            self._check_time(in_turn, 9 * comm_ms)  # six gathers and three reductions hide all compute
+            self._check_time(in_turn, 9 * comm_ms)  # six all-gathers and three reduce-scatters hide all compute
             for own_streams in (time_with(None, None), time_with(for_gathers, for_reductions)):
-                # After four gathers and the backward of the last layer the reductions follow without a gap.
+                # The reduce-scatters follow without a gap after four all-gathers and the backward of the last layer.
                 self._check_time(own_streams, 4 * comm_ms + 2 * compute_ms + 3 * comm_ms, in_turn)
 
     @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @skip_if_lt_x_gpu(2)
     def test_separate_reduce_scatter_group_overlap(self):
-        """Beyond upstream: with a group of their own the reductions stop waiting for gathers, until it is given up.
+        """Beyond upstream: with a separate group, reduce-scatters do not wait for all-gathers.
 
-        A communicator does one collective at a time, so each group has a stream on which its collectives are late.
+        A communicator runs one collective at a time, so each group's delayed collectives run on one stream.
         """
         compute_ms, comm_ms = 5, 15
         with streams():
@@ -333,7 +333,7 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_post_optim_event_overlap(self):
-        """With an event after the optimizer's step the gather does not wait for what came after that step."""
+        """With an event after the optimizer's step, the all-gather does not wait for later work."""
         compute_ms, comm_ms, iterations, slack_ms = 25, 10, 5, 4
         with streams():
             torch.manual_seed(42)
@@ -360,16 +360,16 @@ class TestFullyShardOverlap(FSDPTest):
                 with_event = self._time_fn(lambda: train(True))
             step_ms = 3 * compute_ms
             self._check_time(without, iterations * (step_ms + comm_ms), iterations * (step_ms + comm_ms + slack_ms))
-            # A real device has measured three times, of which the second and third begin with an event.
+            # On a real device this is the median of three runs. The second and third begin with an event.
             self._check_time(with_event, iterations * step_ms + comm_ms, iterations * (step_ms + slack_ms) + comm_ms)
             self.assertGreater(without, with_event)
 
     @exact_time
     @skip_if_lt_x_gpu(2)
     def test_gathered_buffers_are_freed_in_time(self):
-        """Beyond upstream: a gather waits for its copy-in, which waits until the last buffer but one is copied out.
+        """Beyond upstream: an all-gather waits for its copy-in. The copy-in waits for the copy-out two buffers earlier.
 
-        The layers compute for 25 ms. A copy-in lasts from the time that its buffer is allocated, a gather after it.
+        The layers compute for 25 ms. The delay of a copy-in is in the allocation of its buffer.
         """
         copy_in_ms, comm_ms = 3, 10
         started: list[float] = []
@@ -393,17 +393,17 @@ class TestFullyShardOverlap(FSDPTest):
                 start = device_module().current_stream().time
                 with torch.no_grad():
                     model(self._inputs())
-                # The fourth copy-in begins at 38, when the second gather, done at 23, is needed and copied out.
+                # The fourth copy-in begins at 38, when the second layer needs its all-gather and copies it out.
                 self.assertEqual(started, [3, 13, 23, 38 + copy_in_ms])
                 started.clear()
 
     @exact_time
     @skip_if_lt_x_gpu(2)
     def test_reduced_buffers_are_freed_in_time(self):
-        """Beyond upstream: no gradient is copied into a buffer that is still being reduced, nor kept from another.
+        """Beyond upstream: a gradient's copy-in waits if all buffers are still being reduced, and only then.
 
-        Each layer's backward takes 10 ms and its reduction 15. With one buffer the third layer, which could begin after
-        20 ms, waits for the first reduction, which is done after 25; with two buffers it does not.
+        Each layer's backward takes 10 ms and its reduction 15. The third layer could begin after 20 ms. With one buffer
+        it waits for the first reduction, which is done after 25. With two buffers it does not wait.
         """
         caps = [None, 1, 2, 3] if torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS else [None]
         reduce = delayed(internals.reduce_scatter(), 15)
@@ -421,21 +421,21 @@ class TestFullyShardOverlap(FSDPTest):
                     layer.sleep_ms = 5
                 if cap is not None:
                     model.set_reduce_scatter_max_input_buffers(cap)
-                    internals.state_of(model)._init_shared_state()  # which else happens once, in the first forward
+                    internals.state_of(model)._init_shared_state()  # otherwise only the first forward does this
                 with patch_reduce_scatter(reduce), mock.patch.object(Matmul, "backward", staticmethod(recorded)):
                     for _ in range(2):
                         synchronize()
                         self._step(model)
                         times = [time - started[0] for time in started]
                         self.assertEqual(times, [0, 10, 25 if cap in (None, 1) else 20])
-                        # Reductions follow one another, and all are done when the backward is.
+                        # The reductions run in turn, and the backward waits for all of them.
                         self.assertEqual(device_module().current_stream().time - started[0], 10 + 3 * 15)
                         started.clear()
 
     @requires(lambda: None if is_virtual() else "streams are real here, and cannot be mocked")
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event_is_waited_for_once(self):
-        """Beyond upstream: the streams that gather wait for the event, once, and else for the current stream."""
+        """Beyond upstream: the all-gather streams wait once for the event, or for the current stream without one."""
         with streams():
             _, model = self._models(0)
             context = internals.iteration_context(model)
@@ -456,7 +456,7 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_host_order(self):
-        """Beyond upstream: the host asks for a gather before the compute that hides it, in backward a layer ahead."""
+        """Beyond upstream: the host issues all-gathers before compute that hides them, a layer early in backward."""
         with streams():
             _, model = self._models(0)
             events: list[str] = []
@@ -495,10 +495,10 @@ class TestFullyShardOverlap(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_delayed_all_reduce(self):
-        """Beyond upstream: all-reduces in bfloat16 that come late spoil no gradient of a later layer.
+        """Beyond upstream: delayed all-reduces in bfloat16 do not corrupt the gradient of a later layer.
 
-        Each buffer lives until the backward is over, though what becomes the gradient is its copy in float32: else
-        the next layer's reduction might write into it while it is still being reduced.
+        The gradient is a float32 copy of the buffer, but each buffer lives until the end of the backward. Otherwise the
+        next layer's reduction could write into a buffer that is still being all-reduced.
         """
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
@@ -518,7 +518,7 @@ class TestFullyShardOverlap(FSDPTest):
                 self._step(twin)
                 with patch_all_reduce(late):
                     if is_virtual():
-                        # All-reduces hide behind each other's compute and gathers, not behind one another.
+                        # All-reduces run in turn. They overlap with compute and all-gathers.
                         self._check_time(self._time_fn(lambda: self._step(model)), 3 + 2 + 3 * 15)
                     else:
                         self._step(model)

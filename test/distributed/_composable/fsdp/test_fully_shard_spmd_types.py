@@ -1,8 +1,8 @@
 """FSDP2 over parameters that the package spmd-types has annotated: plain tensors with a type for each mesh axis.
 
-On an axis a tensor is R (replicated, its gradients still to be summed), I (invariant, its gradients are whole), V
-(varying), P (partial) or S(dim) (sharded). FSDP stores such parameters as DTensors over the whole mesh, hands plain
-ones to the forward, and gives these the types again that they had before.
+On an axis a tensor is R (replicated, its gradients are not summed yet), I (invariant, its gradients are summed), V
+(varying), P (partial) or S(dim) (sharded). FSDP stores such parameters as DTensors over the whole mesh. The forward
+gets plain parameters with their original types.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ WHOLE = {"rows": (4, 3), "scale": (3,), "shift": (3,)}
 
 
 def mesh_dims(**names: Any) -> Any:
-    """The names of the mesh dimensions over which FSDP is to shard and to replicate."""
+    """The names of the mesh dimensions over which FSDP shards and replicates."""
     return torch_names.module("torch.distributed.fsdp").DataParallelMeshDims(**names)
 
 
 class Case(NamedTuple):
-    """A mesh, and the dimensions that are FSDP's. One named "tp" is that of tensor parallelism."""
+    """A mesh, and the dimensions that FSDP uses. A dimension "tp" is for tensor parallelism."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Case(NamedTuple):
         return mesh_dims(shard=self.shard or None, replicate=self.replicate or None)
 
     def index_in(self, mesh: DeviceMesh, dims: tuple[str, ...]) -> int:
-        """This rank's place among the ranks of these dimensions."""
+        """This rank's index among the ranks of these dimensions."""
         index = 0
         for name in dims:
             index = index * mesh.size(self.names.index(name)) + mesh.get_local_rank(name)
@@ -89,15 +89,15 @@ def whole_values() -> dict[str, torch.Tensor]:
 
 @functools.cache
 def mesh_of(names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
-    """The same mesh each time: with a second of equal meshes ``fully_shard`` takes one for the other."""
+    """Return the same mesh object each time, because ``fully_shard`` confuses equal meshes."""
     return make_mesh(*shape, names=names)
 
 
 class Layer(nn.Module):
-    """Parameters that are used as their types on tp say.
+    """Uses its parameters according to their types on tp.
 
-    Each rank of tp has some rows of ``rows`` (S(0)) and uses all of ``scale`` for these (R), so that the gradients of
-    ``scale`` are to be added up; ``shift`` is used alike by all of them (I).
+    Each rank of tp has some rows of ``rows`` (S(0)) and applies the whole ``scale`` to them (R), so the gradients of
+    ``scale`` must be summed. All ranks use ``shift`` in the same way (I).
     """
 
     rows: nn.Parameter
@@ -119,14 +119,14 @@ def all_experts() -> torch.Tensor:
 
 
 class Experts(nn.Module):
-    """Two of four rows, which all inputs see."""
+    """Holds two of four rows. All inputs use both."""
 
     def __init__(self, ep_rank: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(chunk_of(all_experts(), ep_rank, 2).clone())
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        with spmd.no_typecheck():  # the inputs would have to be converted from one mesh to the other
+        with spmd.no_typecheck():  # inputs and weight are typed on different meshes
             return inp @ self.weight.t()
 
 
@@ -146,7 +146,7 @@ class Mixture(nn.Module):
 
 @contextlib.contextmanager
 def seen_in_forward(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The type of each parameter, and how it is sharded, as the next forward finds them."""
+    """Record the type and the partition spec of each parameter in the next forward."""
     seen: dict[str, Any] = {}
 
     def look(*unused: Any) -> None:
@@ -168,7 +168,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         return Layer(case.index_in(mesh, dims), case.size_of(dims)).to(self.device)
 
     def _types(self, case: Case, mesh: DeviceMesh, on_dp: bool = True) -> dict[str, dict[Any, Any]]:
-        """The types of the layer's parameters by the groups of the mesh; on FSDP's dimensions they may be missing."""
+        """The types of the layer's parameters by process group, without FSDP's dimensions if ``on_dp`` is false."""
         of_tp = {"rows": spmd.S(0), "scale": spmd.R, "shift": spmd.I}
         found: dict[str, dict[Any, Any]] = {}
         for name in WHOLE:
@@ -186,14 +186,14 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     def _step(self, layer: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         losses = [loss_of(output) for output in layer(batch)]
-        with spmd.no_typecheck():  # of losses with different types
+        with spmd.no_typecheck():  # the losses have different types
             torch.autograd.backward(losses)
             return torch.stack([loss.detach() for loss in losses])
 
     @skip_if_lt_x_gpu(4)
     @subtests(case=CASES, typecheck=[False, True])
     def test_train_parity(self, case, typecheck):
-        """Training is that of plain layers, whose gradients are added up over tp where the type says so."""
+        """The layer trains like plain layers whose gradients are summed over tp if the type requires it."""
         mesh = mesh_of(case.names, case.shape)
         ref_layer = self._layer(case, mesh)
         layer = self._annotated(copy.deepcopy(ref_layer), self._types(case, mesh))
@@ -227,7 +227,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         )
 
     def _compare(self, case: Case, mesh: DeviceMesh, ref_layer: nn.Module, layer: nn.Module) -> None:
-        """Each rank must have its rows of what the plain layer of its tp rank has."""
+        """Each rank must have its shard of the parameters and gradients of the plain layer for its tp rank."""
         index, chunks = case.index_in(mesh, case.shard), case.size_of(case.shard)
         for (name, ref_param), param in zip(ref_layer.named_parameters(), layer.parameters(), strict=True):
             for whole, found in ((ref_param, param), (ref_param.grad, param.grad)):
@@ -236,7 +236,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(case=CASES)
     def test_storage(self, case):
-        """Parameters and gradients are DTensors over the whole mesh, of the values that all ranks together have."""
+        """Parameters and gradients are DTensors over the whole mesh. Full parameters have the original values."""
         mesh = mesh_of(case.names, case.shape)
         layer = self._annotated(self._layer(case, mesh), self._types(case, mesh))
         fully_shard(layer, mesh=mesh, dp_mesh_dims=case.dims)
@@ -251,9 +251,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(typecheck=[True, False], on_dp=[True, False], reshard_after_forward=[True, False])
     def test_types_in_forward(self, typecheck, on_dp, reshard_after_forward):
-        """Where types are checked, each forward finds plain parameters with the types of the original ones.
+        """With type checks on, each forward sees plain parameters with their original types.
 
-        On FSDP's dimensions, where they must be R, the types may be left out if the mesh is known.
+        Types on FSDP's dimensions must be R, and may be omitted if the current mesh is set.
         """
         case = WITH_TP
         mesh = mesh_of(case.names, case.shape)
@@ -274,7 +274,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
                 of_outputs = [spmd.get_local_type(output) for output in outputs]
                 loss = loss_of(outputs[0])
                 for axis in (dp, tp) if typecheck else ():
-                    loss = spmd.reinterpret(loss, axis, src=spmd.V, dst=spmd.P)  # it is to be added up over all ranks
+                    loss = spmd.reinterpret(loss, axis, src=spmd.V, dst=spmd.P)  # the loss is a sum over all ranks
                 loss.backward()
             self.assertEqual(seen, expected if typecheck else dict.fromkeys(expected, ({}, None)))
             if typecheck:
@@ -283,9 +283,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_mistake_in_forward(self):
-        """What the checker objects to in a plain module it objects to under FSDP, and only while it is asked to check.
+        """The checker finds the same type errors under FSDP as in a plain module, and only while checks are on.
 
-        It does not object to what FSDP does itself.
+        It reports no errors for FSDP's own operations.
         """
         mesh = mesh_of(WITH_TP.names, WITH_TP.shape)
         dp, tp = (mesh.get_group(name) for name in WITH_TP.names)
@@ -307,7 +307,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(shard_placement=[Shard(0), Shard(1)])
     def test_placements(self, shard_placement):
-        """Each type has its placement; FSDP shards any dimension beside it."""
+        """Each type becomes the right placement. FSDP may shard the same dimension or another one."""
         mesh = mesh_of(("dp", "tp"), (2, 2))
         dp, tp = (mesh.get_group(name) for name in ("dp", "tp"))
         tp_rank = mesh.get_local_rank("tp")
@@ -339,7 +339,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(types_on=["dp and cp", "both in one"], stored_on=["dp and cp", "both in one"])
     def test_other_mesh_of_the_same_ranks(self, types_on, stored_on):
-        """Types may be on other axes than the storage, if both span the same ranks, and stay on theirs."""
+        """Types and storage may use different meshes over the same ranks. The types keep their axes."""
         meshes = {
             "dp and cp": mesh_of(("dp", "cp"), (2, 2)),
             "both in one": mesh_of(("fsdp",), (4,)),
@@ -362,9 +362,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(in_one_module=[False, True])
     def test_experts(self, in_one_module):
-        """Experts are stored on a mesh of their own, beside a dense layer or in one module with it.
+        """Experts are stored on a separate mesh, next to a dense layer or in one module with it.
 
-        Those of a rank are averaged with the ranks that have the same ones, the dense layer over all ranks.
+        Gradients of experts are averaged over the ranks with the same experts, those of the dense layer over all ranks.
         """
         dense, sparse = mesh_of(("dp",), (4,)), mesh_of(("efsdp", "ep"), (2, 2))
         ref_model = Mixture(sparse.get_local_rank("ep")).to(self.device)
@@ -417,7 +417,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_errors(self):
-        """Types that FSDP cannot store or restore are refused, and the message says which and on what."""
+        """FSDP refuses types that it cannot store or restore. The message names the type and the axis."""
         mesh, world = mesh_of(("dp", "tp"), (2, 2)), mesh_of(("world",), (4,))
         dp, tp, everyone = mesh.get_group("dp"), mesh.get_group("tp"), world.get_group("world")
         only_tp = frozenset([spmd.MeshAxis.of(tp)])
@@ -451,7 +451,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(order=[("ep", "tp"), ("tp", "ep")])
     def test_two_axes_shard_one_dimension(self, order):
-        """The first axis of a partition spec cuts first, whichever comes first in the mesh."""
+        """The first axis of a partition spec shards first, whatever the order of mesh dimensions is."""
         mesh = mesh_of(("dp", "ep", "tp"), (1, 2, 2))
         case = Case(("dp", "ep", "tp"), (1, 2, 2))
         linear = nn.Linear(3, 1, bias=False, device=self.device)
@@ -466,7 +466,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
     @torch_defect("fsdp2_spmd_axis_of_one_rank_refused")
     @skip_if_lt_x_gpu(4)
     def test_axis_of_one_rank(self):
-        """A mesh dimension of one rank has no type, since spmd-types leaves it out, and changes nothing."""
+        """spmd-types omits a mesh dimension of one rank, so it has no type. It changes nothing."""
         mesh = mesh_of(("dp", "tp"), (4, 1))
         layer = Layer().to(self.device)
         self._annotated(layer, self._types(Case(("dp", "tp"), (4, 1)), mesh))

@@ -1,7 +1,7 @@
-"""FSDP2 trains as plain data parallelism does, however modules are wrapped, grouped, called and combined.
+"""FSDP2 trains like plain data parallelism, however modules are wrapped, grouped, called and combined.
 
-The reference is the unsharded model, whose gradients are averaged by hand. Every rank compares losses, gradients before
-each step and parameters after it, on data of its own.
+The reference is the unsharded model, whose gradients the tests average. Every rank has its own data. It compares
+losses, gradients before each step and parameters after it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TestFullyShardForwardInputs(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_root_move_forward_input_to_device(self):
-        """Inputs of the host arrive on the device; where that is the host, FSDP hands on the tensors themselves."""
+        """FSDP moves inputs from the host to the device. If the device is the host, it passes the tensors unchanged."""
         received: list[torch.Tensor] = []
 
         class ParamlessModule(nn.Module):
@@ -102,7 +102,7 @@ class TestFullyShardForwardInputs(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False, None])
     def test_root_no_forward_inputs(self, reshard_after_forward):
-        """Without an input whose gradient would tell, a module still reduces when the backward is over."""
+        """A root without inputs reduces its gradients at the end of the backward."""
 
         class Squared(nn.Module):
             def __init__(self) -> None:
@@ -127,16 +127,16 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     world_size = 4
 
     def _check_params(self, sharded: bool, model: nn.Module, values: list[torch.Tensor]) -> None:
-        """DTensors are registered, or else plain parameters, with these values."""
+        """The registered parameters must be DTensors, or plain parameters, with these values."""
         params = list(model.parameters())
-        # By its type a DTensor is no nn.Parameter, though isinstance says so.
+        # The type of a DTensor parameter is DTensor, although isinstance(param, nn.Parameter) is true.
         self.assertEqual({type(param) for param in params}, {DTensor if sharded else nn.Parameter})
         self.assertEqual([full(param.detach()) for param in params], values)
 
     @skip_if_lt_x_gpu(1)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_param_registration_after_forward(self, reshard_after_forward):
-        """What is registered after forward: shards where it reshards, which by default the root does not."""
+        """A module that reshards after forward registers shards, others whole parameters. The default root is whole."""
         manual_seed(42)
         model = broadcast_parameters(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
@@ -145,7 +145,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         model(self._inputs(2, 3))
         root_reshards = bool(reshard_after_forward)
         self._check_params(root_reshards, model, before)
-        if root_reshards:  # and over as many ranks as it was told
+        if root_reshards:  # and over the requested number of ranks
             halves = reshard_after_forward == 2 and reshard_after_forward is not True
             placements = (Replicate(), Shard(0)) if halves else (Shard(0),)
             self.assertEqual({param.placements for param in model.parameters()}, {placements})
@@ -170,12 +170,12 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(rows=[4, 5, 7])
     def test_param_registration_after_partial_reshard(self, rows):
-        """Beyond upstream: what is registered after a reshard over two of four ranks is the parameter, of any size.
+        """Beyond upstream: after a reshard over two of four ranks, the registered DTensor has the parameter's values.
 
-        It is not where two ranks share the rows otherwise than pairs of four ranks do (seen in 2.9.1, 2.11.0 and
-        2.13.0): of five rows four ranks have 2, 2, 1 and none. After forward each half keeps what belongs to two of
-        these, that is 4 rows and 1, but presents it as 3 rows and 2: the fourth row is lost, and padding is shown as
-        the last. What is gathered from there is right.
+        It does not if two ranks split the rows differently than two pairs of four ranks (seen in 2.9.1, 2.11.0 and
+        2.13.0). Of five rows, four ranks have 2, 2, 1 and 0. After forward, two ranks keep 4 rows and 1 row, but the
+        DTensor claims 3 and 2. The fourth row is missing, and the last row is padding. The all-gather from these shards
+        is right.
 
             linear = fully_shard(nn.Linear(1, 5), reshard_after_forward=2)  # on four ranks
             weight = linear.weight.full_tensor()
@@ -205,7 +205,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_modules_to_run_forward_empty_for_single_module(self):
-        """Only a group of several modules waits for the rest of them to run."""
+        """Only a group of several modules tracks which of its modules have not run forward."""
         model = MLP(8, self.device)
         shard_each([model.in_proj, model.out_proj, model])
         grouped = MLP(8, self.device)
@@ -233,9 +233,9 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
     @wrapSwapTensorsTest(True)
     @subtests(dim=[4, 3])
     def test_to_float64_after_init(self, dim):
-        """A model that is sharded and then converted trains as one that was converted and never sharded.
+        """A model that is sharded and then converted trains like a converted model that was never sharded.
 
-        Three rows leave the second rank with padding, which has to be made again.
+        With three rows the second rank has padding, and FSDP has to create the padding again.
         """
         model = broadcast_parameters(MLP(dim, self.device))
         ref_model = copy.deepcopy(model).to(torch.float64)
@@ -254,7 +254,7 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
         self._check_training(
             ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True
         )
-        dist.barrier()  # the mode is one for all ranks: none may leave it before the others have done
+        dist.barrier()  # all ranks share the mode, so no rank may leave it before the others are done
 
     def _check_dtypes(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
@@ -273,7 +273,7 @@ class SingleGroupTest(TrainingMixin):
         check: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         optim_cls: type = ShardAdam,
     ) -> None:
-        """``check`` is around each step of the sharded model."""
+        """Each step of the sharded model runs in the context ``check``."""
         manual_seed(42)
         first, second = (nn.Linear(*shape) for shape in lin_shapes)
         model = nn.Sequential(first, nn.ReLU(), second)
@@ -291,8 +291,8 @@ class SingleGroupTest(TrainingMixin):
         self._check_training(ref_model, model, next_batch, step=step, compare=check_sharded_parity, optim_cls=optim_cls)
 
 
-# Which calls come late. Without streams nothing of a rank overlaps, so all delays at once serve: the ranks then come
-# delayed by different times, so a rank that does not wait for the others reads what they have not sent yet.
+# The calls that are delayed. Each rank has its own delay, so a rank that does not wait for the others reads too early.
+# Without streams nothing overlaps on a rank, so one run with all delays is enough.
 MOMENTS = ("after forward", "before all-gather", "before reduce-scatter", "before optimizer")
 
 
@@ -303,13 +303,13 @@ def delays() -> list[tuple[str, ...]]:
 class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @property
     def world_size(self) -> int:
-        # Transformers are the same to four ranks as to eight; of linear layers eight leave some ranks without a row.
+        # Four ranks are enough for transformers. With eight ranks, some have no row of a linear layer.
         words = ("multi_group", "prefetching", "event", "post_forward")
         return 4 if any(word in self._testMethodName for word in words) else 8
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group_shard_dim0(self):
-        """One group, with dimensions that eight ranks share evenly, unevenly, and too small to have a row each."""
+        """One group has dimensions that are even or uneven over eight ranks, or too small for a row on each rank."""
         config = {"lin_shapes": [[(16, 15), (15, 8)], [(16, 17), (17, 8)]]}
         self.run_subtests(config, self._test_train_parity_single_group)
         config = {"lin_shapes": [[(7, 15), (15, 3)]]}
@@ -323,7 +323,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
     @torch_defect("fsdp2_smaller_mesh_with_columns_raises")
     @skip_if_lt_x_gpu(4)
     def test_train_parity_post_forward_shard_largest_dim(self):
-        """Columns reshard to a smaller mesh after forward, and backward gathers them from there."""
+        """Parameters sharded by columns reshard to a smaller mesh after forward, and backward unshards them from it."""
         self._test_train_parity_single_group([(32, 16), (16, 8)], use_shard_placement_fn=True, reshard_after_forward=2)
 
     @skip_if_lt_x_gpu(2)
@@ -395,14 +395,14 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
-        """A child that has learned of its root may run alone: it gathers, and reduces what belongs to it."""
+        """After lazy initialization a child may run without its root. It unshards and reduces its own parameters."""
         manual_seed(42)
         model = nn.Sequential(*(MLP(32) for _ in range(3)))
         ref_model = self._replica(model)
         shard_each([*model, model])
         self._seed()
         inp = self._inputs(2, 32)
-        # The rest has no gradients, or keeps zeros.
+        # The other parameters have no gradients, or gradients of zeros.
         chosen = iter(("", "0", "0", ""))
 
         def step(each: nn.Module, name: str) -> torch.Tensor:
@@ -433,7 +433,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_explicit_prefetching(self):
-        """Each layer has the gathers of the next two under way when it runs, forward and backward."""
+        """While a layer runs, the all-gathers of the next two layers are pending, in forward and in backward."""
         manual_seed(42)
         model = tiny_transformer(n_layers=8)
         ref_model = self._replica(model)
@@ -462,7 +462,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
-        """The next forward's gathers wait for the event that the optimizer's hook leaves, in their own streams."""
+        """The all-gather streams of the next forward wait for the event that the optimizer's hook records."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -509,7 +509,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
 
 
 class ChunkedHeadModel(nn.Module):
-    """Token ids (batch, sequence) to logits, or to what the head would get; the head may share the embedding."""
+    """Maps token ids (batch, sequence) to logits, or to the head's input. The head may share the embedding's weight."""
 
     def __init__(self, dim: int, vocab_size: int, tie: bool) -> None:
         super().__init__()
@@ -525,7 +525,7 @@ class ChunkedHeadModel(nn.Module):
         return hidden if skip_head else self.head(hidden)
 
     def shard(self, grouped: bool = True, inner: dict[str, Any] | None = None, **kwargs: Any) -> ChunkedHeadModel:
-        """Wrap norm and head together, with a tied embedding; or everything singly. ``inner`` is not for the root."""
+        """Group norm, head and a tied embedding, or wrap each module alone. ``inner`` does not apply to the root."""
         tied = self.head.weight is self.embed.weight
         group = [self.norm, self.head, *([self.embed] if tied else [])]
         units = [group] if grouped else [[module] for module in group]
@@ -540,7 +540,7 @@ class ChunkedHeadModel(nn.Module):
         after_chunk: Callable[[torch.Tensor], None] = lambda output: None,
         before_last: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """Run the head and its backward on one chunk of the sequence after the other, then the rest's backward."""
+        """Run the head's forward and backward on each chunk of the sequence, then the backward of the rest."""
         losses, grads = [], []
         for chunk in hidden.detach().chunk(num_chunks, dim=1):
             leaf = chunk.float().clone().requires_grad_()
@@ -577,9 +577,9 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         module_grouping=["block", "mem_eff", "mem_eff_weight_tied"],
     )
     def test_train_parity_with_activation_checkpointing(self, reshard_after_forward, checkpoint_impl, module_grouping):
-        compiled = isinstance(fully_shard, functools.partial)  # compiled_fsdp_test's, for the length of its second run
+        compiled = isinstance(fully_shard, functools.partial)  # compiled_fsdp_test patches it for its second run
         if compiled and checkpoint_impl == "composable":
-            return  # its hooks would be traced into the module
+            return  # dynamo would trace the hooks of the checkpoint
         manual_seed(42)
         model = tiny_transformer(vocab_size=16, weight_tying=module_grouping != "mem_eff")
         ref_model = self._replica(model)
@@ -607,7 +607,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             for layer in model.layers:
                 shard(layer)
         shard(model)
-        # Fused kernels round otherwise than eager ones.
+        # Fused kernels round differently from eager ones.
         compare: Callable[..., None] = (lambda *_: None) if compiled else check_parity
         compare(self, ref_model, model)
         recomputed = 0
@@ -622,12 +622,12 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                     block.attention.register_forward_pre_hook(count)
         self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), compare=compare)
         if not compiled:
-            self.assertEqual(recomputed, 3 * 3 * 2)  # steps, layers, and each layer in forward and in backward
+            self.assertEqual(recomputed, 3 * 3 * 2)  # steps, layers, forward and backward
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_partial_group_forward_then_standalone(self):
-        """A group of which the root's forward left a module out, which then runs alone, once for each chunk."""
+        """The root's forward skips a module of a group. The module then runs alone, once for each chunk."""
         config: dict[str, list[Any]] = {
             "reshard_after_forward": [True, False],
             "tie": [False, True],
@@ -643,7 +643,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     ) -> None:
         manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie).to(self.device)
-        # Inputs are cast to float32, so that only what a module returns tells whether its output was cast.
+        # Inputs are cast to float32, so a bfloat16 output shows that the output was cast.
         bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
         kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
         if bf16_output == "everywhere":
@@ -688,7 +688,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
     @skip_if_lt_x_gpu(2)
     def test_grouped_module_cast_forward_inputs(self):
-        """Each module of a group casts its own input, also one that something in between has cast back."""
+        """Each module of a group casts its own input, also if a module in between has cast it back."""
 
         class CastsBetween(nn.Module):
             def __init__(self) -> None:
@@ -718,7 +718,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_partial_group_casts_output_of_root(self):
-        """Beyond upstream: what the root returns is cast as the output of a group that it did not complete."""
+        """Beyond upstream: if forward skips a module of a group, the root's output is cast by the group's policy."""
 
         class NormAndHead(nn.Module):
             def __init__(self) -> None:
@@ -732,7 +732,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         manual_seed(42)
         ref_model = NormAndHead().to(self.device)
         model = self._replica(ref_model)
-        # Inputs are cast to float32: only what comes out tells of the policy, which the root does not have.
+        # Inputs are cast to float32, so only the output shows the policy. The root does not have this policy.
         bf16 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
         fully_shard([model.norm, model.head], mp_policy=bf16)
         fully_shard(model)
@@ -775,7 +775,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(tie=[False, True], reshard_after_forward=[False, True])
     def test_partial_group_reshard_toggle(self, tie, reshard_after_forward):
-        """A group that is told so keeps its parameters from chunk to chunk, and lets go of them on demand."""
+        """With resharding off, a group keeps its parameters unsharded between chunks, until ``reshard`` is called."""
         manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie).to(self.device)
         model = self._replica(plain).shard(reshard_after_forward=reshard_after_forward)
@@ -807,7 +807,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_after_exception(self):
-        """After a forward that broke off inside, and a reset, the next step is a whole one."""
+        """After an exception in forward and a reset, the next step trains as usual."""
         manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie=False)
         plain.body = RaisesOnDemand(plain.body)
@@ -830,7 +830,9 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "utils"])
     def test_double_forward_with_nested_fsdp_and_checkpoint(self, reshard_after_forward, checkpoint_impl):
-        """Also in what it communicates: what is recomputed in backward stays gathered until its gradients are there."""
+        """Two forwards come before one backward. A recomputed module stays unsharded until its gradients are computed,
+        so no collective is added.
+        """
         manual_seed(42)
         model = tiny_transformer(n_layers=2, max_seq_len=32, checkpoint_activations=checkpoint_impl == "utils")
         ref_model = self._replica(model)
@@ -840,7 +842,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         modules = [module for layer in model.layers for module in (layer.attention, layer.feed_forward, layer)]
         shard_each([*modules, model], reshard_after_forward=reshard_after_forward)
         inner = len(internals.fsdp_modules(model)) - 1
-        # Backward goes through each of them twice, and between the two reshards it. The root's own comes last.
+        # Backward runs through each of them twice and reshards in between. The root is unsharded once.
         gathers = 2 * inner + 1 if reshard_after_forward else inner
         self._seed()
         for _ in range(2):
@@ -858,7 +860,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
     def test_double_partial_forward_then_backward(self):
-        """Two forwards leave the head out, and one backward goes through both: the head gets no gradient."""
+        """Two forwards skip the head, and one backward covers both. The head gets no gradient."""
         manual_seed(42)
         plain = ChunkedHeadModel(32, 128, tie=False).to(self.device)
         model = self._replica(plain).shard()
@@ -875,13 +877,13 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertTrue(param.grad.to_local().isfinite().all())
 
     def _mlps(self, **kwargs: Any) -> Any:
-        """A sharded model: a linear layer of the root's own and three wrapped MLPs."""
+        """A sharded model of a linear layer in the root's group and three wrapped MLPs."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(8, 8), *(MLP(8) for _ in range(3))).to(self.device)
         return shard_each([*model[1:], model], **kwargs)
 
     def _check_recovered(self, model: nn.Module, **kwargs: Any) -> None:
-        """Once reset, a model holds nothing of the broken iteration, and trains as a fresh one, to the bit."""
+        """After the reset no state of the failed iteration is left, and the model trains bitwise like a fresh one."""
         comm, iteration = internals.comm_context(model), internals.iteration_context(model)
         held: tuple[Any, ...] = comm.post_forward_order, comm.reduce_scatter_states, comm.all_gather_state
         self.assertEqual(held, ([], [], None))
@@ -904,7 +906,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             for each, optim in zip((fresh, model), optims):
                 optim.zero_grad()
                 loss_of(each(inp)).backward()
-            # Also the first forward was the root's, and began again: only then does the root take the event.
+            # The root ran as the root of a new forward, also the first time. Otherwise it would not take the event.
             self.assertIs(roots.pop(), internals.state_of(model))
             self.assertIsNone(iteration.post_optim_event)
             check_parity(self, fresh, model, rtol=0, atol=0)
@@ -914,7 +916,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         check_parity(self, fresh, model, rtol=0, atol=0)
 
     def _break_off(self, model: nn.Module, at: str) -> None:
-        """Have an iteration of the model raise on all ranks at the same place, and reset it."""
+        """Raise in an iteration of the model, at the same place on all ranks, and reset the model."""
 
         def fail(*_: Any) -> None:
             raise ZeroDivisionError(at)
@@ -942,7 +944,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         reshard_after_forward=[True, False, None],
     )
     def test_reset_iter_state_then_parity(self, at, reshard_after_forward):
-        """Beyond upstream: a reset after an exception in a non-root's forward or in backward leaves nothing behind."""
+        """Beyond upstream: a reset after an exception in a non-root's forward or in backward clears all state."""
         kwargs = {"reshard_after_forward": reshard_after_forward}
         model = self._mlps(**kwargs)
         self._seed()
@@ -952,7 +954,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_unshards(self):
-        """Beyond upstream: a reset waits for gathers that nobody has waited for, and lets go of what they brought."""
+        """Beyond upstream: a reset waits for pending all-gathers and reshards their parameters."""
         model = self._mlps()
         self._seed()
         self._break_off(model, "forward, inside")
@@ -971,8 +973,9 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
         """Beyond upstream: a reset drops gradients that were accumulated without reduction, as its docstring says.
 
-        It does not before 2.15 (seen in 2.13.0, 2.14.1): the whole gradients of the microbatches before the exception
-        stay on the unsharded parameters, where ``zero_grad`` does not reach them, and are reduced with the next step's.
+        It does not before 2.15 (seen in 2.13.0, 2.14.1). The unsharded gradients of the microbatches before the
+        exception stay on the unsharded parameters. ``zero_grad`` does not clear them there, and they are reduced with
+        the gradients of the next step.
 
             model = fully_shard(nn.Linear(2, 2))
             model.set_requires_gradient_sync(False)
@@ -994,10 +997,10 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @torch_defect("fsdp2_reset_keeps_gradients_of_broken_backward")
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_gradients_of_broken_backward(self):
-        """Beyond upstream: a reset drops gradients that a backward left on parameters of the module it broke off in.
+        """Beyond upstream: if backward raises inside a module, a reset drops the gradients that the module already has.
 
-        It does not before 2.15 (seen in 2.13.0), for the same reason as above: autograd has put them on the unsharded
-        parameters, and the exception came before they were reduced.
+        It does not before 2.15 (seen in 2.13.0), for the same reason as above. Autograd has stored the gradients on the
+        unsharded parameters, and the exception comes before they are reduced.
 
             model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
             model[0].register_forward_hook(lambda m, a, out: out.register_hook(raise_once) and None)
@@ -1028,7 +1031,7 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
     @torch_defect("fsdp2_inference_mode_with_columns_raises")
     @skip_if_lt_x_gpu(2)
     def test_first_evaluation_in_inference_mode(self):
-        """Beyond upstream: columns are put together also where the first forward is one in inference mode."""
+        """Beyond upstream: the first forward may be in inference mode, also if parameters are sharded by columns."""
         manual_seed(42)
         model = nn.Linear(16, 4)
         ref_model = self._replica(model)
@@ -1049,7 +1052,7 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThre
     @skip_if_lt_x_gpu(1)
     @subtests(columns=[Shard(1), Shard(-1)])
     def test_shard_placement_fn_contiguous_params_grads(self, columns):
-        """Columns of a matrix do not lie side by side in memory; the shards made of them do, and so does the whole."""
+        """Shards of a matrix's columns are contiguous, and so are the unsharded parameters and the gradients."""
         model = broadcast_parameters(MLP(4, self.device))
         ref_model = copy.deepcopy(model)
         fully_shard(model, shard_placement_fn=lambda param: columns if param.ndim > 1 else Shard(0))
@@ -1125,7 +1128,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
         next_batch = lambda: self._tokens(2, 2, 8, vocab_size=vocab_size).unbind()  # noqa: E731
         self._check_training(ref_model, model, next_batch, step=step, iterations=10, optim_cls=torch.optim.AdamW)
         changed = (full(model.head.weight.detach()) - before).abs().amax(dim=1)
-        self.assertGreater(changed.min().item(), 0.01)  # of which weight decay alone makes a hundredth
+        self.assertGreater(changed.min().item(), 0.01)  # weight decay alone changes a hundredth of that
 
     @needs(torch_facts.CHECKS_SHARED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
@@ -1137,7 +1140,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_layer_by_layer_shard_no_false_positive(self):
-        """Parameters that were freed, and whose addresses others took, are not taken for shared ones."""
+        """If a new parameter reuses the address of a freed one, FSDP does not treat the two as shared."""
         manual_seed(42)
         ref_blocks, blocks = nn.ModuleList(), nn.ModuleList()
         for _ in range(8):
@@ -1150,18 +1153,18 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
 
 
 def _is_accumulation(**case: Any) -> bool:
-    """Whether ``test_gradient_accumulation`` has something to say of this case."""
+    """Whether the case is useful for ``test_gradient_accumulation``."""
     if not case["reshard_after_backward"] and (
         case["reshard_after_forward"] is not False or case["mode"] == "some_mlps"
     ):
-        return False  # what forward reshards is gathered again in any case
+        return False  # after a reshard in forward it is gathered again anyway
     if case["offload"] and case["reshard_after_forward"] is not True:
         return False
-    return not case["reduce_scatter_only"] or len(case["mesh_shape"]) > 1  # else there is no all-reduce
+    return not case["reduce_scatter_only"] or len(case["mesh_shape"]) > 1  # otherwise there is no all-reduce
 
 
 class TwoBranches(nn.Module):
-    """Two layers of the same size. Each forward is told which of them to use."""
+    """Two layers of the same size. The arguments of each forward say which of them to use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1182,15 +1185,15 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         _is_accumulation,
         mesh_shape=[(4,), (2, 2)],
         reshard_after_forward=[True, False, 2],
-        mode=["all", "root_only", "some_mlps"],  # which modules the flags are set on
+        mode=["all", "root_only", "some_mlps"],  # the modules whose flags are set
         reshard_after_backward=[False, True],  # also before the last microbatch
         offload=[False, True],
-        reduce_scatter_only=[False, True],  # leave out no more than the all-reduce between microbatches
+        reduce_scatter_only=[False, True],  # between microbatches, skip only the all-reduce
     )
     def test_gradient_accumulation(
         self, mesh_shape, reshard_after_forward, mode, reshard_after_backward, offload, reduce_scatter_only
     ):
-        """Gradients are right and collectives as few as can be, whatever is left out between microbatches."""
+        """Gradients are right, and there are no unneeded collectives, whatever is skipped between microbatches."""
         manual_seed(42)
         num_mlps, num_microbatches, num_marked, dim = 3, 3, 2, 8
         model = nn.Sequential(nn.Linear(dim, dim), *(MLP(dim) for _ in range(num_mlps)))
@@ -1238,7 +1241,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         schedule=["F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"],
     )
     def test_1f1b_microbatching(self, use_explicit_unshard, reshard_after_backward, schedule):
-        """As pipelines call it; also with a forward between a forward and its backward (beyond upstream)."""
+        """Microbatches run in the order of a pipeline. Beyond upstream: also in the interleaved order 1F1B."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -1266,7 +1269,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 model.set_reshard_after_backward(index == 2 or reshard_after_backward)
                 losses[index].backward()
                 remembers_forwards.append(bool(internals.comm_context(model).post_forward_order))
-        self.assertEqual(remembers_forwards, [True, True, False])  # until the last backward
+        self.assertEqual(remembers_forwards, [True, True, False])  # cleared by the last backward
         self.assertEqual(list(losses.values()), ref_losses)
         counts = calls.counts()
         self.assertEqual(counts["reduce_scatter"], 4)
@@ -1284,10 +1287,10 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         dtype=[torch.float32, torch.float64],
     )
     def test_requires_all_reduce_leaves_nothing_behind(self, reshard_after_forward, set_to_none, dtype):
-        """Beyond upstream: without its all-reduce a gradient is not there yet, and after one nothing is left of it.
+        """Beyond upstream: before the all-reduce a parameter has no gradient. After it no partial reduction is left.
 
-        Steps that all-reduce every microbatch come before, between and after those that do so once. float64 is
-        averaged by divisions before and after, float32 by the collectives.
+        Two steps all-reduce only once. Steps that all-reduce every microbatch come before and after them. Gradients in
+        float64 are divided before and after the sum, those in float32 are averaged by the collectives.
         """
         ref_model, model = self._hsdp_mlps(reshard_after_forward, dtype)
         optims = optimizers(ref_model, model)
@@ -1295,7 +1298,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             for microbatch in range(3):
                 is_last = microbatch == 2
                 if step == 2 and is_last:
-                    model.set_requires_gradient_sync(True)  # which switches both
+                    model.set_requires_gradient_sync(True)  # this sets both flags
                 else:
                     model.set_requires_all_reduce(is_last or not once)
                 inp = self._inputs(2, 8, dtype=dtype)
@@ -1305,7 +1308,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 self.assertEqual(partial, [once and not is_last] * 3)
                 if once and not is_last:
                     for param in model.parameters():
-                        # What zero_grad left of the step before, or nothing.
+                        # Zeros that zero_grad left in the step before, or no gradient.
                         self.assertTrue(param.grad is None or not full(param.grad).any())
                         self.assertEqual(param.grad is None, set_to_none or step == 0)
             average_gradients(ref_model)
@@ -1316,7 +1319,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @needs_reset
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_partial_reductions(self):
-        """Beyond upstream: what was scattered and never all-reduced goes with a reset, if the step is given up."""
+        """Beyond upstream: a reset drops gradients that were reduce-scattered but not all-reduced."""
         ref_model, model = self._hsdp_mlps(reshard_after_forward=True)
         model.set_requires_all_reduce(False)
         loss_of(model(self._inputs(2, 8))).backward()
@@ -1333,7 +1336,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         reshard_after_forward=[True, False],
     )
     def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
-        """Beyond upstream: the microbatches before one all-reduce may use different parameters of a group."""
+        """Beyond upstream: microbatches with one all-reduce at the end may use different parameters of a group."""
         self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
 
     @torch_defect("fsdp2_partial_reduction_of_unused_group_is_left")
@@ -1371,7 +1374,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
         """Beyond upstream: under mixed precision the last microbatch may be the first to use a parameter.
 
-        Whole numbers are exact in bfloat16, and a sum has the same gradient whatever the weights are.
+        Inputs are small integers, which bfloat16 holds exactly. The gradient of a sum does not depend on the weights.
         """
         manual_seed(42)
         ref_model = TwoBranches().to(self.device)
@@ -1403,10 +1406,10 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False], recurse=[True, False])
     def test_rank_dependent_branches_and_masked_losses(self, mesh_shape, reshard_after_forward, recurse):
-        """Beyond upstream: branches that some ranks do not take, and losses masked to zero, count as zeros."""
+        """Beyond upstream: a rank that skips a branch, or masks its loss to zero, contributes zeros to the mean."""
 
         class Branches(nn.Module):
-            """Branches belong to their trunk's group, since one of its own is only gathered by those that use it."""
+            """The branches are in one group. A branch in its own group would be unsharded only on ranks that use it."""
 
             def __init__(self, trunk: nn.Module) -> None:
                 super().__init__()
@@ -1421,8 +1424,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         ref_model = self._replica(model)
         shard_each([model.trunk, model], mesh=self._mesh(*mesh_shape), reshard_after_forward=reshard_after_forward)
         model.set_reduce_scatter_unused_params(True, recurse=recurse)
-        # The branch of each step, and the rank whose loss is masked. Unless it is told, the trunk leaves unused
-        # parameters out, so all ranks must use the same there.
+        # The branch of each step, and the rank whose loss is masked. Without recurse, the trunk does not reduce unused
+        # parameters, so all ranks must use the same inner branch.
         plan = iter([("left" if self.rank % 2 else "right", 0), ("left" if self.rank == 3 else "right", 1)])
 
         def step(each: nn.Module, batch: Any) -> torch.Tensor:
@@ -1445,7 +1448,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         before_step=[True, False],
     )
     def test_eval_between_steps(self, reshard_after_forward, without_grad, before_step):
-        """Beyond upstream: an evaluation, if resharded after, changes neither gradients, parameters nor collectives."""
+        """Beyond upstream: an evaluation and a reshard change neither gradients, parameters nor collectives."""
         ref_model, model = self._two_mlps(reshard_after_forward)
         counts: list[Counter[str]] = []
 
@@ -1487,9 +1490,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     def test_inference_before_first_step(self):
         """Beyond upstream: a model may be evaluated in inference mode before it is trained.
 
-        It may not (seen in 2.9.1, 2.11.0 and 2.13.0): the buffers that parameters are gathered into are made by the
-        first forward, as inference tensors, and the first gather outside the mode raises "Inplace update to inference
-        tensor". After a step, or under ``no_grad``, the same evaluation does no harm.
+        It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
+        inference tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". The same
+        evaluation works after a step or under ``no_grad``.
 
             model = fully_shard(nn.Linear(2, 2))
             with torch.inference_mode():
@@ -1504,9 +1507,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_eval_without_reshard(self, reshard_after_forward):
-        """Beyond upstream: parameters that change while the whole ones are registered are not seen before a reshard.
+        """Beyond upstream: if shards change while a module is unsharded, it uses the new values only after a reshard.
 
-        They are that after an evaluation which does not reshard, since there is no backward to do so.
+        A module stays unsharded after an evaluation without reshard, because no backward reshards it.
         """
         _, model = self._two_mlps(reshard_after_forward)
         ref_model, _ = self._two_mlps(reshard_after_forward)
@@ -1527,11 +1530,11 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         after, ref_after = outputs()
         self.assertNotEqual(ref_after, ref_before)
         if reshard_after_forward in (True, 2):
-            # What stays sharded over two ranks is gathered from there, and that is as old as the whole.
+            # With 2, the module is unsharded from the shards over two ranks, which have the old values.
             self.assertEqual(after, ref_after if reshard_after_forward is True else before)
         elif reshard_after_forward is False:
             self.assertEqual(after, before)
-        else:  # the root keeps its own, the others do not
+        else:  # only the root keeps its parameters
             self.assertNotEqual(after, before)
             self.assertNotEqual(after, ref_after)
         for module in internals.fsdp_modules(model):
@@ -1553,7 +1556,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_is_refused_with_tp(self):
-        """Beyond upstream: DTensors neither reshard to a smaller mesh, nor may more than two dimensions cut them."""
+        """Beyond upstream: FSDP refuses to reshard DTensors to a smaller mesh, and refuses a 3D DTensor."""
         mesh = self._mesh(self.world_size, 1, names=("dp", "tp"))
         model = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(self.device), mesh["tp"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
@@ -1571,15 +1574,15 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_2d_mlp_with_nd_mesh(self):
-        """FSDP around tensor parallelism, over two dimensions of a mesh that has a third."""
+        """FSDP and tensor parallelism use two dimensions of a three-dimensional mesh."""
         mesh = self._mesh(2, 2, 2, names=("pp", "dp", "tp"))
         self._check_stacks(mesh["tp"], mesh["dp"], mesh["dp"])
 
     @needs(torch_facts.HAS_MESH_PER_PARAMETER)
     @skip_if_lt_x_gpu(4)
     def test_shard_placement_fn_tp_ep(self):
-        """Experts are sharded over fewer ranks than the rest, since expert parallelism has cut them before."""
-        # With tensor parallelism a shard over a part of the mesh, as 2 asks for, has no layout.
+        """FSDP shards experts over fewer ranks than the rest, because expert parallelism has already sharded them."""
+        # With tensor parallelism, resharding to a smaller mesh (2) is not supported.
         cases = [(1, 1, False), (1, 2, 2), (2, 1, True), (2, 2, True)]  # tensor parallelism, replicas, reshard
         if TEST_WITH_SLOW:
             cases += [(1, 1, True), (1, 1, 2), (1, 2, False), (1, 2, True)]
@@ -1589,7 +1592,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
             self.run_subtests(config, self._test_shard_placement_fn_tp_ep, *meshes)
 
     def _init_parallel_meshes(self, tp_degree: int, dp_replicate: int) -> tuple[DeviceMesh, ...]:
-        """The meshes of ranks with own data, of FSDP, of FSDP for experts, of expert and of tensor parallelism."""
+        """Return the meshes for data parallelism, FSDP, FSDP of experts, expert parallelism and tensor parallelism."""
         ep_degree = 2
         efsdp = self.world_size // (dp_replicate * ep_degree * tp_degree)
         whole = self._mesh(dp_replicate, efsdp, ep_degree, tp_degree, names=("dp_replicate", "efsdp", "ep", "tp"))
@@ -1635,14 +1638,14 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
             reshard_after_forward=reshard_non_layer_modules,
         )
         fully_shard(model, mesh=dp, reshard_after_forward=reshard_non_layer_modules)
-        # DTensor takes seconds to find how best to put an expert together that is on three dimensions of a mesh.
+        # DTensor takes seconds to plan the redistribution of an expert that is on three mesh dimensions.
         (check_full if efsdp.ndim == tp.size() == 1 else check_parity)(self, ref_model, model)
 
         def average_data_parallel(ref_model: nn.Module) -> None:
             average_gradients(ref_model, data_parallel.get_group())
             for layer in ref_model.layers:
                 for param in layer.expert_layer.parameters():
-                    param.grad.mul_(ep.size())  # expert parallelism adds up; only efsdp and replicas average
+                    param.grad.mul_(ep.size())  # expert parallelism sums; only efsdp and replicas average
 
         self._check_training(
             ref_model,
@@ -1659,7 +1662,7 @@ class TestFullyShardHSDP3DTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(8)
     def test_3d_mlp_with_nd_mesh(self):
-        """Replicas of FSDP around tensor parallelism."""
+        """HSDP with tensor parallelism on a three-dimensional mesh."""
         mesh = self._mesh(2, 2, 2, names=("dp_replicate", "dp_shard", "tp"))
         dp_mesh = mesh["dp_replicate", "dp_shard"]
         self._check_stacks(mesh["tp"], dp_mesh, dp_mesh._flatten("dp"))
@@ -1674,7 +1677,7 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
         use_activation_checkpointing=[False, True],
         mlp_dim=[3, 16, 17],
         sync_gradients_at_last_batch=[True, False],
-        # Pinned memory changes how a gradient is copied to the host; the tests of one group or many try both.
+        # Pinned memory only changes how a gradient is copied to the host. Other tests cover it.
         offload_policy=[OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)],
     )
     def test_train_parity_hsdp(
@@ -1704,7 +1707,7 @@ class TestFullyShardCustomForwardMethod(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_register_fsdp_forward_method(self):
-        """A method that is registered gathers before and reshards after, as ``forward`` does."""
+        """A registered method unshards before and reshards after, like ``forward``."""
         model = self._check_register_fsdp_forward_method(shard_each)
         self.assertIsInstance(model.vit.conv.weight, DTensor)
 
@@ -1715,7 +1718,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
     @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(2)
     def test_share_comm_context(self):
-        """Three roots, as a pipeline has them, communicate in one set of streams, each of the others not used."""
+        """Three roots, as in a pipeline, communicate on the streams of the first. Their own streams are not used."""
         from torch.distributed.fsdp import share_comm_ctx
 
         manual_seed(42)
@@ -1747,7 +1750,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
             self.assertEqual(len(streams), 3 * FEW)
             self.assertEqual({id(stream) for stream in streams}, {id(getattr(contexts[0], name))})
         self.assertEqual({id(internals.comm_context(mlp)) for mlp in model}, {id(contexts[0])})
-        self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {})  # older ones keep it in the groups
+        self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {})  # else in the groups
 
 
 class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):
@@ -1756,7 +1759,7 @@ class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):
     @needs(torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK)
     @skip_if_lt_x_gpu(1)
     def test_train_parity_single_worldsize1(self):
-        """A rank on its own has nobody to talk to."""
+        """A single rank issues no collectives."""
         lin_shapes = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]]
         config = {"lin_shapes": lin_shapes, "check": [self._no_collectives]}
         self.run_subtests(config, self._test_train_parity_single_group)
@@ -1774,7 +1777,7 @@ class TestFullyShardCudaGraph(TrainingMixin, FSDPTest):
     @requires_capability("graphs", "streams")
     @skip_if_lt_x_gpu(2)
     def test_two_layer_fully_shard_cudagraph(self):
-        """A step that was recorded is played back with other inputs, and does what the eager one does, to the bit."""
+        """A captured step, replayed with other inputs, gives bitwise the results of the eager step."""
         device_module = torch.get_device_module(self.device.type)
         manual_seed(42)
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))).to(self.device)
