@@ -1,7 +1,7 @@
-"""FSDP2 and autograd: what part of the forward the loss uses, how activations travel, and hooks on gradients.
+"""FSDP2 and autograd: losses that use a part of the outputs, containers of activations, and hooks on gradients.
 
-FSDP finds its place in the backward by hooks on the tensors that enter and leave a module. A tensor that it does not
-find, or that the loss does not use, must not cost a gradient, nor delay one.
+In backward, FSDP runs from hooks on the tensors that enter and leave a module. If FSDP does not find a tensor, or the
+loss does not use it, all gradients must still be right and on time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedPair(NamedTuple):
 
 
 class Module(nn.Module):
-    """Transforms the one tensor of a container and hands it on in a container of the same kind."""
+    """Transforms one tensor of a container and returns it in a container of the same kind."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Module(nn.Module):
 
 
 class ToContainerType(nn.Module):
-    """Puts a tensor into a container; the second field of a named tuple takes no part in autograd."""
+    """Puts a tensor into a container. The second field of a named tuple has no gradient."""
 
     def __init__(self, container_type: type) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ToContainerType(nn.Module):
 
 
 class FromContainerType(nn.Module):
-    """Takes the tensor out again, from a container of the kind that was put in and no other."""
+    """Takes the tensor out again, and checks that the kind of container has not changed."""
 
     def __init__(self, container_type: type) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class TestFullyShardAutograd(FSDPTest):
                 param.grad.div_(self.world_size)
 
     def _global_and_local_input(self, requires_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two rows for each rank, which are the same on all ranks, and this rank's two rows."""
+        """The global batch with two rows for each rank, and this rank's two rows."""
         rows = torch.rand((2 * self.world_size, DIM), device=self.device)
         mine = self._of_this_rank(rows).clone()
         return rows.requires_grad_(requires_grad), mine.requires_grad_(requires_grad)
@@ -117,9 +117,9 @@ class TestFullyShardAutograd(FSDPTest):
         return rows[2 * self.rank : 2 * self.rank + 2]
 
     def _check_gradients(self, ref_model: nn.Module, model: nn.Module, rows: torch.Tensor, mine: torch.Tensor) -> None:
-        """Compare the gradients of parameters and inputs, and check that the backward has freed what it used.
+        """Compare the gradients of parameters and inputs, and check that the backward has cleared its state.
 
-        Gradients of parameters are means over ranks; those of the inputs stay on their rank and are not divided.
+        Gradients of parameters are means over ranks. Gradients of inputs are local and not divided.
         """
         check_sharded_parity(self, ref_model, model)
         if mine.requires_grad:
@@ -132,7 +132,7 @@ class TestFullyShardAutograd(FSDPTest):
             self.assertEqual(internals.forward_positions(group), [])
 
     def _check_loss(self, ref_loss: torch.Tensor, loss: torch.Tensor) -> None:
-        """The losses of the ranks must add up to that of the reference, which got all rows."""
+        """The sum of the ranks' losses must equal the loss of the reference, which gets all rows."""
         total = loss.detach().clone()
         dist.all_reduce(total)
         self.assertEqual(total, ref_loss.detach())
@@ -141,10 +141,10 @@ class TestFullyShardAutograd(FSDPTest):
         return copy.deepcopy(model).to(self.device)
 
     def _check_training(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Ten steps on the sum of the output, with gradients compared before each step."""
+        """Train ten steps on the sum of the output. Compare gradients before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model)
-        manual_seed(1)  # for the rows; the same on all ranks
+        manual_seed(1)  # all ranks draw the same rows
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
             ref_loss, loss = ref_model(rows).sum(), model(mine).sum()
@@ -189,7 +189,7 @@ class TestFullyShardAutograd(FSDPTest):
         reshard_after_forward=[True, False, 2], wrapped=[("",), ("lin1", "lin2", "")], input_requires_grad=[True, False]
     )
     def test_unused_forward_output_gradients(self, reshard_after_forward, wrapped, input_requires_grad):
-        """Beyond upstream: gradients are right before the step, whichever output the loss uses or stops using."""
+        """Beyond upstream: gradients are right in each step, whichever outputs the loss uses."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -204,12 +204,12 @@ class TestFullyShardAutograd(FSDPTest):
             loss_of(*model(mine)).backward()
             self._reduce_1d_partial_grads(ref_model)
             self._check_gradients(ref_model, model, rows, mine)
-            take_step(optims, set_to_none=step >= 2)  # with zero gradients Adam still moves unused parameters
+            take_step(optims, set_to_none=step >= 2)  # Adam also moves unused parameters with zero gradients
 
     @skip_if_lt_x_gpu(4)
     @subtests(input_requires_grad=[True, False])
     def test_loss_of_inner_output(self, input_requires_grad):
-        """Beyond upstream: a loss that uses what an inner module returned, and nothing that the root returned."""
+        """Beyond upstream: the loss may use the output of an inner module, and not that of the root."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -233,9 +233,9 @@ class TestFullyShardAutograd(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_unused_forward_output_gathers_in_smaller_mesh(self):
-        """Beyond upstream: what was resharded to a mesh of two is gathered by those two, and only if it is used.
+        """Beyond upstream: a module resharded to two ranks is gathered from these two, and only if it is used.
 
-        Gathered from all four the parameter would be the same, at twice the traffic.
+        An all-gather over all four ranks would give the same parameter with twice the traffic.
         """
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
@@ -243,7 +243,7 @@ class TestFullyShardAutograd(FSDPTest):
         fully_shard(model)
         with recorded() as calls:
             first, _ = model(self._global_and_local_input()[1])
-            first.sum().backward()  # of the module that ran first, so that there is none to prefetch
+            first.sum().backward()  # the output of the first module, so there is no prefetch
         groups = [dist.get_process_group_ranks(group) for group in calls.values("all_gather", "group")]
         self.assertEqual(groups, [[0, 1, 2, 3]] * 2 + [[0, 1] if self.rank < 2 else [2, 3]])
 
@@ -298,7 +298,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])
     def test_container_kinds(self, container, loss_uses):
-        """Beyond upstream: nested containers arrive unchanged, and each module reduces in its turn."""
+        """Beyond upstream: nested containers keep their structure, and each module reduces in turn during backward."""
         if "dataclass" in container:
             skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         pack, unpack = CONTAINERS[container]
@@ -322,7 +322,7 @@ class TestFullyShardAutograd(FSDPTest):
             with patch_reduce_scatter(_recording(events, "reduced")):
                 x, y, out_mask = unpack(model(pack(mine, mine + 1, mask)))
                 _loss_of(x, y, loss_uses).backward()
-            # A module that FSDP did not find in the graph would reduce at the end of the backward only.
+            # If FSDP did not find a module's tensors, it would reduce at the end of the backward.
             in_turn = [event for index in (2, 1, 0) for event in (f"gradients at {index}", "reduced")]
             self.assertEqual(events, in_turn)
             self.assertIs(ref_mask, mask)
@@ -338,7 +338,7 @@ class TestFullyShardAutograd(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2], input_requires_grad=[True, False])
     def test_rank_dependent_use(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: if one rank does not use a parameter, it is reduced with zeros for that rank."""
+        """Beyond upstream: if one rank does not use a parameter, that rank contributes zeros to the reduction."""
         manual_seed(42)
         model = DoubleLinear(dim=DIM)
         ref_model = self._replica(model)
@@ -346,7 +346,7 @@ class TestFullyShardAutograd(FSDPTest):
         fully_shard(model, reshard_after_forward=reshard_after_forward)
         model.set_reduce_scatter_unused_params(True)
         manual_seed(1)
-        for abstains in (0, 0, self.world_size - 1):  # the rank whose loss has the first output only
+        for abstains in (0, 0, self.world_size - 1):  # the rank whose loss uses only the first output
             rows, mine = self._global_and_local_input(input_requires_grad)
             used = torch.arange(2 * self.world_size, device=rows.device).unsqueeze(1) // 2 != abstains
             first, second = ref_model(rows)
@@ -368,7 +368,7 @@ class FrozenTriple:
     mask: torch.Tensor
 
 
-# Each kind: how two tensors and a mask without gradient are put in, and how they are taken out.
+# For each kind: a function that packs two tensors and a mask without gradient, and a function that unpacks them.
 CONTAINERS: dict[str, tuple[Any, Any]] = {
     "frozen dataclass": (FrozenTriple, lambda c: (c.x, c.y, c.mask)),
     "dict of tuples": (
@@ -387,7 +387,7 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
 
 
 class PairStage(nn.Module):
-    """Mixes two tensors of a container and tells what it received, and in backward when the gradients pass."""
+    """Mixes two tensors of a container. Records the container that it received, and an event in backward."""
 
     def __init__(self, index: int, pack: Any, unpack: Any) -> None:
         super().__init__()
@@ -479,7 +479,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
             losses.append(loss.item())
             self.assertTrue(torch.equal(loss, ref_loss), f"{loss} is not {ref_loss}")
             self._check_identical(ref_model, model)
-        self.assertEqual(len(set(losses)), ITERATIONS)  # each step has changed something
+        self.assertEqual(len(set(losses)), ITERATIONS)  # each step has changed the loss
         rates = {rate for scheduler in (ref_scheduler, *schedulers.values()) for rate in scheduler.get_last_lr()}
         self.assertEqual(len(rates), 1)
         self.assertEqual(rates.pop(), 1e-4)  # after two drops
@@ -491,9 +491,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
             self.assertTrue(torch.equal(param.to_local(), refs[name].to_local()), name)
 
     def _sharded_mlp(self, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
-        """A plain model, and its copy whose layers are wrapped one by one, with a root that has no parameters of its
-        own.
-        """
+        """A plain model, and a copy whose layers are wrapped one by one. The root has no parameters of its own."""
         manual_seed(42)
         ref_model = MLP(8, self.device)
         model = copy.deepcopy(ref_model)
@@ -506,7 +504,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         model(inputs.to(dtype)).square().sum().backward()
 
     def _ref_backward(self, ref_model: nn.Module, seed: int, dtype: torch.dtype) -> None:
-        """Compute in ``dtype``, and add up the gradients in float32."""
+        """Compute in ``dtype``, and accumulate the gradients in float32."""
         replica = copy.deepcopy(ref_model).to(dtype)
         self._backward(replica, seed, dtype)
         for param, computed in zip(ref_model.parameters(), replica.parameters()):
@@ -526,7 +524,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         param_dtype=[torch.float32, torch.bfloat16],
     )
     def test_post_acc_grad_hook_gradient_accumulation(self, reshard_after_forward, reshard_after_backward, param_dtype):
-        """Beyond upstream: no hook and no gradient before the microbatch that reduces; then once, with all of it."""
+        """Beyond upstream: hooks run only in the microbatch that reduces, once, with the accumulated gradient."""
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         ref_model, model = self._sharded_mlp(reshard_after_forward=reshard_after_forward, mp_policy=policy)
         model.set_reshard_after_backward(reshard_after_backward)
@@ -563,9 +561,9 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         reshard_after_forward=[True, False],
     )
     def test_post_acc_grad_hook_sees_final_gradient(self, offload_policy, reshard_after_forward):
-        """Beyond upstream: a hook gets the registered parameter, with the gradient that the backward ends with.
+        """Beyond upstream: a hook gets the registered parameter with the final gradient.
 
-        Offload must not make it wait: with a hook the gradient is copied to the host before the hook is called.
+        With offload, the gradient must be on the host before the hook is called.
         """
         ref_model, model = self._sharded_mlp(offload_policy=offload_policy, reshard_after_forward=reshard_after_forward)
         sharded = dict(model.named_parameters())
@@ -581,7 +579,7 @@ class TestFullyShardPostAccGradHookMultiProcess(FSDPTest):
         for name, param in sharded.items():
             for which in ("first", "second"):
                 param.register_post_accumulate_grad_hook(functools.partial(hook, name, which))
-        for step in range(2):  # the second adds to the gradients of the first
+        for step in range(2):  # the second step accumulates gradients
             self._backward(ref_model, step)
             self._backward(model, step)
             expected = self._mean_over_ranks(ref_model)

@@ -1,6 +1,6 @@
-"""``fsdp::chunk_cat_mixed_dtype``: how FSDP2 lays out gradients for a reduce-scatter, whatever dtypes they have.
+"""``fsdp::chunk_cat_mixed_dtype``: how FSDP2 lays out gradients of any dtypes for a reduce-scatter.
 
-Row ``i`` of the output holds what rank ``i`` will own: the ``i``-th chunk of rows of each tensor, one tensor after the
+Row ``i`` of the output is for rank ``i``. It holds the ``i``-th chunk of rows of each tensor, one tensor after the
 other, in the dtype of the output. Short chunks are padded with zeros.
 """
 
@@ -24,7 +24,7 @@ SHAPES = [(7, 3), (8,), (1, 2, 3), (5, 1)]  # only the second has four equal chu
 DTYPES = [
     [F32, F32, F32, F32],
     [BF16, BF16, BF16, BF16],
-    [BF16, F32, F32, BF16],  # what FSDP reduces if weights have a low precision and norms do not
+    [BF16, F32, F32, BF16],  # as in FSDP with bfloat16 weights and float32 norms
     [F32, F16, BF16, F64],
 ]
 
@@ -67,7 +67,7 @@ def empty_output(num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
 class TestFullyShardChunkCat(TestCase):
     @subtests(dtypes=DTYPES, out_dtype=[F32, BF16, F64], num_chunks=[1, 4], transposed=[False, True])
     def test_values(self, dtypes, out_dtype, num_chunks, transposed):
-        """Bit by bit equal to slices, and to ``torch._chunk_cat`` of inputs that were cast before."""
+        """The output is bitwise equal to slices, and to ``torch._chunk_cat`` of inputs that are cast first."""
         tensors = random_tensors(dtypes, transposed)
         self.assertEqual(tensors[0].is_contiguous(), not transposed)
         out = empty_output(num_chunks, out_dtype)
@@ -78,7 +78,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=[(F32, BF16), (BF16, BF16)])
     def test_second_dimension(self, dtypes):
-        """Chunks of columns stay apart for each row."""
+        """With ``dim=1`` each row is split into chunks of columns."""
         shapes = (2, 3), (2, 5)
         tensors = [torch.rand(shape, device=get_devtype()).to(dtype) for shape, dtype in zip(shapes, dtypes)]
         out = torch.empty(2, 2, 5, device=get_devtype())
@@ -88,7 +88,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=DTYPES)
     def test_output_inside_a_larger_tensor(self, dtypes):
-        """The output may be a view with gaps, which do not change."""
+        """The output may be a view with gaps. The gaps do not change."""
         tensors = random_tensors(dtypes)
         expected = by_hand(tensors, 4, F32)
         whole = torch.full((4, 2 * expected.size(1)), 7.0, device=get_devtype())
@@ -98,7 +98,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=DTYPES)
     def test_version_counter(self, dtypes):
-        """Autograd learns that the output was written, and refuses a backward that needs the old values."""
+        """Writing the output bumps its version, so autograd refuses a backward that needs the old values."""
         tensors, out = random_tensors(dtypes), empty_output(4, F32)
         versions = [tensor._version for tensor in tensors]
         factor = torch.ones_like(out, requires_grad=True)
@@ -112,7 +112,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=[(F32, F32), (F32, BF16)])
     def test_wrong_inputs(self, dtypes):
-        """All are refused before anything is written."""
+        """Wrong inputs are refused before anything is written."""
         tensors = [torch.ones(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(((3, 2), (4,)), dtypes)]
         out = torch.full((2, 6), 7.0, device=get_devtype())
         no_rows = [tensors[0], tensors[1][:0]]
@@ -138,7 +138,7 @@ class TestFullyShardChunkCat(TestCase):
         self.assertEqual(integers, torch.full_like(integers, 7))
 
     def test_wrong_shape_of_output(self):
-        """The output takes the right shape, with a warning unless it was empty, as with other operators."""
+        """The output is resized to the right shape, with a warning unless it was empty, as with other operators."""
         tensors = random_tensors(DTYPES[2])
         expected = by_hand(tensors, 4, F32)
         out = torch.empty(3, device=get_devtype())
@@ -151,7 +151,7 @@ class TestFullyShardChunkCat(TestCase):
 
     @subtests(dtypes=DTYPES)
     def test_fake_tensors(self, dtypes):
-        """Without data the operator has the same effect on shapes and versions, and raises the same errors."""
+        """On fake tensors the operator has the same effect on shapes and versions, and raises the same errors."""
         out_shape = empty_output(4, F32).shape
         with FakeTensorMode():
             tensors = [torch.empty(shape, dtype=dtype, device=get_devtype()) for shape, dtype in zip(SHAPES, dtypes)]
@@ -161,7 +161,7 @@ class TestFullyShardChunkCat(TestCase):
             out = torch.empty(0, device=get_devtype())
             chunk_cat(tensors, 4, out)
             self.assertEqual((out.shape, out.dtype), (out_shape, F32))
-            logger = logging.getLogger("torch._subclasses.fake_tensor")  # it would print the expected stack
+            logger = logging.getLogger("torch._subclasses.fake_tensor")  # it would print the stack
             with mock.patch.object(logger, "disabled", True):
                 with self.assertRaisesRegex(RuntimeError, "positive num_chunks"):
                     chunk_cat(tensors, 0, out)

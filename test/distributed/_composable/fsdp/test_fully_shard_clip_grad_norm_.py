@@ -1,5 +1,5 @@
-"""``torch.nn.utils.clip_grad_norm_`` over sharded gradients: the norm is that of the whole model, on all ranks, at
-one all-reduce for each mesh dimension over which gradients are split.
+"""``torch.nn.utils.clip_grad_norm_`` over sharded gradients: all ranks get the norm of the whole model. This takes one
+all-reduce for each mesh dimension over which gradients are sharded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, full, replicated
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each
 
-ITERATIONS = 2  # nothing steps and the input is fixed, so a third iteration would repeat the second
+ITERATIONS = 2  # no optimizer steps, so a third iteration would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
 
 
@@ -46,7 +46,7 @@ class _TestClipGradNormBase(FSDPTest):
         inp: torch.Tensor,
         dp_mesh: DeviceMesh | None = None,
     ) -> None:
-        """Clip the gradients of both models to a norm that they exceed, and compare norms and gradients."""
+        """Clip the gradients of both models to a norm below their own. Compare norms and gradients."""
         dp_mesh = dp_mesh or make_mesh(self.world_size)
         manual_seed(42 + dp_mesh.get_local_rank() + 1)
         for _ in range(ITERATIONS):
@@ -77,7 +77,7 @@ class _TestClipGradNormBase(FSDPTest):
                 self._check_clipped(param.grad.to_local(), local_grad, max_norm, norm_type)
                 self.assertEqual(param.grad.full_tensor(), ref_param.grad)
             clipped = [param.grad.full_tensor() for param in model.parameters()]
-            # An epsilon of 1e-6 beside the norm keeps the result below the limit.
+            # Clipping adds 1e-6 to the norm, so the result is slightly below the limit.
             self.assertEqual(norm_by_hand(clipped, norm_type).item(), max_norm, rtol=1e-5, atol=0)
 
     def _check_alike(self, norm: torch.Tensor, expected: torch.Tensor) -> None:
@@ -105,14 +105,14 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm_1d_rank_dependent_input(self):
-        """Beyond upstream: the gradients before the reduction differ by rank, and so do the magnitudes of shards."""
+        """Beyond upstream: gradients before the reduction differ by rank, and so do the magnitudes of shards."""
         for norm_type in (2, 1, math.inf):
             self._test_clip_grad_norm_1d(norm_type, seed_of_tokens=42 + self.rank)
 
     def _test_clip_grad_norm_1d(self, norm_type: float, seed_of_tokens: int) -> None:
         manual_seed(42)
         args = ModelArgs(dropout_p=0.0)
-        model = Transformer(args).double()  # in float32 a sum of thousands depends on the device's order of adding
+        model = Transformer(args).double()  # in float32 long sums depend on the device's order
         ref_model = replicated(model)
         shard_each((*model.layers, model))
         ref_optim, optim = optimizers(ref_model, model)
@@ -130,7 +130,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
             self._test_clip_grad_norm_2d(norm_type)
 
     def _test_clip_grad_norm_2d(self, norm_type: float) -> None:
-        """With tensor parallelism a gradient is split over two dimensions of the mesh."""
+        """With tensor parallelism a gradient is sharded over two mesh dimensions."""
         mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
         dp_mesh, tp_mesh = mesh["dp"], mesh["tp"]
         manual_seed(42)
@@ -145,8 +145,8 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)
 
     def _uneven(self, mesh: DeviceMesh) -> tuple[nn.Sequential, list[torch.Tensor]]:
-        """Sharded layers of 3, 6 and 1 features, after a backward. Most have no row for the last rank. The last layer
-        is not used in the loss. Returned with the expected gradients of the others.
+        """Sharded layers of 3, 6 and 1 features after a backward, and the expected gradients. On the last rank most
+        shards are empty. The loss does not use the last layer.
         """
         manual_seed(42)
         ref_model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 6), nn.Linear(6, 1)).to(self.device)
@@ -163,7 +163,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(foreach=[True, False, None], norm_type=[2.0, 1.0, 3.0], mesh_shape=[(4,), (2, 2)])
     def test_uneven_shards(self, foreach, norm_type, mesh_shape):
-        """Beyond upstream: uneven and empty shards, parameters without gradient, replicas that count once."""
+        """Beyond upstream: shards may be uneven or empty, parameters may lack gradients, and replicas count once."""
         names = ("replicate", "shard")[-len(mesh_shape) :]
         model, ref_grads = self._uneven(make_mesh(*mesh_shape, names=names))
         if mesh_shape == (4,):
@@ -191,7 +191,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(4)
     @subtests(norm_type=[2.0, 1.0, 3.0])
     def test_norm_and_clip_apart(self, norm_type):
-        """Beyond upstream: the norm and then the clipping have the same results and cost as both together."""
+        """Beyond upstream: separate calls for the norm and the clipping have the same results and collectives."""
         (model, ref_grads), (split, _) = (self._uneven(make_mesh(self.world_size)) for _ in range(2))
         with CommDebugMode() as in_one:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
@@ -207,7 +207,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
             self.assertEqual(split_param.grad.to_local(), param.grad.to_local(), rtol=0, atol=0)
 
     def _raises(self, rank: int, value: float, norm_type: float) -> bool:
-        """Whether clipping raises here when one number of one rank's shard is not finite. Nothing may be clipped."""
+        """Whether clipping raises on this rank if one rank's shard has a non-finite value. Nothing may be clipped."""
         manual_seed(42)
         layer = fully_shard(nn.Linear(4, 4, bias=False, device=self.device))
         layer(torch.ones(2, 4, device=self.device) + self.rank).sum().backward()
@@ -225,12 +225,12 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
 
     def _check_raises_on_all_ranks(self, rank: int, value: float, norm_type: float) -> None:
         raised = torch.tensor(int(self._raises(rank, value, norm_type)), device=self.device)
-        dist.all_reduce(raised)  # which also shows that no rank is behind
+        dist.all_reduce(raised)  # also checks that all ranks get here
         self.assertEqual(raised.item(), self.world_size, "ranks that raise")
 
     @skip_if_lt_x_gpu(4)
     def test_error_if_nonfinite(self):
-        """Beyond upstream: one number that is not finite, on one rank, is an error on all of them."""
+        """Beyond upstream: one non-finite value on one rank is an error on all ranks."""
         config = {"rank": list(range(self.world_size)), "value": [math.inf, -math.inf, math.nan], "norm_type": [2.0]}
         self.run_subtests(config, self._check_raises_on_all_ranks)
         config |= {"value": [math.inf, -math.inf], "norm_type": [math.inf]}
@@ -241,14 +241,14 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @requires(lambda: None if accelerator.current().backend == "gloo" else "the defect was seen with gloo alone")
     @skip_if_lt_x_gpu(4)
     def test_nan_in_largest_magnitude(self):
-        """Beyond upstream: a NaN on one rank makes the norm of infinite order NaN, an error on all ranks.
+        """Beyond upstream: a NaN on one rank makes the infinity norm NaN, which is an error on all ranks.
 
-        It does not, a defect seen with torch 2.13.0: gloo's MAX drops a NaN of any rank but the first. The norm comes
-        out finite and the NaN goes on into the optimizer. In four ranks::
+        It does not, a defect seen with torch 2.13.0. gloo's MAX drops a NaN from any rank but the first. The norm is
+        finite, and the NaN reaches the optimizer. On four ranks::
 
             value = torch.tensor(torch.nan if dist.get_rank() == 2 else 1.0)
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
-            print(value)  # 1. everywhere; nan everywhere when it is rank 0 that has it
+            print(value)  # 1. on all ranks; nan on all ranks if rank 0 has the NaN
         """
         for rank in range(self.world_size):
             self._check_raises_on_all_ranks(rank, math.nan, math.inf)
@@ -268,18 +268,18 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude(self):
-        """Beyond upstream: the norm of infinite order where every rank has a row; see the next test."""
+        """Beyond upstream: the infinity norm works if every rank has a row. The next test has a rank without rows."""
         self._largest_magnitude(4)
 
     @torch_defect("fsdp2_inf_norm_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
-        """Beyond upstream: the norm of infinite order where the last rank has no row.
+        """Beyond upstream: the infinity norm works if the last rank has no row.
 
-        That rank raises "cannot compute the infinity norm on an empty tensor", a defect seen with torch 2.13.0, since
-        DTensor asks each rank for the norm of its shard (``common_reduction_strategy`` in
-        ``torch.distributed.tensor._ops._math_ops``); the others wait for it in the all-reduce until they time out.
-        So it is here in threads, where an error ends the wait of the others. In four ranks::
+        That rank raises "cannot compute the infinity norm on an empty tensor", a defect seen with torch 2.13.0. DTensor
+        computes the norm of each rank's shard (``common_reduction_strategy`` in
+        ``torch.distributed.tensor._ops._math_ops``). The other ranks wait in the all-reduce until they time out. This
+        test runs in threads, where an error on one rank ends the wait of the others. On four ranks::
 
             layer = fully_shard(nn.Linear(2, 3, bias=False))
             layer(torch.ones(1, 2)).sum().backward()

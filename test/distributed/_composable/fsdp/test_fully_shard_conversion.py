@@ -1,7 +1,7 @@
-"""Conversions of an FSDP2 model: ``to``, ``half``, ``cpu`` and the like do to shards what they do to a plain module.
+"""Conversions of an FSDP2 model: ``to``, ``half``, ``cpu`` and the like convert shards as they convert a plain module.
 
-Before the first forward every conversion works. Afterwards FSDP2 has buffers of one dtype: a conversion either works or
-is refused, and no forward computes with parameters as they were before it.
+Before the first forward every conversion works. After it FSDP2 has buffers of one dtype. A later conversion either
+works or is refused, and no forward uses the parameters from before the conversion.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
 
 
 class Model(nn.Module):
-    """Layers that share a weight, a frozen one, one with fewer rows than there are ranks, and two kinds of buffers."""
+    """Two layers with a shared weight, a frozen layer, a layer with fewer rows than ranks, and two kinds of buffers."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def sharded(model: Model, **kwargs: Any) -> Any:
-    """The model with a unit of its own for a layer, one for two layers, and one for the rest."""
+    """Shard the model with one group for a layer, one for two layers, and one for the rest."""
     fully_shard(model.first, **kwargs)
     fully_shard([model.second, model.tied], **kwargs)
     return fully_shard(model, **kwargs)
@@ -70,7 +70,7 @@ def sharded(model: Model, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def refusing(param: torch.Tensor) -> Iterator[None]:
-    """Inside the context no conversion can put another tensor in the place of this parameter."""
+    """Within the context, conversions of this parameter fail."""
     reference = weakref.ref(param)
     yield
     del reference
@@ -80,12 +80,12 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     world_size = 2
 
     def _pair(self, **kwargs: Any) -> tuple[Model, Any]:
-        """Return a plain model, and an equal one to which FSDP is applied."""
+        """Return a plain model and a sharded copy."""
         plain = filled(Model(self.device))
         return plain, sharded(copy.deepcopy(plain), **kwargs)
 
     def _check_same(self, model: nn.Module, plain: nn.Module) -> None:
-        """Check that parameters, gradients and buffers have the dtypes and the full values of the plain model."""
+        """Check that parameters, gradients and buffers have the dtypes and values of the plain model."""
         self.assertEqual([name for name, _ in model.named_parameters()], [name for name, _ in plain.named_parameters()])
         for name, param in model.named_parameters():
             ref_param = plain.get_parameter(name)
@@ -114,7 +114,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
             self.assertIs(CONVERSIONS[conversion](model, self.device), model)
 
     def _backward(self, plain: Any, model: Any, param_dtype: torch.dtype | None = None, seed: int = 0) -> None:
-        """One on both, with numbers of each rank's own. Outputs and gradients must be the same, bit for bit."""
+        """Run a backward of both models on data that differs by rank. Outputs and gradients must be bitwise equal."""
         inp = uniform(3, 4, seed=10 * seed + self.rank).to(plain.first.weight.dtype)
         output = model(inp)
         loss_of(output).backward()
@@ -142,7 +142,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), shard_placement_fn=[None, shard_largest_dim])
     def test_before_first_forward(self, conversion, shard_placement_fn):
-        """The shards are those of the converted plain model, and train in the same way."""
+        """The shards have the values of the converted plain model and train like it."""
         plain, model = self._pair(shard_placement_fn=shard_placement_fn)
         self._convert(conversion, plain, model)
         self._check_same(model, plain)
@@ -157,9 +157,9 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         conversion=list(CONVERSIONS), param_dtype=[None, bf16], keeps_gradients=[True, False], unsharded=[True, False]
     )
     def test_between_steps(self, conversion, param_dtype, keeps_gradients, unsharded):
-        """Parameters and gradients are converted, and the next step is that of the converted model, or is refused.
+        """After a conversion the next step equals that of the converted plain model, or it is refused.
 
-        What was refused works with the dtype of the first forward. What is written to the parameters in between counts.
+        A refused model works again in the dtype of the first forward. It uses values written to the parameters since.
         """
         plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=f32))
         self._backward(plain, model, param_dtype)
@@ -178,7 +178,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         except RuntimeError as refusal:
             self.assertIn("dtype", str(refusal))
             if not torch_facts.RESET_DROPS_ACCUMULATED_GRADIENTS:
-                return  # the model cannot be used any more
+                return  # the model is no longer usable
             model.reset_iter_state()
             plain.zero_grad()
             self._check_same(model, plain)
@@ -190,7 +190,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_integers_are_refused(self):
-        """No module is converted to integers. That changes nothing, and training continues."""
+        """A conversion to integers is refused and changes nothing. Training continues."""
         plain, model = self._pair()
         for step in range(2):
             for each in (plain, model):
@@ -203,7 +203,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(trained=[False, True])
     def test_repeat_after_failure(self, trained):
-        """If a conversion raised halfway, another one completes it, and each value is converted once."""
+        """If a conversion raises halfway, a second call completes it. Each value is converted once."""
         plain, model = self._pair()
         if trained:
             self._backward(plain, model)
@@ -218,7 +218,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @torch_defect("fsdp2_failed_conversion_leaves_old_shards")
     @skip_if_lt_x_gpu(1)
     def test_train_after_failure(self):
-        """After a conversion that raised halfway, a forward computes with the current parameters, or raises."""
+        """If a conversion raises halfway, the next forward uses the current parameters or raises."""
         plain, model = self._pair(mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=f32))
         self._backward(plain, model, bf16)
         with refusing(model.second.bias), contextlib.suppress(RuntimeError):
@@ -250,7 +250,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), grad_dtype=[torch.float64, None, f32])
     def test_grad_dtype_is_kept(self, conversion, grad_dtype):
-        """A parameter keeps its grad_dtype, and its gradient is not converted. Others are converted."""
+        """A parameter with a grad_dtype keeps it, and its gradient is not converted. Other gradients are converted."""
         model = filled(Model(self.device))
         for param in (model.first.weight, model.second.weight):
             param.grad_dtype = grad_dtype
@@ -270,7 +270,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), loads=[False, True])
     def test_train_with_grad_dtype(self, conversion, loads):
-        """Converted before the first forward, or loaded in the place of the old, parameters ask for what they did."""
+        """Parameters keep their grad_dtype if they are converted before the first forward, or replaced by loading."""
         model = filled(Model(self.device))
         model.first.weight.grad_dtype = f32
         reference = copy.deepcopy(model)

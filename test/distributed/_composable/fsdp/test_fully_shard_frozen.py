@@ -1,7 +1,7 @@
-"""FSDP2 with frozen parameters, beside trainable ones in a group and in groups of their own.
+"""FSDP2 with frozen parameters, in groups with trainable ones and in separate groups.
 
-Only what is trainable is reduced, each group does so at its turn in the backward and not at its end, and what is frozen
-may change from one iteration to the next.
+Only trainable parameters are reduced. Each group reduces in turn during the backward, not at its end. The set of frozen
+parameters may change between iterations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, replicated
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
-ITERATIONS = 4  # two after the first, which has no gradients yet, for each way to zero them
+ITERATIONS = 4  # the first has no gradients; both ways to zero them follow
 
 
 def is_bias(name: str) -> bool:
@@ -41,7 +41,7 @@ def train_only(model: nn.Module, trainable: Callable[[str], bool]) -> None:
 
 
 class MultiForward(nn.Module):
-    """Calls a trainable and a frozen layer alternately three times, with additions outside of autograd."""
+    """Calls a trainable and a frozen layer alternately three times, with additions under no_grad in between."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     @contextlib.contextmanager
     def _counted_post_backwards(self) -> Iterator[list[int]]:
-        """Records each group whose backward was ended by autograd and not by the final callback."""
+        """Count the groups whose post-backward is run by autograd, not by the final callback."""
         calls: list[int] = []
         original = internals.fsdp2_param_group.RegisterPostBackwardFunction.backward
 
@@ -102,7 +102,7 @@ class TestFullyShardFrozen(FSDPTest):
     def test_train_mixed_requires_grad_per_group(
         self, reshard_after_forward, use_activation_checkpointing, freeze_after_init
     ):
-        """Biases train beside frozen weights; only they are reduced."""
+        """Biases are trainable and weights frozen. Only the biases are reduced."""
         dim = 32
         manual_seed(42)
         model = nn.Sequential(*(MLP(dim) for _ in range(3)))
@@ -133,7 +133,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[False, True, 2], unfreeze_params=[False, True])
     def test_train_mixed_requires_grad_across_groups(self, reshard_after_forward, unfreeze_params):
-        """Frozen groups alternate with trainable ones, some of them until the last iteration."""
+        """Frozen groups alternate with trainable ones. With ``unfreeze_params`` all train in the last iteration."""
         manual_seed(42)
         modules: list[nn.Module] = []
         for _ in range(6):
@@ -165,7 +165,7 @@ class TestFullyShardFrozen(FSDPTest):
                     optim.step()
                 self.assertEqual(losses[1], losses[0])
                 for linear in list(model)[::2]:
-                    linear.reshard()  # what no backward has reached may be whole still
+                    linear.reshard()  # it may still be unsharded if no backward has run through it
                 check_sharded_parity(self, ref_model, model)
                 # The inputs of the first layer, and of the second while the first is frozen, have no gradient.
                 expected = 0 if iteration == 1 else 5 if unfreeze_params and iteration == 2 else 4
@@ -185,11 +185,11 @@ class TestFullyShardFrozen(FSDPTest):
             self._check_step(ref_model, model, optims, iteration, dim=5)
 
     def _mixed_model(self, **kwargs: Any) -> tuple[nn.Sequential, nn.Sequential]:
-        """A plain and a sharded MLP with trainable biases, one all trainable, one all frozen, in this order."""
+        """A plain and a sharded model of three MLPs: one with trainable biases, one trainable, one frozen."""
         manual_seed(42)
         ref_model = nn.Sequential(*(MLP(6, self.device, dim_multiplier=2) for _ in range(3)))
         for mlp in ref_model:
-            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1.0)  # so that not many ReLUs are closed
+            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1.0)  # to keep most ReLUs active
         train_only(ref_model, lambda name: name.startswith("1.") or (name.startswith("0.") and is_bias(name)))
         model = copy.deepcopy(ref_model)
         shard_each((*model, model), **kwargs)
@@ -198,7 +198,7 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2])
     def test_frozen_parameters_stay(self, reshard_after_forward):
-        """Beyond upstream: in ten steps a frozen parameter gets no gradient and does not change by a bit."""
+        """Beyond upstream: in ten steps a frozen parameter gets no gradient and stays bitwise the same."""
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         optim = ShardAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         start = {name: param.to_local().clone() for name, param in model.named_parameters()}
@@ -211,7 +211,7 @@ class TestFullyShardFrozen(FSDPTest):
                 self.assertEqual(param.requires_grad, name in trainable, name)
             optim.step()
             optim.zero_grad(set_to_none=iteration % 2 == 0)
-        model.unshard()  # which must not bring a gradient or an old value to light
+        model.unshard()  # the unsharded parameters have no gradients
         for name, param in model.named_parameters():
             self.assertTrue(name in trainable or param.grad is None, name)
         model.reshard()
@@ -222,10 +222,9 @@ class TestFullyShardFrozen(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False], input_requires_grad=[False, True])
     def test_communication(self, reshard_after_forward, input_requires_grad):
-        """Beyond upstream: which groups gather, which reduce, and whose backward autograd ends, exactly and in every
-        iteration.
+        """Beyond upstream: in every iteration the right groups gather, reduce, and have a post-backward from autograd.
 
-        A frozen group is gathered, for the gradient of its input too, and never reduced.
+        A frozen group is gathered, also for the gradient of its input, and never reduced.
         """
         ref_model, model = self._mixed_model(reshard_after_forward=reshard_after_forward)
         for iteration in range(3):
@@ -236,7 +235,7 @@ class TestFullyShardFrozen(FSDPTest):
                 CommDebugMode() as communication,
             ):
                 model(inp).square().sum().backward()
-            # In the order of the backward. Four ranks have as many rows each, so that six rows count as eight.
+            # In the order of the backward. Rows are padded to a multiple of four, so six rows count as eight.
             biases = 12 + 8
             expected = [(12 * 6 + 8 * 12 + biases) // 4, biases // 4]
             self.assertEqual([output.numel() for output in calls.values("reduce_scatter", "output")], expected)
@@ -268,12 +267,12 @@ class TestFullyShardFrozen(FSDPTest):
             for iteration, trainable in enumerate(choices):
                 for module in (ref_model, model):
                     train_only(module, trainable.__contains__)
-                for seed in (2 * iteration, 2 * iteration + 1):  # the gradients of the second are added
+                for seed in (2 * iteration, 2 * iteration + 1):  # the second accumulates gradients
                     for module in (ref_model, model):
                         output = module(self._inputs(seed, 2, 4, requires_grad=input_requires_grad))
                         if output.requires_grad:
                             output.square().sum().backward()
-                model.reshard()  # what no backward has reached may be whole still
+                model.reshard()  # it may still be unsharded if no backward has run through it
                 expected = [sum(numels[name] for name in trainable) // self.world_size] * 2 if trainable else []
                 self.assertEqual([output.numel() for output in calls.values("reduce_scatter", "output")], expected)
                 calls.clear()
@@ -303,17 +302,17 @@ class TestFullyShardFrozen(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_trainable_forward(self):
-        """Beyond upstream: a layer that was trainable at its first forward reduces in the dtype that was asked for."""
+        """Beyond upstream: a layer that is trainable in its first forward reduces in the requested dtype."""
         self._reduces_in_float32_after(first_is_frozen=False)
 
     @torch_defect("fsdp2_frozen_first_forward_breaks_training", "fsdp2_frozen_first_forward_ignores_reduce_dtype")
     @skip_if_lt_x_gpu(4)
     def test_reduce_dtype_after_frozen_forward(self):
-        """Beyond upstream: so does one that was frozen then and is trained later.
+        """Beyond upstream: a layer that is frozen in its first forward and trained later reduces in that dtype, too.
 
-        It does not before 2.14, a defect seen with torch 2.13.0: ``FSDPParamGroup._init_mp_dtypes`` takes the dtypes of
-        gradients from the parameters that are trainable at the first forward, once, and without any leaves them unset.
-        The gradient is reduced in bfloat16, and cannot be assigned to the float32 parameter. On each rank::
+        It does not before 2.14, a defect seen with torch 2.13.0. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of
+        gradients once, from the parameters that are trainable in the first forward. Without any it leaves them unset.
+        The gradient is reduced in bfloat16 and cannot be assigned to the float32 parameter. On each rank::
 
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=True)

@@ -1,7 +1,7 @@
-"""``torch.amp.GradScaler`` over gradients that are sharded: all ranks must come to the same verdict on a step.
+"""``torch.amp.GradScaler`` over sharded gradients: all ranks must agree whether to skip a step.
 
-Each rank sees the non-finite values of its own shards only. DTensor's handler of the unscaling op tells the others;
-without that, some ranks would step where others skip, and the model would fall apart in silence.
+Each rank sees only the non-finite values of its own shards. DTensor's handler of the unscaling op shares the result
+with all ranks. Otherwise some ranks would step while others skip, and the model would silently become inconsistent.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class TestFullyShardGradientScaler(FSDPTest):
         return uniform(*shape, seed=1000 + seed) + 0.1
 
     def _found_inf(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> float:
-        """The one record of this rank's device, which must be a plain 0 or 1."""
+        """The scaler's ``found_inf`` for this rank's device, which must be a plain 0 or 1."""
         records = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         self.assertEqual(list(records), [self.device])
         return records[self.device].item()
 
     def _check_on_all_ranks(self, **expected: tuple[float, float]) -> None:
-        """Each value, given as (found here, expected), must be the expected one on every rank."""
+        """Each pair (value on this rank, expected value) must match on every rank."""
         here = torch.tensor([found for found, _ in expected.values()], device=self.device)
         everywhere = [torch.empty_like(here) for _ in range(self.world_size)]
         dist.all_gather(everywhere, here)
@@ -104,12 +104,12 @@ class TestFullyShardGradientScaler(FSDPTest):
         return make_mesh(2, 2, names=("dp", "tp"))
 
     def _stack_2d(self) -> tuple[nn.Module, torch.Tensor]:
-        """Three MLPs under tensor parallelism inside FSDP, and an input that is alike along tensor parallelism."""
+        """Three MLPs with tensor parallelism inside FSDP, and an input that tensor-parallel ranks share."""
         mesh = self._mesh_2d()
         torch.manual_seed(0)
         model = nn.Sequential(*(MLP(2, self.device) for _ in range(3)))
         for param in model.parameters():
-            nn.init.uniform_(param, 0.1, 1.0)  # so that no ReLU is closed and every gradient has something to scale
+            nn.init.uniform_(param, 0.1, 1.0)  # every ReLU is active, so no gradient is zero
         plan = {f"{i}.{name}": style() for i in range(3) for name, style in TP_STYLES.items()}
         parallelize_module(model, mesh["tp"], plan)
         return self._sharded(model, mesh["dp"]), self._inputs(mesh.get_local_rank("dp"), 2)
@@ -117,7 +117,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(first_is_skipped=[True, False])
     def test_parameters_after_step(self, first_is_skipped):
-        """Beyond upstream: a skipped step leaves every parameter as it was, the others train as without a scaler."""
+        """Beyond upstream: a skipped step does not change parameters. Other steps train as without a scaler."""
         ref_model, model = self._two_linears(), self._sharded(self._two_linears())
         ref_optimizer, optimizer = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ref_model, model))
         scaler = self._scaler()
@@ -139,12 +139,12 @@ class TestFullyShardGradientScaler(FSDPTest):
             self.assertEqual(unchanged, [skipped] * 2)
             if not skipped:
                 ref_optimizer.step()
-                check_sharded_parity(self, ref_model, model)  # its gradients are unscaled by now
+                check_sharded_parity(self, ref_model, model)  # the gradients are already unscaled
 
     @skip_if_lt_x_gpu(4)
     @subtests(rank=[0, 1, 2, 3], value=[math.inf, -math.inf, math.nan], layer=[0, 1])
     def test_any_rank_any_value(self, rank, value, layer):
-        """Beyond upstream: if one rank finds a number that is not finite in any parameter, all ranks learn of it."""
+        """Beyond upstream: if one rank finds a non-finite value in any gradient, all ranks skip the step."""
         model = self._sharded(self._two_linears())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         scaler = self._scaler()
@@ -160,7 +160,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(has_inf=[True, False])
     def test_ranks_without_a_shard(self, has_inf):
-        """Beyond upstream: ranks whose shards are empty learn what the others found."""
+        """Beyond upstream: ranks with empty shards get the result of the other ranks."""
         model = fully_shard(nn.Linear(4, 2, bias=False, device=self.device))
         self.assertEqual(model.weight.to_local().numel(), 4 if self.rank < 2 else 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -172,10 +172,10 @@ class TestFullyShardGradientScaler(FSDPTest):
         self._check_on_all_ranks(found_inf=(self._found_inf(scaler, optimizer), has_inf))
 
     def _norm_then_mlp(self, norm_has_tp: bool = True) -> nn.Sequential:
-        """A layer norm before an MLP that is split over the ``tp`` ranks, on which the norm's parameters are alike.
+        """A layer norm before an MLP that is sharded over ``tp``. The norm's parameters are the same on all tp ranks.
 
-        With ``norm_has_tp`` they are DTensors of the whole mesh and say so; else tensor parallelism knows nothing of
-        them, and they are sharded over ``dp`` alone.
+        With ``norm_has_tp`` they are DTensors on the whole mesh, replicated over ``tp``. Otherwise only FSDP shards
+        them, over ``dp``.
         """
         mesh = self._mesh_2d()
         torch.manual_seed(0)
@@ -188,7 +188,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         return self._sharded(model, mesh["dp"])
 
     def _check_agreement_2d(self, model: nn.Sequential, params: list[nn.Parameter]) -> None:
-        """Put an inf into the split weight on one rank; every rank of the mesh has to find it."""
+        """Put an inf into the tp-sharded weight's gradient on one rank. Every rank of the mesh must find it."""
         optimizer = torch.optim.SGD(params, lr=1e-2)
         scaler = self._scaler()
         scaler.scale(model(self._inputs(self.rank // 2, 2, 4)).sum()).backward()
@@ -200,18 +200,18 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(norm_has_tp=[True, False])
     def test_split_parameter_first(self, norm_has_tp):
-        """Beyond upstream: with a split parameter first in the optimizer the whole mesh agrees."""
+        """Beyond upstream: if the optimizer's first parameter is ``tp``-sharded, the whole mesh agrees."""
         model = self._norm_then_mlp(norm_has_tp)
         self._check_agreement_2d(model, [*model[1].parameters(), *model[0].parameters()])
 
     @torch_defect("fsdp2_scaler_disagrees_over_two_meshes")
     @skip_if_lt_x_gpu(4)
     def test_replicated_parameter_first(self):
-        """Beyond upstream: with a ``tp``-replicated parameter first in the optimizer the whole mesh agrees.
+        """Beyond upstream: if the optimizer's first parameter is ``tp``-replicated, the whole mesh agrees.
 
-        It does not, a defect of torch seen with 2.13.0: ``found_inf_reduce_handler`` of ``torch.distributed.tensor``
-        goes by the first gradient alone, and does not reduce over the mesh dimensions on which that is replicated.
-        The ranks then part in silence: ranks 1 and 3 skip the step, 0 and 2 take it. In four ranks::
+        It does not, a defect of torch seen with 2.13.0. ``found_inf_reduce_handler`` of ``torch.distributed.tensor``
+        uses only the placements of the first gradient. It does not reduce over the mesh dimensions on which that
+        gradient is replicated. Ranks 1 and 3 skip the step, while ranks 0 and 2 take it. On four ranks::
 
             mesh = init_device_mesh(accelerator.current().type, (2, 2))
             replicated = distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()])
@@ -220,7 +220,7 @@ class TestFullyShardGradientScaler(FSDPTest):
                 split.to_local().fill_(torch.inf)
             found = torch.zeros(())
             torch._amp_foreach_non_finite_check_and_unscale_([replicated, split], found, torch.ones(()))
-            print(found)  # 0, 1, 0, 1 by rank; 1 everywhere with [split, replicated]
+            print(found)  # 0, 1, 0, 1 by rank; 1 on all ranks with [split, replicated]
         """
         model = self._norm_then_mlp()
         self._check_agreement_2d(model, list(model.parameters()))
@@ -228,10 +228,10 @@ class TestFullyShardGradientScaler(FSDPTest):
     @torch_defect("fsdp2_scaler_disagrees_over_two_meshes")
     @skip_if_lt_x_gpu(4)
     def test_parameter_of_one_dimension_first(self):
-        """Beyond upstream: with a parameter that only FSDP shards first in the optimizer the whole mesh agrees.
+        """Beyond upstream: if only FSDP shards the optimizer's first parameter, the whole mesh agrees.
 
-        It does not, for the same reason and with the same outcome as in ``test_replicated_parameter_first``, seen with
-        torch 2.13.0; there, put ``distribute_tensor(torch.ones(2), mesh["dp"], [Shard(0)])`` first instead.
+        It does not (seen with torch 2.13.0), for the reason given in ``test_replicated_parameter_first``. To see it in
+        the code there, put ``distribute_tensor(torch.ones(2), mesh["dp"], [Shard(0)])`` first instead.
         """
         model = self._norm_then_mlp(norm_has_tp=False)
         self._check_agreement_2d(model, list(model.parameters()))
@@ -242,10 +242,9 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(rank=[0, 1, 2, 3], infinite=["input", "loss weight"])
     def test_hsdp_reduction_spreads_inf(self, rank, infinite):
-        """Beyond upstream: what is not finite on one rank reaches its replicas by the reduction, the rest by the
-        scaler.
+        """Beyond upstream: the reduction spreads a non-finite value to the replicas, and the scaler to all other ranks.
 
-        An infinite input spoils a column, and so every shard; an infinite loss weight spoils one row of one shard.
+        An infinite input affects a column, and so every shard. An infinite loss weight affects one row of one shard.
         """
         mesh = self._mesh_hsdp()
         torch.manual_seed(0)
@@ -269,7 +268,7 @@ class TestFullyShardGradientScaler(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(hsdp=[True, False])
     def test_scale_over_steps(self, hsdp):
-        """Beyond upstream: finite, inf, finite with growth at each good step: the scale goes 2, 4, 2, 4."""
+        """Beyond upstream: after a finite, an infinite and a finite step, the scale goes 2, 4, 2, 4."""
         model = self._sharded(self._two_linears(), self._mesh_hsdp() if hsdp else None)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         scaler = self._scaler(growth_interval=1)
@@ -279,7 +278,7 @@ class TestFullyShardGradientScaler(FSDPTest):
                 inputs[2, 1] = math.inf
             optimizer.zero_grad()
             scaler.scale(model(inputs).sum()).backward()
-            scaler.step(optimizer)  # unscales by itself
+            scaler.step(optimizer)  # step also unscales
             scaler.update()
             self._check_on_all_ranks(scale=(scaler.get_scale(), scale_after))
         states = [optimizer.state[param] for param in model.parameters()]

@@ -1,6 +1,6 @@
-"""``fully_shard(..., ignored_params=...)``: parameters that FSDP leaves whole, for an outer wrapper or for nobody.
+"""``fully_shard(..., ignored_params=...)``: parameters that FSDP does not shard. DDP may manage them, or nothing does.
 
-The larger test nests the two: data parallelism (DDP) around a model, FSDP around its middle, DDP's again within that.
+The larger test nests both: DDP wraps a model, FSDP wraps a part of it, and DDP manages a part within that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class B(nn.Module):
 
 
 class A(nn.Module):
-    """The sum over all of ``B(x) + addend``."""
+    """Returns the sum of all elements of ``B(x) + addend``."""
 
     def __init__(self, dim: int, addend: torch.Tensor, subtrahend: torch.Tensor) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _find_all_fsdped_modules(module: nn.Module) -> set[str]:
 
 
 def _discover_ddp_ignored_params(module: nn.Module) -> set[str]:
-    """The names of all parameters that are below a module of FSDP's."""
+    """The names of all parameters below FSDP modules."""
     names = set()
     for path in _find_all_fsdped_modules(module):
         names |= {_append_prefix(path, name) for name, _ in module.get_submodule(path).named_parameters()}
@@ -93,7 +93,7 @@ def _discover_ddp_ignored_params(module: nn.Module) -> set[str]:
 def _modify_ddp_ignored_params(
     ddp_ignored: set[str], fsdp_ignored: set[nn.Parameter], param_to_name: dict[nn.Parameter, str]
 ) -> set[str]:
-    """What FSDP ignores is DDP's after all. The names must be of before the wrapping, when parameters were whole."""
+    """DDP must not ignore the parameters that FSDP ignores. ``param_to_name`` is from before the wrapping."""
     return ddp_ignored - {param_to_name[param] for param in fsdp_ignored}
 
 
@@ -107,7 +107,7 @@ def _discover_fsdp_ignored_params(module: nn.Module, path: str) -> set[nn.Parame
 def _post_order_wrap_fsdp(
     module: nn.Module, path: str, ignored_path: str, ignored_params: set[nn.Parameter], **kwargs: Any
 ) -> None:
-    """Wrap what is below ``module`` and then itself, except at and below ``ignored_path``."""
+    """Wrap all modules below ``module`` and then ``module``, except those at and below ``ignored_path``."""
     if path == ignored_path:
         return
     for name, child in module.named_children():
@@ -133,7 +133,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
         return DDP(model, device_ids=None if device.index is None else [device.index], broadcast_buffers=False)
 
     def _ddp_fsdp_ddp(self, model: A) -> DDP:
-        """Put FSDP around ``module_b`` but for ``module_c``, and DDP around all; each must find what is its own."""
+        """Apply FSDP to ``module_b`` without ``module_c``, and DDP to the model. Check what each manages."""
         _, param_to_name = _find_name_param_mappings(model)
         fsdp_ignored = _discover_fsdp_ignored_params(model, IGNORED_PATH)
         _post_order_wrap_fsdp(model.module_b, "module_b", IGNORED_PATH, fsdp_ignored)
@@ -151,7 +151,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ddp_A_fsdp_B_ddp_C(self):
-        """DDP around FSDP around DDP trains as DDP alone."""
+        """A model with FSDP inside DDP, and DDP parameters inside FSDP, trains like a model with only DDP."""
         device = self.device
         model, inp = _generate_model_and_input()
         model, inp = model.to(device), inp.to(device)
@@ -176,8 +176,8 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_who_averages(self):
-        """Beyond upstream: with other inputs on each rank every gradient is averaged once; of what FSDP ignores by
-        DDP, in whole."""
+        """Beyond upstream: if inputs differ by rank, each gradient is averaged once. DDP averages the gradients of
+        parameters that FSDP ignores."""
         device = self.device
         model, inp = _generate_model_and_input()
         ref_model = copy.deepcopy(model).to(device)
@@ -202,7 +202,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_buffers_below_ignored_path(self):
-        """Beyond upstream: the search for parameters to ignore refuses buffers, which nobody would keep alike."""
+        """Beyond upstream: the search for ignored parameters refuses buffers, because nothing would sync them."""
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
         self.assertEqual(_discover_fsdp_ignored_params(model, "1"), set(model[1].parameters()))
         with self.assertRaisesRegex(ValueError, "0 has buffers"):
@@ -210,7 +210,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
 
 class Tied(nn.Module):
-    """Two layers with biases of their own and one weight."""
+    """Two layers with separate biases and one shared weight."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Tied(nn.Module):
 
 
 class Optional(nn.Module):
-    """Adds an extra layer's output to a layer's, if it is asked to."""
+    """Adds the output of an extra layer if ``use_extra`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
         return gather, reduce_scatter
 
     def _backward(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """A backward of both models, with an input of this rank's own and the same for both."""
+        """Run a backward of both models on the same input, which differs by rank."""
         inp = torch.sin(torch.arange(8.0, device=self.device)).view(2, 4) * (self.rank + 1)
         outputs = [module(inp) for module in (ref_model, model)]
         self.assertEqual(outputs[1], outputs[0])
@@ -254,7 +254,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
             output.square().sum().backward()
 
     def _check_gradients(self, ref_model: nn.Module, model: nn.Module, ignored: set[str]) -> None:
-        """Those of sharded parameters must be means over ranks, those of ignored ones what this rank computed."""
+        """Gradients of sharded parameters must be means over ranks, those of ignored parameters local."""
         params = dict(model.named_parameters())
         self.assertEqual(list(params), [name for name, _ in ref_model.named_parameters()])
         self.assertEqual({name for name, param in params.items() if not isinstance(param, DTensor)}, ignored)
@@ -267,13 +267,13 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_stay(self):
-        """Beyond upstream: ignored parameters are the objects that they were, with their memory, and nobody else's."""
+        """Beyond upstream: ignored parameters stay the same objects in the same memory. They are not communicated."""
         ref_model = filled(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).to(self.device)
         model = copy.deepcopy(ref_model)
         ignored = {"2.weight": model[2].weight, "2.bias": model[2].bias}
         pointers = [param.data_ptr() for param in ignored.values()]
         gather, reduce_scatter = self._sharded(model, set(ignored.values()))
-        for _ in range(2):  # the gradients of the second are added
+        for _ in range(2):  # the second accumulates gradients
             self._backward(ref_model, model)
             self._check_gradients(ref_model, model, set(ignored))
             for name, param in ignored.items():
@@ -304,9 +304,9 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_module_with_buffer(self):
-        """Beyond upstream: a module with nothing but ignored parameters is FSDP's still if it has a buffer.
+        """Beyond upstream: FSDP manages a module with only ignored parameters if it has a buffer.
 
-        The buffer is moved to the device then; the parameters stay where they are.
+        FSDP moves the buffer to the device, but not the parameters.
         """
         model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4))  # in host memory
         host = model[2].weight.device
@@ -324,7 +324,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(groups=[1, 2])
     def test_tied_parameter(self, groups):
-        """Beyond upstream: a parameter of two modules, ignored, stays that of both, in one group or in two."""
+        """Beyond upstream: an ignored parameter stays shared by two modules, in one group or in two."""
         ref_model = filled(Tied(self.device))
         model = copy.deepcopy(ref_model)
         weight = model.first.weight
@@ -339,7 +339,7 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_parameters_on_meta(self):
-        """Beyond upstream: what is ignored may be on the meta device when the rest runs, and come later."""
+        """Beyond upstream: ignored parameters may be on the meta device at first, and be materialized later."""
         ref_model = filled(Optional()).to(self.device)
         model = copy.deepcopy(ref_model)
         model.extra.to("meta")

@@ -1,4 +1,4 @@
-"""FSDP2 tells where it is: in its debug log, when that is switched on and not else, and in the profiler's trace."""
+"""FSDP2 reports its steps in its debug log, only if that is enabled, and in the profiler's trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_fsdp_tests.logging_utils import LoggingTestCase
 
 requires_distributed = functools.partial(unittest.skipIf, not dist.is_available(), "requires distributed")
 
-# One rank, which finds its process group in the environment. FSDP makes that group with its default mesh.
+# The script runs on one rank. FSDP's default mesh creates the process group from environment variables.
 SCRIPT = """
 import logging
 import torch
@@ -42,7 +42,7 @@ dist.destroy_process_group()
 print("finished")
 """
 
-# The input carries no gradient, so that the first layer's backward has no end; the final callback closes it.
+# The input has no gradient, so autograd does not run the first layer's post-backward. The final callback runs it.
 LINES_OF_A_STEP = [
     "FSDP::root_pre_forward",
     "FSDP::pre_forward (0)",
@@ -59,7 +59,7 @@ LINES_OF_A_STEP = [
 
 @functools.cache
 def log_of_script(settings: str | None, between_steps: str = "") -> str:
-    """What two steps write to stderr with ``TORCH_LOGS`` set so, or not set. Port 0: the store takes a free one."""
+    """Return stderr of two steps with this value of ``TORCH_LOGS``, or without it. With port 0 the store picks one."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.LOOPBACK, "MASTER_PORT": "0"}
     if settings is not None:
@@ -81,14 +81,14 @@ class LoggingTests(LoggingTestCase):
     @requires_distributed()
     @skip_if_lt_x_gpu(1)
     def test_order_and_count(self):
-        """Beyond upstream: each step writes these ten lines, in this order, and no other."""
+        """Beyond upstream: each step logs exactly these ten lines, in this order."""
         lines = re.findall(r"FSDP::\w+(?: \(.*?\))?", log_of_script("+fsdp"))
         self.assertEqual(lines, LINES_OF_A_STEP * 2)
 
     @requires_distributed()
     @skip_if_lt_x_gpu(1)
     def test_silence(self):
-        """Beyond upstream: nothing is written by itself, nor when less than the debug level is asked for."""
+        """Beyond upstream: FSDP logs nothing by default, nor at the INFO level."""
         log = log_of_script(None, between_steps="torch._logging.set_logs(fsdp=logging.INFO)")
         self.assertNotIn("FSDP::", log)
 
@@ -97,7 +97,7 @@ class TestProfilerLabels(FSDPTest):
     world_size = 2
 
     def _labels_of_a_step(self) -> collections.Counter[str]:
-        """FSDP's labels in the trace of a step, counted: two layers, a group of two, and a fifth left to the root."""
+        """Count FSDP's labels in the trace of a step. The groups: two layers, a group of two layers, and the root."""
         device = self.device
         model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(5)))
         for part in (model[0], model[1], [model[2], model[3]], model):
@@ -109,10 +109,10 @@ class TestProfilerLabels(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_labels(self):
-        """Beyond upstream: what a group does bears the names of its modules, what the root does bears none."""
+        """Beyond upstream: a group's labels have the names of its modules. The root's labels have no names."""
         found = self._labels_of_a_step()
         groups = [" (0)", " (1)", " (2, 3)"]
-        for label in ("all_gather", "all_gather_copy_out"):  # the root stays gathered between forward and backward
+        for label in ("all_gather", "all_gather_copy_out"):  # the root stays unsharded after forward
             self.assertEqual([found[f"FSDP::{label}{suffix}"] for suffix in ("", *groups)], [1, 2, 2, 2], label)
         for label in ("pre_backward", "post_backward_reduce"):
             self.assertEqual([found[f"FSDP::{label}{suffix}"] for suffix in ("", *groups)], [1, 1, 1, 1], label)
@@ -128,10 +128,10 @@ class TestProfilerLabels(FSDPTest):
     @needs(torch_facts.LABELS_REDUCE_SCATTER_WAIT)
     @skip_if_lt_x_gpu(2)
     def test_label_of_wait(self):
-        """Beyond upstream: the wait for the previous reduce-scatter is labelled as all else is.
+        """Beyond upstream: the label of the wait for the previous reduce-scatter has the same form as the others.
 
-        In torch 2.13.0 that of the root is called "FSDP::post_backward_rs_wait ()": ``FSDPParamGroup.post_backward``
-        writes the parentheses itself, and does not ask ``_with_fqn``, as every other label does.
+        In torch 2.13.0 the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
+        the parentheses itself. Every other label uses ``_with_fqn``.
         """
         waits = {name for name in self._labels_of_a_step() if name.startswith("FSDP::post_backward_rs_wait")}
         self.assertGreater(len(waits), 1)

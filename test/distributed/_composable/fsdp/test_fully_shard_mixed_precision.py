@@ -1,8 +1,8 @@
-"""FSDP2's mixed precision: which dtype a module computes in, gradients are reduced and accumulated in, and tensors are
-cast to on the way in and out.
+"""FSDP2's mixed precision: the dtypes of the computation, of the reduction and accumulation of gradients, and of inputs
+and outputs.
 
-The trainings are compared bit for bit with replicas that cast by hand. They use two ranks: a sum of two numbers
-does not depend on the order of the summands, in any precision.
+Training is compared bitwise with replicas that cast explicitly. It uses two ranks, because a sum of two numbers does
+not depend on their order in any precision.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NamedPair(NamedTuple):
     y: torch.Tensor
 
 
-# Each kind: how many tensors it has, how they are put in, and how they are taken out.
+# For each kind: the number of tensors, a function that packs them, and a function that unpacks them.
 CONTAINERS: dict[str, tuple[int, Callable[..., Any], Callable[[Any], tuple[torch.Tensor, ...]]]] = {
     "dataclass": (2, Pair, lambda c: (c.x, c.y)),
     "nested_dataclass": (3, lambda x, y, z: Nested(Pair(x, y), z), lambda c: (c.pair.x, c.pair.y, c.z)),
@@ -66,7 +66,7 @@ CONTAINERS: dict[str, tuple[int, Callable[..., Any], Callable[[Any], tuple[torch
 
 
 class ToContainer(nn.Module):
-    """A container of clones, so that each has a path of its own through autograd."""
+    """Returns a container of clones, so each tensor has its own path through autograd."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class ToContainer(nn.Module):
 
 
 class ContainerLinear(nn.Module):
-    """One layer for all tensors of a container. Remembers their dtypes."""
+    """Applies one layer to all tensors of a container. Records their dtypes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class FromContainer(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiplies in the dtype of its parameters and returns the dtype that it received. Remembers both."""
+    """Computes in the dtype of its weight and returns the dtype of its input. Records these dtypes."""
 
     def __init__(self, dim: int, device: torch.device | None = None) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         manual_seed(42)
         model = nn.Sequential(*(MLP(DIM) for _ in range(3)))
         for mlp in model:
-            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
+            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # to keep ReLUs active, so all weights train
         computed_in = param_dtype or torch.float32
         by_default = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else computed_in
         replica = Replica(model.to(self.device), computed_in, reduce_dtype or by_default)
@@ -149,7 +149,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         use_shard_placement_fn=[False, True],
     )
     def test_compute_dtype(self, param_dtype, reshard_after_forward, use_shard_placement_fn):
-        """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
+        """Without a reduce dtype, gradients are reduced in the param dtype; since 2.15 in the parameters' own dtype."""
         made = self._init_models_and_optims(reshard_after_forward, param_dtype, None, use_shard_placement_fn)
         calls = self._check_training(*made, inp_dtype=param_dtype)
         reduced_in = torch.float32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
@@ -178,7 +178,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])
     def test_grad_acc_with_reduce_dtype(self, reshard_after_forward):
-        """Gradients of microbatches that are not reduced wait for the last one in the reduce dtype."""
+        """Gradients of microbatches without reduction accumulate in the reduce dtype."""
         replica, model, optim = self._init_models_and_optims(
             reshard_after_forward, torch.bfloat16, torch.float32, use_shard_placement_fn=False
         )
@@ -212,7 +212,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         use_shard_placement_fn=[False, True],
     )
     def test_param_dtype_override(self, param_dtype, reduce_dtype, reshard_after_forward, use_shard_placement_fn):
-        """Some parameters of a group compute in float32 beside low ones. Gradients of both are reduced in one dtype."""
+        """Some parameters of a group compute in float32, others in low precision. All reduce in one dtype."""
         manual_seed(42)
         model = nn.Sequential(MLP(DIM), Scale(DIM), MLP(DIM)).to(self.device)
         replica = Replica(model, param_dtype, reduce_dtype or torch.float32, keeps=lambda name: name.startswith("1."))
@@ -239,7 +239,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         dtypes=[(None, None), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
     )
     def test_structured_input_output(self, container, dtypes):
-        """Tensors in a container are cast, and found for the backward. Each rank compares its part of the batch."""
+        """FSDP casts tensors in a container and finds them for backward. Each rank compares its part of a batch."""
         if "dataclass" in container:
             skip_unless([torch_facts.FINDS_TENSORS_IN_DATACLASSES.lacks])
         param_dtype, reduce_dtype = dtypes
@@ -283,7 +283,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_no_warmup_jvp_reshard_after_forward_false(self):
-        """The first forward of a module may be inside ``jvp``, which must not see how parameters are gathered."""
+        """The first forward of a module may be inside ``jvp``, which must not trace the all-gather."""
         generator = torch.Generator().manual_seed(42)
         encoder, decoder = self._materialized(128, 256, generator), self._materialized(256, 320, generator)
         inp = torch.randn(128, generator=generator).bfloat16().to(self.device)
@@ -299,11 +299,11 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_jvp_casts_and_differentiates(self):
-        """Beyond upstream: the tangent of a float32 input is cast with it, and is that of the whole weight."""
+        """Beyond upstream: FSDP casts the tangent of a float32 input as well. The tangent uses the whole weight."""
         generator = torch.Generator().manual_seed(42)
         layer = self._materialized(8, 6, generator)
         primal, direction = (torch.randn(8, generator=generator).to(layer.whole.device) for _ in range(2))
-        for _ in range(2):  # the second finds the weight gathered
+        for _ in range(2):  # in the second, the weight is already unsharded
             output, tangent = torch.func.jvp(layer, (primal,), (direction,))
             weight = layer.whole.bfloat16()
             self.assertEqual(output, F.linear(primal.bfloat16(), weight))
@@ -311,7 +311,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
 
 
 class Recording(nn.Linear):
-    """A layer that remembers the dtypes of what its forward received and, by a hook of the test, returned."""
+    """A layer that records the dtypes of its inputs and, by a hook of the test, of its outputs."""
 
     def __init__(self, in_features: int, out_features: int, device: torch.device) -> None:
         super().__init__(in_features, out_features, device=device)
@@ -323,7 +323,7 @@ class Recording(nn.Linear):
 
 
 class Through(nn.Module):
-    """Hands its arguments on as they come, and remembers them; ``returns`` may put something else in their place."""
+    """Records its arguments and returns them, or ``returns`` if that is set."""
 
     def __init__(self, device: torch.device, returns: Any = None) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Through(nn.Module):
 
 
 class WithCount(nn.Module):
-    """A floating-point parameter beside one of integers that bfloat16 cannot hold."""
+    """Has a floating-point parameter, and one of integers that bfloat16 cannot hold exactly."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -358,11 +358,13 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(enable_submodule_cast=[False, True])
     def test_submodules_with_external_inputs(self, enable_submodule_cast):
-        """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
+        """An input that does not come through the root is cast by the submodule or not at all."""
         self._check_submodules_with_external_inputs(fully_shard, enable_submodule_cast)
 
     def _test_checkpoint_recompute_casts(self, policy: MixedPrecisionPolicy, inp_dtype: torch.dtype) -> Any:
-        """Run a wrapped layer under checkpoint to its end, forward and backward, and return inputs and outputs."""
+        """Run forward and backward of a wrapped layer in a checkpoint without early stop. Return the dtypes of its
+        inputs and outputs.
+        """
 
         class Model(nn.Module):
             def __init__(self, device: torch.device) -> None:
@@ -374,7 +376,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
                     return checkpoint(self._inner, x, use_reentrant=False)
 
             def _inner(self, x: torch.Tensor) -> torch.Tensor:
-                # The root's cast is undone, so that what the layer receives and returns is its own doing.
+                # Undo the root's cast, so that only the layer's own casts are visible.
                 output = self.lin(x.to(inp_dtype))
                 outputs.append(output.dtype)
                 return output
@@ -415,7 +417,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_clamp_reduce_dtype(self):
-        """A reduce dtype equal to the parameters' is not forgotten when the parameters are cast after wrapping."""
+        """FSDP keeps a reduce dtype equal to the parameters' dtype, also if parameters are cast after wrapping."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         model = nn.Sequential(*(nn.Linear(32, 32, device=self.device, dtype=torch.bfloat16) for _ in range(2)))
         recording = RecordingReduceScatter()
@@ -450,7 +452,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         return [half, nested.pair.x, nested.z.x, *others]
 
     def _check_cast_members(self, container: dict[str, Any], members: list[Any]) -> None:
-        """All floating-point tensors must be bfloat16 now; what was that already, or is no such thing, is itself."""
+        """All floating-point tensors must be bfloat16 now. Other members must be the same objects as before."""
         half, single, double, *others = self._members(container)
         self.assertIs(half, members[0])
         for cast, original in ((single, members[1]), (double, members[2])):
@@ -461,7 +463,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_output_dtype_of_containers(self):
-        """Beyond upstream: every floating-point tensor of what a forward returns is cast, and nothing else."""
+        """Beyond upstream: FSDP casts every floating-point tensor in a forward's output, and nothing else."""
         container, members = self._nested()
         model = Through(self.device, returns=container)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
@@ -469,7 +471,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_param_dtype_of_containers(self):
-        """Beyond upstream: every floating-point tensor that a forward receives is cast, positional or by name."""
+        """Beyond upstream: FSDP casts every floating-point tensor in a forward's inputs, positional or keyword."""
         container, members = self._nested()
         model = Through(self.device, returns=members[1])
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -481,7 +483,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
     @skip_if_lt_x_gpu(1)
     def test_grouped_modules_cast_inputs(self):
-        """Beyond upstream: modules that share one FSDP group each cast what they receive and return."""
+        """Beyond upstream: each module of an FSDP group casts its own inputs and outputs."""
         bf16, single = torch.bfloat16, torch.float32
         first, second = (filled(Recording(4, 4, self.device)) for _ in range(2))
         root = nn.Sequential(first, nn.Identity(), second)
@@ -508,7 +510,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[None, torch.bfloat16, torch.float16])
     def test_all_gather_dtype(self, param_dtype):
-        """Beyond upstream: parameters travel in the param dtype, in forward and in backward."""
+        """Beyond upstream: parameters are all-gathered in the param dtype, in forward and in backward."""
         model = filled(MLP(4, self.device))
         recording = RecordingAllGather()
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype), reshard_after_forward=True)
@@ -521,7 +523,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
     def test_integers_are_not_cast(self):
-        """Beyond upstream: a parameter of integers is gathered as it is, as bytes beside the others' param dtype."""
+        """Beyond upstream: an integer parameter is gathered without a cast, as bytes together with cast parameters."""
         bf16 = torch.bfloat16
         model = WithCount(self.device)
         weight, count = model.weight.detach().clone(), model.count.detach().clone()
@@ -543,12 +545,12 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
 
 class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
-    """Beyond upstream's names: ``param_dtype_override_fn``, by which single parameters keep their dtype."""
+    """Beyond upstream's names: ``param_dtype_override_fn`` lets single parameters keep their dtype."""
 
     world_size = 2
 
     def _shard(self, model: Any, override: Callable[[nn.Parameter], Any], **policy: Any) -> Any:
-        """In one group, computing in bfloat16. Notes what is gathered and reduced."""
+        """Shard the model as one group that computes in bfloat16. Record all-gathers and reductions."""
         policy = {"param_dtype": torch.bfloat16, **policy}
         fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy, param_dtype_override_fn=override))
         self.gathered, self.reduced = RecordingAllGather(), RecordingReduceScatter()
@@ -559,7 +561,7 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
     @needs(torch_facts.CASTS_EACH_PARAMETER)
     @skip_if_lt_x_gpu(1)
     def test_asks_once_for_each_parameter(self):
-        """The function gets the parameters that a call of ``fully_shard`` manages, then and never again."""
+        """``fully_shard`` calls the function once for each parameter that it manages. Later steps do not call it."""
         model = nn.Sequential(Scale(4), Scale(4), Scale(4), Scale(4)).to(self.device)
         model[2].weight = model[0].weight
         ignored = set(model[3].parameters())
@@ -576,9 +578,9 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(answers=[(None, None), ("low", None), ("own", None), (None, "own"), ("own", "own")])
     def test_answers(self, answers):
-        """None and the ``param_dtype`` leave a parameter to the policy; its own dtype keeps it. Inputs are cast anyway.
+        """With None or the ``param_dtype`` the policy applies. With its own dtype a parameter keeps that dtype.
 
-        Parameters of two dtypes are gathered as bytes.
+        Inputs are always cast. Parameters of two dtypes are gathered as bytes.
         """
         low, own = torch.bfloat16, torch.float32
         model = Scale(4, self.device)
@@ -608,7 +610,7 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
     @needs(torch_facts.CASTS_EACH_PARAMETER)
     @skip_if_lt_x_gpu(1)
     def test_frozen_parameter_keeps_its_dtype(self):
-        """A frozen parameter in a dtype of its own, which a ``param_dtype`` would round, comes as it is."""
+        """A frozen float64 parameter may keep its dtype, so it is not rounded to the ``param_dtype``."""
         model = Scale(4, self.device)
         table = torch.linspace(1, 2, 4, device=self.device, dtype=torch.float64) / 3
         model.bias = nn.Parameter(table.clone(), requires_grad=False)
@@ -625,7 +627,7 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(keeps=[False, True], reduce_dtype=[None, torch.bfloat16])
     def test_mixed_gradients_are_promoted(self, keeps, reduce_dtype):
-        """Where parameters take gradients of any dtype, those of low and kept ones are reduced in the wider dtype."""
+        """With ``grad_dtype=None``, gradients in bfloat16 and float32 are reduced in the wider dtype."""
         model = nn.Sequential(nn.Linear(4, 4, bias=False), Scale(4)).to(self.device)
         nn.init.eye_(model[0].weight)
         nn.init.ones_(model[1].weight)
@@ -637,7 +639,7 @@ class TestFullyShardMixedPrecisionOverride(FSDPTestMultiThread):
         wanted = reduce_dtype or (torch.float32 if keeps else torch.bfloat16)
         self.assertEqual([output.dtype for output in self.reduced.outputs], [wanted])
         for param in (model[0].weight, model[1].weight):
-            # Its gradient is the input. The mean is too much for bfloat16, which rounds it to 1.
+            # The gradient is the input. bfloat16 cannot hold the mean and rounds it to 1.
             mean = torch.full_like(param.to_local(), 1 + 2.0**-8, dtype=wanted)
             self.assertEqual(param.grad.to_local(), mean, rtol=0, atol=0)
 
@@ -650,9 +652,9 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
         param_dtype=[torch.float16, torch.bfloat16], mesh_shape=[(4, 2), (2, 4), (1, 8)], replicates=[False, True]
     )
     def test_float16_divides_before_and_after(self, param_dtype, mesh_shape, replicates):
-        """Beyond upstream: float16 is divided in part before it is summed, by powers of two, which costs no bit.
+        """Beyond upstream: float16 gradients are partly divided before the sum, by powers of two, which is exact.
 
-        What overflows when it is summed first comes out exact. Other dtypes are divided by the collective itself.
+        Gradients that would overflow in an undivided sum are exact. For other dtypes the collective divides.
         """
         mesh = make_mesh(*mesh_shape, names=("replicate", "shard"))
         mesh = mesh if replicates else mesh["shard"]
@@ -666,7 +668,7 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
         layer.set_custom_reduce_scatter(recording)
         before = {2: 2, 4: 2, 8: 4}[ranks] if param_dtype == torch.float16 else 1
         large = 20000.0 if param_dtype == torch.float16 else 2.0**100
-        others = self.rank % mesh_shape[1] if not replicates else self.rank  # a number of its own in its group
+        others = self.rank % mesh_shape[1] if not replicates else self.rank  # differs within the shard group
         for value, mean in ((1.0, 1.0), (2.0 * others, ranks - 1.0), (large, large)):
             layer.weight.grad = None
             layer(torch.full((1, 2), value, device=self.device)).sum().backward()
@@ -684,9 +686,9 @@ class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_gather_in_smaller_mesh(self):
-        """Beyond upstream: what is resharded to two ranks after forward stays in the param dtype until the step.
+        """Beyond upstream: parameters resharded to two ranks after forward stay in the param dtype until backward.
 
-        At two ranks in all, where the comparisons above are exact, this cannot be told from full resharding.
+        The tests above have only two ranks, where this equals full resharding.
         """
         replica = filled(MLP(4, self.device, dim_multiplier=2))
         replica.out_proj.bias.data.add_(2)

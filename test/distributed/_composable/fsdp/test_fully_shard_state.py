@@ -1,4 +1,4 @@
-"""What ``fully_shard`` makes of a module: a state of its own, a class made on the fly, and what that class refuses."""
+"""The result of ``fully_shard`` on a module: its FSDP state, its generated class, and what that class refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_fsdp_tests.fsdp.training import shard_each
 
 
 class RunnableList(nn.ModuleList):
-    """A container that knows how to run."""
+    """A container with a forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for module in self:
@@ -50,7 +50,7 @@ class Base(nn.Module):
 
 
 class Child(Base):
-    """Overrides by way of ``super()``, and has attributes, a property and a class method of its own."""
+    """Overrides methods with calls of ``super()``, and adds attributes, a property and a class method."""
 
     kind = "child"
 
@@ -74,7 +74,7 @@ class Child(Base):
 
 
 class NotedLinear(nn.Linear):
-    """Notes what is assigned to ``weight``."""
+    """Records all values that are assigned to ``weight``."""
 
     def __init__(self, *args: Any) -> None:
         self.noted: list[Any] = []
@@ -170,7 +170,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.WRAPS_CONTAINERS_WITH_FORWARD)
     @skip_if_lt_x_gpu(1)
     def test_container_with_forward(self):
-        """Beyond upstream: a container that says how it runs is taken, and trains."""
+        """Beyond upstream: ``fully_shard`` accepts a container that has a forward, and the container trains."""
         ref_model = RunnableList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(self.device)
         model = fully_shard(copy.deepcopy(ref_model))
         self.assertEqual(type(model).__name__, "FSDPRunnableList")
@@ -184,7 +184,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_prefetch_setters(self):
-        """Beyond upstream: only FSDP modules are prefetched, and a refusal leaves the former ones in place."""
+        """Beyond upstream: the setters accept only FSDP modules. A refused call does not change the earlier setting."""
         model = self._two_wrapped_in_one()
         first, second = model
         for direction in ("forward", "backward"):
@@ -200,7 +200,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_reshard_setter(self):
-        """Beyond upstream: after ``fully_shard`` only a bool is taken, also where an int would mean the same."""
+        """Beyond upstream: the setter accepts only a bool, also where an int would mean the same."""
         model = self._two_wrapped_in_one()
 
         def reshards() -> list[bool]:
@@ -220,7 +220,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.CAN_SHARE_COMM_CONTEXT)
     @skip_if_lt_x_gpu(1)
     def test_share_comm_ctx(self):
-        """Beyond upstream: FSDP modules share the first one's context, anything else is refused, none is no mistake."""
+        """Beyond upstream: FSDP modules share the first one's context. Others are refused. A list may be empty."""
         share = internals.fsdp2.share_comm_ctx
         first, second, third = (fully_shard(nn.Linear(4, 4)) for _ in range(3))
         contexts = [internals.comm_context(module) for module in (first, second, third)]
@@ -237,7 +237,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_user_class_keeps_working(self):
-        """Beyond upstream: FSDP's class comes before the user's, and what the user wrote is found behind it."""
+        """Beyond upstream: FSDPModule comes before the user's class in the MRO. The user's attributes still work."""
         plain = Child().to(self.device)
         model = fully_shard(copy.deepcopy(plain))
         self.assertEqual(type(model).__mro__[1:], (FSDPModule, *Child.__mro__)[: len(type(model).__mro__) - 1])
@@ -251,7 +251,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_module_that_assigns_by_itself(self):
-        """Beyond upstream: a class with a ``__setattr__`` of its own is asked to assign each parameter."""
+        """Beyond upstream: if a class overrides ``__setattr__``, FSDP uses it to register parameters."""
         model = NotedLinear(4, 4).to(self.device)
         ref_model = nn.Linear(4, 4).to(self.device)
         ref_model.load_state_dict(model.state_dict())
@@ -264,7 +264,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_group_as_root(self):
-        """Beyond upstream: a group of modules cannot be the root, because it is unknown when its forward begins."""
+        """Beyond upstream: a group of modules cannot be the root, because its forward has no defined start."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(list(model))
         with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
@@ -272,7 +272,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_generated_classes(self):
-        """Beyond upstream: one class for each class of the user, whatever it is called."""
+        """Beyond upstream: each user class gets one generated class, also if two user classes have the same name."""
 
         def another_mlp() -> nn.Module:
             return type("MLP", (nn.Linear,), {})(4, 4)
@@ -286,7 +286,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_slice_is_initialised_once(self):
-        """Beyond upstream: a part of a wrapped container is made as a part of a plain one is."""
+        """Beyond upstream: a slice of a wrapped container has the user's class and is initialised once."""
         model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         before = CountedSequential.initialised
         part = model[:1]
@@ -295,7 +295,7 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_state_dict_is_pickled(self):
-        """Beyond upstream: a state dict goes through a file, though the module's class exists in this process only."""
+        """Beyond upstream: a state dict can be pickled, although the module's class exists only in this process."""
         model = fully_shard(Child())
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
@@ -311,7 +311,7 @@ class TestFullyShardState(FSDPTestMultiThread):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(1)
     def test_reset_iter_state(self):
-        """Beyond upstream: the root alone resets; afterwards an iteration that broke off has left no trace."""
+        """Beyond upstream: only the root can reset. After the reset no state of a failed iteration is left."""
         model = self._two_wrapped_in_one()
         expected = model(self._input(4)).detach()
         for module in model:

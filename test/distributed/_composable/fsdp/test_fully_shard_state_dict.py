@@ -1,7 +1,6 @@
-"""Sharded state dicts of FSDP2: they alias the live shards, load into them, and hold the values of the whole model.
+"""Sharded state dicts of FSDP2: they alias the current shards, load into them, and have the values of the whole model.
 
-Over one mesh dimension, with replication, inside tensor parallelism, with parameters offloaded, and between worlds of
-different size.
+The tests cover FSDP, HSDP, tensor parallelism, offloaded parameters, and worlds of different size.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ StateDict = dict[str, Any]
 
 
 def is_evenly_sharded(param: DTensor) -> bool:
-    """Whether every rank has as much of each dimension as any other."""
+    """Whether all ranks have shards of the same size."""
     for dim in range(param.ndim):
         shards = 1
         for placement, size in zip(param.placements, param.device_mesh.shape, strict=True):
@@ -96,7 +95,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         return shard_each((*model.children(), model), **kwargs)
 
     def _two_linears(self, dim: int, seed: int = 42) -> nn.Sequential:
-        """Two layers of ``dim`` rows; with fewer rows than ranks some ranks have nothing of them."""
+        """Two layers of ``dim`` rows. With fewer rows than ranks, some ranks have empty shards."""
         manual_seed(seed)
         layers = (nn.Linear(5, dim, device=self.device), nn.Tanh(), nn.Linear(dim, dim, device=self.device))
         return nn.Sequential(*layers)
@@ -174,7 +173,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             value = state_dict[name]
             self.assertIsInstance(value, DTensor)
             self.assertEqual(pointer_of(value), pointers[name], name)
-            if pointers[name] == 0:  # an empty shard has no storage, and the first rank never has an empty one
+            if pointers[name] == 0:  # an empty shard has no storage; rank 0 never has one
                 self.assertGreater(self.rank, 0)
                 self.assertEqual(value.to_local().numel(), 0)
 
@@ -193,7 +192,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(mlp_dim=[2, 3, 4, 5], mutate_after_state_dict=[True, False])
     def test_cached_state_dict(self, mlp_dim, mutate_after_state_dict):
-        """A state dict taken before the first step stays the live one, unless the parameters get other storage."""
+        """A state dict from before the first step keeps aliasing the parameters, unless they get new storage."""
         padded = mlp_dim % self.world_size != 0
         if padded and not mutate_after_state_dict:
             skip_unless([torch_facts.KEEPS_PADDED_STORAGE.lacks])
@@ -215,7 +214,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             check_sharded_parity(self, ref_model, model)
             if step == 5:
                 break
-            if mutate_after_state_dict and step == 2:  # once more, now that FSDP has looked at the parameters
+            if mutate_after_state_dict and step == 2:  # again, after lazy initialization
                 self._move_to_new_storage(model)
             self._ref_backward(ref_model, step, features=mlp_dim)
             ref_optim.step()
@@ -224,7 +223,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         self.assertEqual(torch.equal(model.weight.to_local(), start), not has_rows)
 
     def _move_to_new_storage(self, model: nn.Module) -> None:
-        """To the host and back; where the device is the host, to another precision and back."""
+        """Move to the host and back. If the device is the host, convert to another precision and back."""
         if accelerator.current().has("device_memory"):
             model.to(HOST).to(self.device)
         else:
@@ -236,7 +235,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         cpu_state_dict=[True, False],
     )
     def test_dp_state_dict_cpu_offload(self, offload_policy, cpu_state_dict):
-        """Offloaded parameters are made by loading, one at a time; values on the device are refused by name."""
+        """Offloaded parameters may be loaded one at a time. If one is on the device, forward raises with its name."""
         if not cpu_state_dict and (lacking := accelerator.current().lacks("device_memory")):
             raise unittest.SkipTest(lacking)
         with torch.device("meta"):
@@ -298,15 +297,15 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[3, 5], assign=[True, False], reshard_after_forward=[True, False])
     def test_state_dict_between_steps(self, dim, assign, reshard_after_forward):
-        """Beyond upstream: loading, also by assignment, into a model that trains; the next step uses what was loaded.
+        """Beyond upstream: a model may load between steps, also with ``assign``. The next step uses the loaded values.
 
-        Assigned values are neither padded nor known to FSDP before it looks at them.
+        Assigned values have no padding, and FSDP does not know them until it resets its sharded parameters.
         """
         model = self._shard_two_linears(self._two_linears(dim), reshard_after_forward=reshard_after_forward)
         for seed in (1, 2):
             model(self._rows_of(self.rank)).sum().backward()
             model.zero_grad()
-            model(self._rows_of(self.rank))  # leaves parameters whole, if they are not resharded
+            model(self._rows_of(self.rank))  # without a reshard, parameters stay unsharded
             ref_model = self._two_linears(dim, seed)
             model.load_state_dict(self._shards_of(ref_model), assign=assign)
             check_sharded_parity(self, ref_model, model)
@@ -327,7 +326,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         ],
     )
     def test_get_and_set_model_state_dict(self, dim, options):
-        """Beyond upstream: the state dicts of torch.distributed.checkpoint hold the whole model and give it back."""
+        """Beyond upstream: state dicts of torch.distributed.checkpoint save and load the whole model."""
         full, offload, broadcast = options.full_state_dict, options.cpu_offload, options.broadcast_from_rank0
         ref_model = self._two_linears(dim)
         whole = ref_model.state_dict()
@@ -340,11 +339,11 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             for name, value in taken.items():
                 self.assertEqual(isinstance(value, DTensor), not full)
                 self.assertEqual(value.device.type, HOST.type if offload else self.device.type)
-                found = value.to(self.device)  # whose backend may have no collectives on the host
+                found = value.to(self.device)  # the backend may lack collectives on the host
                 self.assertEqual(found if full else found.full_tensor(), whole[name], name)
 
         other = self._shard_two_linears(self._two_linears(dim, seed=43))
-        if full and offload and not broadcast:  # only one rank has it, but all of them have to give it
+        if full and offload and not broadcast:  # only rank 0 has the values, but all ranks must pass them
             taken = whole
         taken = {name: value.clone() for name, value in taken.items()}
         result = set_model_state_dict(other, taken, options=options)
@@ -357,7 +356,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[3, 5], how=["plain", "sharded", "full"])
     def test_optimizer_state_round_trip(self, dim, how):
-        """Beyond upstream: from a saved model and optimizer training continues bit for bit as if uninterrupted."""
+        """Beyond upstream: training that resumes from a saved model and optimizer is bitwise the same."""
         model = self._shard_two_linears(self._two_linears(dim))
         adam = functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True)
         optim = adam(model.parameters())
@@ -371,7 +370,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
         other = self._shard_two_linears(self._two_linears(dim, seed=43))
         other_optim = adam(other.parameters(), betas=(0.5, 0.5))
-        for step in range(2):  # so that there is something to be replaced
+        for step in range(2):  # creates a state for the load to replace
             self._train_step(other, other_optim, step)
         self._load_states(other, other_optim, saved, how)
         for step, values in enumerate(expected, start=3):
@@ -400,11 +399,11 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[1, 3, 5], sizes=[(4, 2), (2, 4)])
     def test_load_at_other_world_size(self, dim, sizes):
-        """Beyond upstream: saved by four ranks and loaded by two, or the reverse; model and optimizer go on as before.
+        """Beyond upstream: four ranks save and two ranks load, or the reverse. Model and optimizer continue training.
 
-        With fewer rows than ranks some of them save or load nothing.
+        With fewer rows than ranks, some ranks have empty shards.
         """
-        pairs = make_mesh(2, 2, names=("pair", "shard"))["shard"]  # two worlds of two, which do the same
+        pairs = make_mesh(2, 2, names=("pair", "shard"))["shard"]  # two worlds of two ranks run the same steps
         meshes = [make_mesh(4) if size == 4 else pairs for size in sizes]
         ref_model = self._two_linears(dim)
         ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2)
@@ -415,8 +414,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             if index == 1:
                 self._load_states(model, optim, self._states(models[0], optims[0], "full"), "full")
                 check_sharded_parity(self, ref_model, model)
-            for step in (2 * index, 2 * index + 1):  # two, since to load an optimizer's state torch takes one itself
-                # All ranks have the same rows, so that the mean over two is that over four.
+            for step in (2 * index, 2 * index + 1):  # loading an optimizer's state runs a step, too
+                # All ranks have the same rows, so the mean over two ranks equals that over four.
                 for each, each_optim in ((ref_model, ref_optim), (model, optim)):
                     each(self._rows_of(0, step)).square().sum().backward()
                     each_optim.step()
@@ -426,9 +425,9 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(wrong=["missing", "unexpected", "shape", "plain tensor"])
     def test_strict_errors(self, wrong):
-        """Beyond upstream: what does not fit is named on every rank, and for the rest it is as with a plain module.
+        """Beyond upstream: every rank raises an error that names the wrong entry, as with a plain module.
 
-        That is: torch loads what fits and then raises, so the parameters that the error names are the untouched ones.
+        Torch loads all valid entries before it raises, so only the parameter in the error is unchanged.
         """
         model = self._shard_two_linears(self._two_linears(5))
         inp = self._rows_of(self.rank)
@@ -460,7 +459,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_load_between_forward_and_backward(self):
-        """Beyond upstream: with whole parameters kept after forward, loading replaces them for the next forward."""
+        """Beyond upstream: if parameters are unsharded after forward, the next forward still uses the loaded values."""
         model = self._shard_two_linears(self._two_linears(5), reshard_after_forward=False)
         inp = self._rows_of(self.rank)
         model(inp)
@@ -472,11 +471,11 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @torch_defect("fsdp2_load_between_forward_and_backward")
     @skip_if_lt_x_gpu(4)
     def test_backward_after_load(self):
-        """Beyond upstream: a backward whose weights were replaced since its forward has to fail, as a plain module's.
+        """Beyond upstream: if weights are loaded between forward and backward, backward raises as in a plain module.
 
-        Autograd finds the change of a plain module's weights by their version; FSDP gathers the new values into what
-        autograd saved, without a new version, and the gradients are silently those of no model: derivatives at the
-        new weights of activations from the old. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In one rank or more::
+        It does not (seen with torch 2.13.0, 2.11.0 and 2.9.1). In a plain module autograd detects the change by the
+        version of the weights. FSDP gathers the new values into the tensors that autograd saved, without a new version.
+        The gradients are silently wrong: they mix new weights with old activations. On one rank or more::
 
             model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
             loss = model(torch.ones(1, 2)).sum()
@@ -500,7 +499,7 @@ class TestFullyShardStateDictMultiThread(FSDPTestMultiThread):
         device = self.device
         ref_model = Transformer(ModelArgs()).to(device)
         for param in ref_model.parameters():
-            dist.broadcast(param.detach(), src=0)  # threads draw from one generator
+            dist.broadcast(param.detach(), src=0)  # threads share one random generator
         model = copy.deepcopy(ref_model)
         shard_each((*model.layers, model))
 

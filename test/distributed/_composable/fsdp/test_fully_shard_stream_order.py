@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Beyond upstream: FSDP2's streams wait for each other wherever they share memory, shown without an accelerator."""
+"""Beyond upstream: FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 
 DIM = 8
-STEPS = 3  # memory that one step frees belongs to the next
+STEPS = 3  # later steps reuse memory that earlier steps free
 
 
 class StreamOrderTest(TrainingMixin, FSDPTest):
@@ -66,7 +66,7 @@ class TestFullyShardStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_backward=[True, False])
     def test_microbatches(self, reshard_after_backward):
-        """With reductions put off, the last of several backwards reduces what all have accumulated."""
+        """The last of several backwards reduces the gradients that all of them have accumulated."""
         model = self._model()
         shard_each([*model, model])
 
