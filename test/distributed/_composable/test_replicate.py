@@ -1,4 +1,4 @@
-"""The composable DDP, ``replicate``, around modules that FSDP2 shards: each parameter belongs to one of them."""
+"""The composable DDP, ``replicate``, around modules that FSDP2 shards. Each parameter is managed by one of the two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIM = 3
 
 
 class ToyModel(nn.Module):
-    """Three layers to be sharded, and one that is not."""
+    """Three layers that the tests shard, and one that they do not shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
     world_size = 2
 
     def _plain(self) -> Any:
-        """The same model at each call."""
+        """A model with the same values in each call."""
         manual_seed(42)
         return ToyModel().to(self.device)
 
     def _compare(self, test: Any, ref_model: Any, model: Any) -> None:
-        """What FSDP2 has must be sharded, what DDP has whole; both as in the plain model."""
+        """The parameters of FSDP2 and of DDP, and their gradients, must equal those of the plain model."""
         check_parity(self, ref_model.linears, model.linears)
         self.assertEqual(model.proj.weight, ref_model.proj.weight)
         self.assertEqual(model.proj.weight.grad, ref_model.proj.weight.grad)
 
     @skip_if_lt_x_gpu(2)
     def test_replicate_fully_shard_init(self):
-        """Neither wrapping with DDP nor its start in the first forward touches the sharded parameters."""
+        """Neither wrapping with DDP nor DDP's lazy start in the first forward changes the sharded parameters."""
         ref_model, model = self._plain(), self._plain()
         shard_each([*model.linears, model.linears])
         replicate_in_place(model)
@@ -64,7 +64,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(replicate_first=[False, True])
     def test_training(self, replicate_first):
-        """Beyond upstream: each half averages its own gradients, once, whichever was wrapped first."""
+        """Beyond upstream: FSDP2 and DDP each average their own gradients once, in either order of wrapping."""
         ref_model, model = self._plain(), self._plain()
         wraps = [lambda: shard_each([*model.linears, model.linears]), lambda: replicate_in_place(model)]
         for wrap in reversed(wraps) if replicate_first else wraps:
@@ -73,7 +73,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
         def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
             with collectives.recorded() as calls:
                 loss = train(each, inp)
-            # DDP's own collectives do not pass through Python.
+            # DDP issues its collectives from C++, so they are not recorded.
             self.assertEqual(calls.counts(), Counter(all_gather=6, reduce_scatter=3) if each is model else Counter())
             return loss
 
@@ -90,7 +90,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradient_accumulation(self):
-        """Beyond upstream: each half leaves out its communication until the last microbatch."""
+        """Beyond upstream: FSDP2 and DDP do not communicate gradients before the last microbatch."""
         ref_model, model = self._plain(), self._plain()
         shard_each([*model.linears, model.linears])
         replicate_in_place(model)
@@ -98,7 +98,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
         def mark(is_last: bool) -> None:
             if is_last:
                 first, second = of_all_ranks(model.proj.weight.grad)
-                self.assertNotEqual(first, second)  # or each microbatch was averaged, which adds up to the same
+                self.assertNotEqual(first, second)  # equal if each microbatch was averaged
                 reduced = [param.grad for param in model.linears.parameters() if param.grad is not None]
                 self.assertFalse(any(grad.to_local().any() for grad in reduced))
             model.linears.set_requires_gradient_sync(is_last)
@@ -115,7 +115,7 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_one_module_for_both(self):
-        """Beyond upstream: DDP refuses a module that is sharded, and one of which nothing is left to replicate."""
+        """Beyond upstream: DDP refuses a sharded module, and a module without parameters left to replicate."""
         with self.assertRaisesRegex(RuntimeError, "Cannot apply `replicate\\(\\)` on a Module already managed"):
             replicate_in_place(shard_each([self._plain()]))
         model = shard_each([replicate_in_place(self._plain())])

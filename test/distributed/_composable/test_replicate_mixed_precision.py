@@ -1,6 +1,6 @@
-"""Mixed precision under the ``replicate`` of FSDP2: the dtypes of computing, all-reduces, accumulation and casts.
+"""Mixed precision under the ``replicate`` of FSDP2: the dtypes of computation, all-reduces, accumulation and casts.
 
-The trainings are compared bit for bit with replicas that cast by hand.
+Training is compared bitwise with replicas that cast explicitly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def replicate(module: Any, **kwargs: Any) -> Any:
 
 
 def loss_and_tangent(model: nn.Module, inp: torch.Tensor) -> torch.Tensor:
-    """A loss of what the model returns and of its derivative in the direction of the input's sine."""
+    """A loss of the model's output and of its ``jvp`` with the sine of the input as tangent."""
     output, tangent = torch.func.jvp(model, (inp,), (inp.sin(),))
     return output.float().sum() + tangent.float().square().sum()
 
@@ -43,11 +43,11 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     def _init(
         self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, **kwargs: Any
     ) -> tuple[Replica, nn.Module, torch.optim.Optimizer]:
-        """A replica, and a replicated model with its optimizer; ``kwargs`` are the replica's."""
+        """A reference replica, and a replicated model with its optimizer. ``kwargs`` are for the reference."""
         manual_seed(42)
         model = nn.Sequential(*(MLP(DIM) for _ in range(3))).to(self.device)
         for mlp in model:
-            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # or so many ReLUs are closed that some weights rest
+            nn.init.uniform_(mlp.out_proj.bias, 0.5, 1)  # to keep ReLUs active, so all weights train
         computed_in = param_dtype or FP32
         by_default = FP32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else computed_in
         replica = Replica(model, computed_in, reduce_dtype or by_default, **kwargs)
@@ -55,14 +55,14 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         return replica, model, ShardAdam(model.parameters(), lr=1e-2)
 
     def _check_reductions(self, calls: collectives.Calls, dtype: torch.dtype, times: int) -> None:
-        """All-reduces of this dtype, and no other collective."""
+        """There must be this many all-reduces, all in this dtype, and no other collective."""
         self.assertEqual(calls.counts(), {"all_reduce": times})
         self.assertEqual(set(calls.dtypes("all_reduce")), {dtype})
 
     @skip_if_lt_x_gpu(2)
     @subtests(param_dtype=[BF16, FP16])
     def test_compute_dtype(self, param_dtype):
-        """Without a reduce dtype gradients are reduced as they were computed; since 2.15 in the parameters' dtype."""
+        """Without a reduce dtype, gradients are reduced in the param dtype; since 2.15 in the parameters' own dtype."""
         calls = self._check_training(*self._init(param_dtype, None), inp_dtype=param_dtype)
         reduced_in = FP32 if torch_facts.REDUCES_IN_PARAMETER_DTYPE else param_dtype
         self._check_reductions(calls, reduced_in, 3 * ITERATIONS)
@@ -77,7 +77,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_backward=[True, False], all_reduce_only=[False, True])
     def test_grad_acc_with_reduce_dtype(self, reshard_after_backward, all_reduce_only):
-        """Gradients of microbatches wait for the last one in the reduce dtype; by either setter."""
+        """Gradients of microbatches accumulate in the reduce dtype, with either setter."""
         replica, model, optim = self._init(BF16, FP32)
         manual_seed(42 + self.rank + 1)
         for _ in range(ITERATIONS):
@@ -101,7 +101,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     def test_input_jvp(self):
-        """The model may be mapped over a batch, and differentiated forward while its gradients are made backward."""
+        """The model works under ``vmap``, and trains through ``jvp``."""
         replica, model, optim = self._init(BF16, FP32, loss_of=loss_and_tangent)
         batch = torch.randn(3, 4, DIM, device=self.device)
         mapped = torch.vmap(model)(batch)
@@ -122,7 +122,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_states_keep_their_precision(self):
-        """Beyond upstream: what is saved, and what the optimizer has, is float32 also between forward and backward."""
+        """Beyond upstream: state dicts are float32, also between forward and backward, and so are optimizer states."""
         _, model, _ = self._init(BF16, FP32)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
@@ -140,7 +140,7 @@ class TestReplicateMixedPrecisionTraining(ReplicaMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_policies_of_root_and_child(self):
-        """Beyond upstream: each module computes, reduces and returns under its own policy, not under the root's."""
+        """Beyond upstream: each module computes, reduces and casts by its own policy, not by the root's."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
         seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
@@ -171,7 +171,7 @@ class TestReplicateMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(enable_submodule_cast=[False, True])
     def test_submodules_with_external_inputs(self, enable_submodule_cast):
-        """A tensor that a submodule gets from elsewhere than the root is cast by the submodule or not at all."""
+        """An input that does not come through the root is cast by the submodule or not at all."""
         self._check_submodules_with_external_inputs(replicate, enable_submodule_cast)
 
     @skip_if_lt_x_gpu(1)
@@ -184,7 +184,7 @@ class TestReplicateMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_clamp_reduce_dtype(self):
-        """A reduce dtype equal to the parameters' is not forgotten when the parameters are cast after wrapping."""
+        """FSDP keeps a reduce dtype equal to the parameters' dtype, also if parameters are cast after wrapping."""
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
         model = nn.Sequential(*(nn.Linear(32, 32, device=self.device, dtype=BF16) for _ in range(2)))
         reduced: list[torch.dtype] = []

@@ -1,7 +1,7 @@
-"""``replicate`` on FSDP2 trains as plain data parallelism does, however modules are wrapped, called and combined.
+"""``replicate`` on FSDP2 trains like plain data parallelism, however modules are wrapped, called and combined.
 
-The reference is the plain model, whose gradients are averaged by hand. Every rank compares losses, gradients before
-each step and parameters after it, on data of its own.
+The reference is the plain model, whose gradients the tests average. Every rank has its own data. It compares losses,
+gradients before each step and parameters after it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TestReplicateForwardInputs(TrainingMixin, FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_root_move_forward_input_to_device(self):
-        """Inputs of the host arrive on the device; where that is the host, they are handed on as they are."""
+        """Inputs are moved from the host to the device. If the device is the host, the tensors are passed unchanged."""
         received: list[torch.Tensor] = []
 
         class ParamlessModule(nn.Module):
@@ -84,7 +84,7 @@ class TestReplicateRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     world_size = 4
 
     def _replicated(self, *wrapped: str) -> tuple[nn.Module, list[torch.Tensor]]:
-        """An MLP of which the named parts are replicated in turn, and copies of its parameters before."""
+        """An MLP whose named submodules are replicated in turn, and copies of its original parameters."""
         manual_seed(42)
         model = broadcast_parameters(MLP(3, self.device))
         before = [param.detach().clone() for param in model.parameters()]
@@ -92,9 +92,9 @@ class TestReplicateRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         return model, before
 
     def _check_params(self, kind: type, model: nn.Module, values: list[torch.Tensor]) -> None:
-        """DTensors are registered, or else plain parameters, with these values."""
+        """The registered parameters must be of this type and have these values."""
         params = list(model.parameters())
-        self.assertEqual({type(param) for param in params}, {kind})  # by its type a DTensor is no nn.Parameter
+        self.assertEqual({type(param) for param in params}, {kind})  # the type of a DTensor parameter is DTensor
         self.assertEqual([full(param.detach()) for param in params], values)
         if kind is DTensor:
             self.assertEqual({param.placements for param in params}, {(Replicate(),)})
@@ -102,7 +102,7 @@ class TestReplicateRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(wrapped=[("",), ("in_proj", "out_proj", "")])
     def test_param_registration_after_forward(self, wrapped):
-        """After forward the parameters stay as forward used them, until they are resharded."""
+        """After forward the parameters stay unsharded until a reshard."""
         model, before = self._replicated(*wrapped)
         for _ in range(2):
             self._check_params(DTensor, model, before)
@@ -132,7 +132,7 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @wrapSwapTensorsTest(True)
     def test_to_float64_after_init(self):
-        """A model that is replicated and then converted trains as one that was converted and never replicated."""
+        """A model that is replicated and then converted trains like a converted model that was never replicated."""
         model = broadcast_parameters(MLP(3, self.device))
         ref_model = copy.deepcopy(model).to(torch.float64)
         replicate_each([model.in_proj, model.out_proj, model])
@@ -149,10 +149,11 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
         self._check_training(
             ref_model, model, lambda: draw().to(self.device), compare=compare, optim_cls=torch.optim.Adam, foreach=True
         )
-        dist.barrier()  # the mode is one for all ranks: none may leave it before the others have done
+        dist.barrier()  # all ranks share the mode, so no rank may leave it before the others are done
 
 
-# When ranks come late, each by a time of its own. Without streams nothing of a rank overlaps, so all at once serve.
+# The points where ranks are delayed, each by its own time. Without streams nothing overlaps on a rank, so one run with
+# all delays is enough.
 MOMENTS = ("after forward", "before all-reduce", "before optimizer")
 
 
@@ -167,7 +168,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(lin_shapes=[[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)]])
     def test_train_parity_single_group(self, lin_shapes):
-        """One group of layers of any sizes: there is nothing to cut."""
+        """One group may have layers of any sizes, because nothing is sharded."""
         manual_seed(42)
         first, second = (nn.Linear(*shape) for shape in lin_shapes)
         model = nn.Sequential(first, nn.ReLU(), second)
@@ -227,7 +228,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
-        """A child that has learned of its root may run alone, and all-reduces what belongs to it."""
+        """After lazy initialization a child may run without its root. It all-reduces its own gradients."""
         manual_seed(42)
         model = nn.Sequential(*(MLP(8) for _ in range(3)))
         ref_model = self._replica(model)
@@ -241,7 +242,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_multi_forward_module(self):
-        """A module that is used twice in a forward adds up both gradients, and all-reduces them once."""
+        """If a forward uses a module twice, the gradients are added and all-reduced once."""
 
         class MultiForwardModule(nn.Module):
             def __init__(self) -> None:
@@ -259,7 +260,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_explicit_prefetching(self):
-        """Where there is nothing to gather, prefetching does no harm: each layer has its parameters, and no more."""
+        """Explicit prefetching changes nothing, because there is nothing to gather."""
         manual_seed(42)
         model = tiny_transformer(n_layers=8)
         ref_model = self._replica(model)
@@ -280,7 +281,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
-        """The next forward waits for the event that the optimizer's hook leaves, and then forgets it."""
+        """The next forward waits for the event that the optimizer's hook records, and then clears it."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -309,7 +310,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_parameters(self):
-        """Beyond upstream: a layer that no rank uses has no gradient, and the others are averaged as usual."""
+        """Beyond upstream: a layer that no rank uses has no gradient. The other gradients are averaged as usual."""
         manual_seed(42)
         model = nn.Sequential(DoubleLinear(4, use_second_linear=False), nn.Linear(4, 4))
         ref_model = self._replica(model)
@@ -320,7 +321,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     def test_parameters_that_one_rank_uses(self):
-        """Beyond upstream: where the setter says so, ranks that leave out a layer take part with zeros."""
+        """Beyond upstream: with ``set_reduce_scatter_unused_params`` a rank contributes zeros for unused parameters."""
 
         class Either(nn.Module):
             def __init__(self) -> None:
@@ -347,7 +348,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_values_that_change_between_steps(self):
-        """Beyond upstream: forward computes with what was loaded, or written in place, before it."""
+        """Beyond upstream: forward uses values that were loaded or written in place before it."""
         manual_seed(42)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         ref_model = self._replica(model)
@@ -373,7 +374,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state(self):
-        """Beyond upstream: after a forward that broke off, and a reset, training continues as if it had not been."""
+        """Beyond upstream: after an exception in forward and a reset, training continues as usual."""
         manual_seed(42)
         model = nn.Sequential(MLP(4), MLP(4))
         ref_model = self._replica(model)
@@ -428,7 +429,7 @@ class TestReplicateTrainingCompose(TrainingMixin, FSDPTest):
         for block in blocks:
             block.attention.register_forward_pre_hook(lambda *_: recomputed.append(1))
         self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), iterations=FEW)
-        self.assertEqual(len(recomputed), FEW * 3 * 2)  # steps, layers, and each layer in forward and in backward
+        self.assertEqual(len(recomputed), FEW * 3 * 2)  # steps, layers, forward and backward
 
 
 @needs_replicate
@@ -455,13 +456,13 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(
-        mode=["all", "root_only", "some_mlps"],  # which modules the flags are set on
+        mode=["all", "root_only", "some_mlps"],  # the modules whose flags are set
         reshard_after_backward=[False, True],  # also before the last microbatch
         offload=[False, True],
-        all_reduce_only=[False, True],  # by which setter the all-reduces are left out
+        all_reduce_only=[False, True],  # the setter that disables all-reduces
     )
     def test_gradient_accumulation(self, mode, reshard_after_backward, offload, all_reduce_only):
-        """Gradients are right and all-reduces as few as can be; nothing is gathered or scattered."""
+        """Gradients are right, and there are no unneeded all-reduces and no other collectives."""
         manual_seed(42)
         num_mlps, num_microbatches, num_marked, dim = 3, 3, 2, 4
         model = nn.Sequential(nn.Linear(dim, dim), *(MLP(dim) for _ in range(num_mlps)))
@@ -476,7 +477,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
                 sync(is_last, recurse=mode != "root_only")
                 if not reshard_after_backward:
                     module.set_reshard_after_backward(is_last, recurse=mode != "root_only")
-            if is_last and reshard_after_backward:  # what is marked has not been reduced yet
+            if is_last and reshard_after_backward:  # marked modules have not reduced yet
                 grads = [param.grad for param in model[0 if mode == "root_only" else 1].parameters()]
                 self.assertFalse(any(grad is not None and grad.to_local().any() for grad in grads))
 
@@ -500,7 +501,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
         schedule=["F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"],
     )
     def test_1f1b_microbatching(self, use_explicit_unshard, reshard_after_backward, schedule):
-        """As pipelines call it; also with a forward between a forward and its backward (beyond upstream)."""
+        """Microbatches run in the order of a pipeline. Beyond upstream: also in the interleaved order 1F1B."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -535,7 +536,7 @@ class TestReplicateCustomForwardMethod(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_register_fsdp_forward_method(self):
-        """A method that is registered runs with the module's parameters, as ``forward`` does."""
+        """A registered method runs with unsharded parameters, like ``forward``."""
         self._check_register_fsdp_forward_method(replicate_each)
 
 
@@ -545,7 +546,7 @@ class TestReplicateTPTraining(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_replicate_tp(self):
-        """Replicas of a model that tensor parallelism has cut, evenly and unevenly."""
+        """``replicate`` works on a model with tensor parallelism, with even and uneven shards."""
         cases = [(False, 3), (True, 16), (False, 17)]
         if TEST_WITH_SLOW:
             cases = [(checkpointing, dim) for checkpointing in (False, True) for dim in (3, 5, 16, 17)]

@@ -1,6 +1,6 @@
 """The ``replicate`` that is built on FSDP2: whole parameters on each rank, and one all-reduce for each group.
 
-The reference is the plain model, whose gradients are averaged by hand, on data of each rank's own.
+The reference is the plain model, whose gradients the tests average. Every rank has its own data.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         return 4 if "mesh" in self._testMethodName or "2d" in self._testMethodName else 2
 
     def _net(self, dim: int = 4) -> Any:
-        """The same three layers at each call."""
+        """Three layers with the same values in each call."""
         manual_seed(42)
         return Net(dim).to(self.device)
 
@@ -72,12 +72,12 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         self.assertEqual({type(param) for param in params}, {DTensor})
         self.assertEqual({param.placements for param in params}, {placements})
 
-    # How modules are wrapped.
+    # Wrapping.
 
     @skip_if_lt_x_gpu(2)
     @subtests(root=list(ROOTS))
     def test_replicate_transformer(self, root):
-        """Each module is noted under the name of its own API, and its parameters are laid out accordingly."""
+        """Each module is registered under the name of its API, and its parameters have the matching placements."""
         model = tiny_transformer(n_layers=4)
         for index, layer in enumerate(model.layers):
             ROOTS["fully_shard" if index % 2 else "replicate"](layer)
@@ -90,7 +90,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_replicate_transformer_managed_modules(self):
-        """``replicate`` manages all modules but those that were wrapped before, by either API, and what is in them."""
+        """``replicate`` manages all modules except those already wrapped with either API and their submodules."""
         replication = internals.replicate_on_fsdp2
         managed = functools.partial(
             internals.fsdp2_init._get_managed_modules,
@@ -107,7 +107,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_replicate_tp_device_mesh(self):
-        """Of a mesh of three dimensions one replicates."""
+        """``replicate`` uses one dimension of a three-dimensional mesh."""
         mesh = self._mesh(2, 1, 2, names=("replicate", "shard", "tp"))
         model = self._net()
         for linear in model:
@@ -128,7 +128,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_class_of_module(self):
-        """Beyond upstream: a replicated module is of its own class still, and a part of it is a plain module."""
+        """Beyond upstream: a replicated module is still an instance of its class. A slice of it is a plain module."""
         model = replicate(self._net())
         self.assertEqual(type(model).__name__, "ReplicateNet")
         self.assertIsInstance(model, Net)
@@ -141,7 +141,9 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_refusals(self):
-        """Beyond upstream: what cannot be replicated is refused, and what is there stays as it was."""
+        """Beyond upstream: ``replicate`` refuses invalid modules and meshes. Modules that are already wrapped stay as
+        they are.
+        """
         mesh = self._mesh(2, 1)
         with self.assertRaisesRegex(ValueError, "replicate expects a 1D DeviceMesh"):
             replicate(self._net(), mesh=mesh)
@@ -160,7 +162,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(grouped=[False, True])
     def test_ignored_params(self, grouped):
-        """Beyond upstream: an ignored parameter stays plain, and its gradient this rank's own."""
+        """Beyond upstream: an ignored parameter stays a plain parameter with a local gradient."""
         ref_model, model = self._net(), self._net()
         ignored = model[1].weight
         if grouped:
@@ -178,15 +180,15 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             if param is not ignored:
                 self.assertEqual(param.grad.to_local(), ref_model.get_parameter(name).grad)
 
-    # Dimensions of a mesh by name.
+    # Mesh dimensions by name.
 
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     @subtests(both=[False, True])
     def test_named_mesh_dims(self, both):
-        """Beyond upstream: a model of DTensors on the whole mesh, of which one dimension or both are replicas."""
+        """Beyond upstream: the model has DTensors on the whole mesh. One or both mesh dimensions replicate."""
         inner = f"inner_{both}"
-        names = f"outer_{both}", inner  # with the same names it would be the same mesh
+        names = f"outer_{both}", inner  # meshes with the same names would be equal
         mesh = self._mesh(2, 2, names=names)
         ref_model, model = self._net(), distribute_module(self._net(), mesh)
         replicate(model, mesh=mesh, dp_mesh_dims=dp_mesh_dims(replicate=names if both else inner))
@@ -211,7 +213,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_refused(self):
-        """Beyond upstream: a dimension that shards, one that does not exist, or none at all."""
+        """Beyond upstream: ``replicate`` refuses a shard dimension, an unknown dimension, or no dimension."""
         self._check_dims_refused("requires replicate-only", shard="shard")
         self._check_dims_refused("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
         self._check_dims_refused("At least one of shard or replicate")
@@ -220,7 +222,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_of_shards_and_replicas(self):
-        """Beyond upstream: a dimension that shards is refused beside one that replicates, too."""
+        """Beyond upstream: ``replicate`` also refuses a shard dimension together with a replicate dimension."""
         self._check_dims_refused("requires replicate-only", replicate="replicate", shard="shard")
 
     # Training.
@@ -228,7 +230,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=[torch.optim.SGD, torch.optim.Adam])
     def test_train_replicate_fsdp(self, optim_cls):
-        """Parity with plain data parallelism, with one all-reduce for each group. SGD shows a wrong factor."""
+        """The model trains like plain data parallelism, with one all-reduce per group. SGD detects a wrong factor."""
         manual_seed(42)
         model = tiny_transformer()
         ref_model = self._replica(model)
@@ -253,14 +255,14 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_train_parity_2d_mlp(self):
-        # Checkpointing does not depend on the size. All combinations are for slow tests.
+        # Checkpointing does not depend on the size, so only slow tests run all combinations.
         cases = [(False, 3), (True, 16), (False, 17)]
         if TEST_WITH_SLOW:
             cases = list(itertools.product([False, True], [3, 16, 17]))
         self.run_subtests({"case": cases}, lambda case: self._test_train_parity_2d_mlp(*case))
 
     def _test_train_parity_2d_mlp(self, use_activation_checkpointing: bool, mlp_dim: int) -> None:
-        """Replicas alone train as the plain model does, and so do FSDP and tensor parallelism over the same mesh."""
+        """``replicate`` alone trains like the plain model, and so do HSDP and tensor parallelism on the same mesh."""
         mesh = self._mesh(2, 1, 2, names=("replicate", "shard", "tp"))
         manual_seed(42)
         plain = MLPStack(mlp_dim)
@@ -285,7 +287,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(root=list(ROOTS), accumulate=[False, True], frozen=[False, True])
     def test_train_mixed_model(self, root, accumulate, frozen):
-        """Beyond upstream: of layers some are replicated and some sharded; each kind calls its own collectives."""
+        """Beyond upstream: some layers are replicated and some sharded. Each kind uses its own collectives."""
         manual_seed(42)
         model = nn.Sequential(*(MLP(4) for _ in range(4)), nn.Linear(4, 4))
         if frozen:
@@ -303,7 +305,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             with collectives.recorded() as calls:
                 losses = step(each, batch)
             counts = calls.counts()
-            counts.pop("all_gather", None)  # how many depends on the root, see below
+            counts.pop("all_gather", None)  # the number depends on the root, see below
             by_root = {"replicate": (2, 3), "fully_shard": (3, 2)}[root]
             expected = Counter(dict(zip(("reduce_scatter", "all_reduce"), by_root)))
             self.assertEqual(counts, expected if each is model else Counter())
@@ -321,7 +323,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @torch_defect("fsdp2_replicate_root_keeps_shards_gathered")
     @skip_if_lt_x_gpu(2)
     def test_sharded_layers_reshard_under_replicated_root(self):
-        """Beyond upstream: sharded layers are freed after forward, whatever wraps the root."""
+        """Beyond upstream: sharded layers reshard after forward under either kind of root."""
         for root in ("fully_shard", "replicate"):
             model = self._net()
             fully_shard(model[1])
@@ -332,7 +334,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @torch_defect("fsdp2_replicate_root_refuses_a_group")
     @skip_if_lt_x_gpu(2)
     def test_sharded_group_under_replicated_root(self):
-        """Beyond upstream: layers that are sharded as one group train, whatever wraps the root."""
+        """Beyond upstream: layers that are sharded as one group train under either kind of root."""
         for root in ("fully_shard", "replicate"):
             ref_model, model = self._net(), self._net()
             fully_shard([model[0], model[1]])
@@ -359,7 +361,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(tied=[False, True], frozen=[(), ("layers.0", "norm"), ("tok_embeddings", "pos_embeddings")])
     def test_tied_and_frozen(self, tied, frozen):
-        """Beyond upstream: parameters that two modules share, or that do not train."""
+        """Beyond upstream: models with tied and frozen parameters train correctly."""
         manual_seed(42)
         model = tiny_transformer(weight_tying=tied)
         for name in frozen:
@@ -369,12 +371,12 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._tokens(2, 8), optim_cls=torch.optim.SGD, iterations=FEW)
         self.assertEqual(model.tok_embeddings.weight is model.output.weight, tied)
 
-    # What reaches the gradients.
+    # Reductions of gradients.
 
     @skip_if_lt_x_gpu(2)
     @subtests(factor=[None, 1.0, 4.0])
     def test_gradient_divide_factor(self, factor):
-        """Beyond upstream: the sum over the replicas is divided by the factor, or else by their number."""
+        """Beyond upstream: the sum over the replicas is divided by the factor, or by the number of replicas."""
         model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
         if factor is not None:
             model.set_gradient_divide_factor(factor)
@@ -386,7 +388,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(2)
     def test_gradient_divide_factor_forced_sum(self):
-        """Beyond upstream: the same where the collectives may only add. A replica is a shard group of one rank."""
+        """Beyond upstream: the factor also works with forced sums. A replica is a shard group of one rank."""
         model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))
         model.set_gradient_divide_factor(4.0)
         model.set_force_sum_reduction_for_comms(True)
@@ -396,14 +398,14 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_forced_sum(self):
-        """Beyond upstream: without a factor a sum that is divided afterwards is the average."""
+        """Beyond upstream: without a factor, a forced sum is divided afterwards and gives the average."""
         ref_model, model = self._net(), replicate(self._net())
         model.set_force_sum_reduction_for_comms(True)
         self._check_training(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_hook(self):
-        """Beyond upstream: a hook sees the average of each group, flat, and what it makes of it is the gradient."""
+        """Beyond upstream: a hook gets the averaged gradients of a group as a flat tensor, and may change them."""
         ref_model, model = self._net(), self._net()
         replicate_each([*model])
         replicate(model)
@@ -427,7 +429,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_replicas_stay_equal(self):
-        """Beyond upstream: after 20 steps on data of their own replicas are equal to the last bit."""
+        """Beyond upstream: after 20 steps on different data, replicas are bitwise equal."""
         model = self._net()
         replicate_each([*model, model])
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -442,7 +444,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_replicas_are_not_compared(self):
-        """Beyond upstream: unlike DDP, wrapping broadcasts nothing. Each rank keeps the values that it brings."""
+        """Beyond upstream: unlike DDP, ``replicate`` broadcasts nothing. Each rank keeps its own initial values."""
         model = nn.Linear(2, 2, device=self.device)
         with torch.no_grad():
             for param in model.parameters():
@@ -457,7 +459,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict(self):
-        """Beyond upstream: states have whole values under plain names, also while the parameters are unsharded."""
+        """Beyond upstream: state dicts have whole values under the original names, also while a model is unsharded."""
         ref_model, model = self._net(), self._net()
         replicate_each([*model, model])
         other = replicate(nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(3))))
@@ -475,7 +477,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_meta_device(self):
-        """Beyond upstream: a model without memory is replicated, then given some, and then trained."""
+        """Beyond upstream: a model may be replicated on the meta device, then materialized and trained."""
         ref_model = self._net()
         with torch.device("meta"):
             model = Net(4)
@@ -492,7 +494,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm(self):
-        """Beyond upstream: the norm of replicated gradients is that of one replica."""
+        """Beyond upstream: the norm of replicated gradients counts one replica."""
         ref_model, model = self._net(), replicate(self._net())
         self._seed()
         inp = self._inputs(3, 4)

@@ -1,9 +1,9 @@
 """Manual finalization of FSDP2's backward.
 
-With ``set_manual_backward_finalization(True)`` a backward does not end by itself. The caller ends one or several of
-them with ``finalize_backward``: it reduces the gradients that are not reduced yet, reshards, and clears what FSDP notes
-of an iteration. The reference is a plain model, whose gradients add up over the same backwards and are averaged over
-the ranks.
+With ``set_manual_backward_finalization(True)`` a backward does not finalize itself. The caller finalizes one or several
+backwards with ``finalize_backward``. It reduces the remaining gradients, reshards, and clears the state of the
+iteration. The reference is a plain model. Its gradients accumulate over the same backwards and are averaged over the
+ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch_fsdp_tests.fsdp.training import (
 
 DIM = 8
 NUM_MICROBATCHES = 3
-# What each group of a stack puts into its reduce-scatter, in the order of the backward.
+# The number of elements in each group's reduce-scatter for ``stack()``, in the order of the backward.
 NUMELS = [2 * 3 * DIM * DIM + 3 * DIM + DIM, 2 * 2 * DIM * DIM + 2 * DIM + DIM, DIM * DIM + DIM]
 GROUPS = len(NUMELS)
 
@@ -55,7 +55,7 @@ def stack() -> nn.Sequential:
 
 
 def finalize(model: Any, async_op: bool = False) -> None:
-    """Reduce the gradients that are left, and end the backward."""
+    """Reduce the remaining gradients, and finalize the backward."""
     model.set_requires_gradient_sync(True)
     handle = model.finalize_backward(async_op=async_op)
     if handle is not None:
@@ -63,12 +63,12 @@ def finalize(model: Any, async_op: bool = False) -> None:
 
 
 def remembers_forwards(model: nn.Module) -> bool:
-    """Whether FSDP still keeps its notes of this iteration's forwards."""
+    """Whether FSDP still has the recorded order of this iteration's forwards."""
     return bool(internals.comm_context(model).post_forward_order)
 
 
 class Forked(nn.Module):
-    """A trunk, and a fork of several branches, of which one or none runs."""
+    """A trunk, and a fork of several branches. A forward runs one branch or none."""
 
     class Fork(nn.ModuleList):
         def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Forked(nn.Module):
 
 
 class Headed(nn.Module):
-    """A body, a norm and a head. The forward leaves out the head."""
+    """A body, a norm and a head. The forward skips the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Headed(nn.Module):
         return self.norm(self.body(x))
 
     def backward_in_chunks(self, x: torch.Tensor, num_chunks: int) -> torch.Tensor:
-        """Run the head and its backward on one chunk after the other, then the rest's backward."""
+        """Run the head's forward and backward on each chunk, then the backward of the rest."""
         hidden = self(x)
         leaves = [chunk.clone().requires_grad_() for chunk in hidden.detach().chunk(num_chunks)]
         losses = torch.stack([backward(loss_of(self.head(leaf))) for leaf in leaves])
@@ -105,7 +105,7 @@ class Headed(nn.Module):
 
 @contextlib.contextmanager
 def failing_once(owner: Any, name: str, call: int = 1) -> Iterator[None]:
-    """Within the context one call of a function raises, on all ranks, instead of doing anything."""
+    """Within the context, one call of a function raises on all ranks."""
     original = getattr(owner, name)
     calls: list[int] = []
 
@@ -120,12 +120,12 @@ def failing_once(owner: Any, name: str, call: int = 1) -> Iterator[None]:
 
 
 class ManualTest(TrainingMixin, FSDPTest):
-    """What the test cases of this file share."""
+    """The base class of the test cases in this file."""
 
     def _models(
         self, make: Callable[[], Any] = stack, wrap: Callable[[Any], list[Any]] | None = None, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """A plain model and its sharded copy under manual finalization. The ranks' data differ from here on."""
+        """A plain model and its sharded copy with manual finalization. After this call each rank draws its own data."""
         manual_seed(42)
         plain = make().to(self.device)
         model = self._replica(plain)
@@ -145,13 +145,13 @@ class ManualTest(TrainingMixin, FSDPTest):
                 train(model, microbatch)
 
     def _check_gradients(self, plain: nn.Module, model: nn.Module) -> None:
-        """The gradients must be the plain model's, averaged over the ranks. There must be some."""
+        """The gradients must equal the plain model's, averaged over the ranks. At least one must exist."""
         average_gradients(plain)
         self.assertTrue(any(param.grad is not None for param in plain.parameters()))
         check_gradients(self, plain, model)
 
     def _check_trains(self, plain: nn.Module, model: Any) -> None:
-        """Both models must train alike from here on, with one reduction in each step."""
+        """Both models must train alike from now on, with one reduction in each step."""
 
         def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
             if each is model:
@@ -179,7 +179,7 @@ class TestFullyShardManualFinalization(ManualTest):
     def test_one_reduction_for_several_backwards(
         self, reshard_after_forward, reshard_after_backward, offload, async_op, is_last_backward
     ):
-        """Finalization reduces each group once, and nothing before does. ``set_is_last_backward`` has no effect."""
+        """Only finalization reduces, each group once. ``set_is_last_backward`` has no effect."""
         kwargs: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
         plain, model = self._models(reshard_after_forward=reshard_after_forward, **kwargs)
         model.set_is_last_backward(is_last_backward)
@@ -191,7 +191,7 @@ class TestFullyShardManualFinalization(ManualTest):
             model.set_requires_gradient_sync(False)
             with recorded() as calls:
                 losses = torch.stack([train(model, microbatch) for microbatch in microbatches])
-            # Backward gathers what was resharded after forward, a further forward what was resharded after backward.
+            # Backward unshards after a reshard in forward. A later forward unshards after a reshard in backward.
             first, further = 1 + reshard_after_forward, reshard_after_forward + reshard_after_backward
             gathers = GROUPS * (first + further * (NUM_MICROBATCHES - 1))
             self.assertEqual(calls.counts(), {"all_gather": gathers})
@@ -203,7 +203,7 @@ class TestFullyShardManualFinalization(ManualTest):
             for group in internals.groups_of(model):
                 self.assertEqual(group.is_unsharded, not reshard_after_backward)
             for module in internals.fsdp_modules(model):
-                module.reshard()  # as one must before a step, where backward has not
+                module.reshard()  # required before a step if backward has not done it
             return losses
 
         self._check_training(plain, model, self._microbatches, step=step)
@@ -213,7 +213,7 @@ class TestFullyShardManualFinalization(ManualTest):
     def test_synchronized_backward(self, input_requires_grad, async_op, last_only):
         """With synchronization on, each group reduces in backward, except one whose inputs have no gradient.
 
-        That is the first one: autograd does not call FSDP when its backward is over. Finalization reduces the sum of
+        That is the first group. Autograd does not call FSDP at the end of its backward. Finalization reduces the sum of
         its gradients once.
         """
         plain, model = self._models()
@@ -241,7 +241,7 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_handle(self):
-        """Until the handle is waited on, nothing else may start. A second wait does nothing to a newer reduction."""
+        """Nothing else may start before the wait on the handle. A second wait does not affect later reductions."""
         from torch.distributed.fsdp import GradientReductionHandle
 
         plain, model = self._models()
@@ -271,7 +271,7 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_handle_is_never_waited_on(self):
-        """Without a wait only a reset helps. It drops the gradients, and the old handle raises from then on."""
+        """Without a wait, only a reset is allowed. It drops the gradients, and the old handle raises afterwards."""
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         self._accumulate(model)
@@ -292,13 +292,13 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_no_finalization(self):
-        """If a step is never finalized, its gradients wait unreduced, and the next finalization includes them."""
+        """If a step is not finalized, its gradients stay unreduced. The next finalization includes them."""
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         held = []
         for _ in range(2):
             self._accumulate(plain, model)
-            model.zero_grad()  # which does not see what is not reduced
+            model.zero_grad()  # does not clear unreduced gradients
             self.assertTrue(all(param.grad is None for param in model.parameters()))
             held.append(len(internals.comm_context(model).post_forward_order))
         self.assertEqual(held, [GROUPS * NUM_MICROBATCHES, 2 * GROUPS * NUM_MICROBATCHES])
@@ -331,7 +331,7 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_groups_synchronize_apart(self):
-        """Each group follows its own setting: one reduces in backward, one in finalization, one in a later one."""
+        """Each group has its own setting: one reduces in backward, one in finalization, one in a later finalization."""
         plain, model = self._models()
         model.set_requires_gradient_sync(False)
         model[2].set_requires_gradient_sync(True)
@@ -348,7 +348,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sync=[True, False], reshard=[True, False])
     def test_finalization_reshards(self, sync, reshard):
-        """What stayed unsharded during several backwards is resharded in finalization, if that is enabled then.
+        """Groups that stay unsharded during several backwards are resharded in finalization, if that is enabled.
 
         Pipelines use it this way. With synchronization on, all groups reduce in backward.
         """
@@ -378,7 +378,7 @@ class TestFullyShardManualFinalization(ManualTest):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=True)
         plain, model = self._models(mp_policy=policy)
         low = self._replica(plain).bfloat16()
-        for _ in range(2):  # a step leaves nothing behind
+        for _ in range(2):  # state of the first step would change the second
             model.zero_grad()
             sums = [torch.zeros_like(param, dtype=reduce_dtype) for param in plain.parameters()]
             for index, microbatch in enumerate(self._microbatches(), 1):
@@ -392,17 +392,17 @@ class TestFullyShardManualFinalization(ManualTest):
                 finalize(model, async_op)
             self.assertEqual([call.dtype for call in calls], [reduce_dtype] * (1 if last_only else GROUPS))
             for param, total in zip(plain.parameters(), sums, strict=True):
-                dist.all_reduce(total)  # a sum of two and its half are the same in any order
+                dist.all_reduce(total)  # the order of two summands does not matter
                 param.grad = (total / 2).float()
             check_parity(self, plain, model, what=("gradient",), rtol=0, atol=0)
 
     @torch_defect("fsdp2_deferred_reduction_adds_up_in_low_precision")
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_of_synchronized_backwards(self):
-        """So they are if synchronization is on in every backward, also in a group that waits for finalization.
+        """Gradients are accumulated in ``reduce_dtype`` also if every backward has synchronization on.
 
-        They are accumulated in bfloat16 (seen in 2.15.0). FSDP keeps a gradient in the dtype that autograd produced if
-        it is about to be reduced. This one is not reduced until finalization, and is not cast either.
+        The group that waits for finalization accumulates in bfloat16 (seen in 2.15.0). FSDP does not cast a gradient
+        that it is about to reduce. This one is not reduced until finalization, and is not cast either.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         plain, model = self._models(lambda: nn.Sequential(nn.Linear(DIM, DIM)), mp_policy=policy)
@@ -420,7 +420,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_before_the_first_forward(self, async_op):
-        """Before the first forward finalization does nothing, on the root or below it, with either setting."""
+        """Before the first forward, finalization does nothing, on the root or below it, with either setting."""
         plain, model = self._models()
         for manual in (False, True):
             model.set_manual_backward_finalization(manual)
@@ -436,7 +436,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_backward_of_others(self, async_op):
-        """Finalization does nothing after a backward that reached no parameter of FSDP's."""
+        """Finalization does nothing after a backward without FSDP parameters."""
         plain, model = self._models()
         model.eval()
         with torch.no_grad():
@@ -465,10 +465,10 @@ class TestFullyShardManualFinalization(ManualTest):
             self._check_gradients(plain, model)
             take_step(optims)
 
-    # --- What is refused ---
+    # --- Refused calls ---
 
     def _check_refused(self, message: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """The call must raise an error with this message, and communicate nothing."""
+        """The call must raise an error with this message, without any collective."""
         with recorded() as calls, self.assertRaisesRegex(RuntimeError, message):
             function(*args, **kwargs)
         self.assertEqual(calls, [])
@@ -476,7 +476,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_below_the_root(self, async_op):
-        """Only the root may be finalized, and only its setting may change."""
+        """Only the root may be finalized, and only the root's setting may change."""
         plain, model = self._models()
         self._accumulate(plain, model)
         for mlp in model[1:]:
@@ -499,7 +499,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
     def test_automatic(self, async_op):
-        """Under automatic finalization the call is refused and harms nothing."""
+        """With automatic finalization the call is refused and changes nothing."""
         plain, model = self._models()
         model.set_manual_backward_finalization(False)
         self._accumulate(plain, model)
@@ -510,7 +510,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(manual=[True, False])
     def test_within_backward(self, manual):
-        """During a backward, finalization and a change of the setting are refused, but not the same setting."""
+        """During a backward, finalization and a change of the setting are refused. The same value is allowed."""
         plain, model = self._models()
         model.set_manual_backward_finalization(manual)
         refused = []
@@ -535,7 +535,7 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @subtests(way_out=["finalize", "reset"])
     def test_change_after_backward(self, way_out):
-        """After a backward the setting cannot change until finalization or a reset."""
+        """After a backward, the setting cannot change before finalization or a reset."""
         plain, model = self._models()
         self._accumulate(model)
         message = "cannot change mode after backward starts"
@@ -618,9 +618,9 @@ class TestFullyShardManualFinalization(ManualTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(zeros_for_unused=[True, False], last_only=[True, False], async_op=[True, False])
     def test_unused_parameters(self, zeros_for_unused, last_only, async_op):
-        """Only the first microbatch runs a branch: the same on all ranks, or one of each rank's own.
+        """Only the first microbatch runs a branch, either the same on all ranks or a different one on each rank.
 
-        The latter needs ``set_reduce_scatter_unused_params``, by which unused parameters have gradients of zeros.
+        Different branches need ``set_reduce_scatter_unused_params``, so that unused parameters get zero gradients.
         """
         plain, model = self._models(Forked, lambda model: [model.fork, model])
         model.fork.set_reduce_scatter_unused_params(zeros_for_unused)
@@ -729,10 +729,10 @@ class TestFullyShardSharedContext(ManualTest):
     @torch_defect("fsdp2_end_of_one_root_breaks_another")
     @skip_if_lt_x_gpu(2)
     def test_automatic_end_between_forward_and_backward_of_another(self):
-        """One root's backward ends between the forward and the backward of another that shares its context.
+        """One root's backward may end between the forward and the backward of another root with the same context.
 
-        The other's backward raises an IndexError (seen from 2.11 to 2.15). The roots share the list of forwards, and
-        the end of a backward clears it for both.
+        The other root's backward raises an IndexError (seen from 2.11 to 2.15). The roots share the list of forwards,
+        and the end of a backward clears it for both.
         """
         from torch.distributed.fsdp import share_comm_ctx
 
@@ -787,7 +787,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(which=["root", "mlp", "all"], async_op=[True, False])
     def test_finalization_without_all_reduce(self, which, async_op):
-        """It is refused before anything is reduced, and works once all-reduce is enabled again."""
+        """Finalization without all-reduce is refused before any reduction. It works after all-reduce is enabled."""
         plain, model = self._models(mesh=self._mesh(2, 2))
         model.set_requires_gradient_sync(False)
         self._accumulate(plain, model)
@@ -806,7 +806,9 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(way_out=["backward", "reset"], async_op=[True, False])
     def test_finalization_after_partial_reduction(self, way_out, async_op):
-        """It is refused. Another backward with all-reduce completes the reduction, or a reset drops it."""
+        """Finalization after a partial reduction is refused. Another backward with all-reduce completes the reduction,
+        or a reset drops it.
+        """
         plain, model = self._models(mesh=self._mesh(2, 2))
         model.set_requires_all_reduce(False)
         self._accumulate(*(plain, model) if way_out == "backward" else (model,), num_microbatches=1)
@@ -836,7 +838,7 @@ class TestFullyShardManualFinalizationSplitBackward(ManualTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(reduce_dtype=[None, torch.float32], weights_last=[True, False], async_op=[True, False])
     def test_split_backward(self, reduce_dtype, weights_last, async_op):
-        """The gradients of parameters may be computed long after those of inputs. Finalization reduces them."""
+        """Gradients of parameters may be computed long after those of inputs. Finalization reduces them."""
         param_dtype = None if reduce_dtype is None else torch.bfloat16
         plain, model = self._models(
             reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype)
@@ -876,16 +878,16 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
     def test_schedule(self, schedule):
-        """A schedule finalizes each stage at the end of a step, or leaves that to a later step."""
+        """A schedule finalizes each stage at the end of a step or in a later step."""
         self._check_schedule(schedule, reshard_after_forward=False)
 
     @torch_defect("fsdp2_split_backward_loses_gradients")
     @skip_if_lt_x_gpu(4)
     def test_schedule_resharding_after_forward(self):
-        """The gradients are right, too, where FSDP2 reshards after forward, which is its default below the root.
+        """The gradients are right also if FSDP2 reshards after forward, which is the default below the root.
 
-        Some are lost without an error (seen from 2.11 to 2.15). Before backward the schedule asks the stage for its
-        parameters. It gets shards, which are not in the autograd graph, and computes no gradients for them.
+        Some gradients are silently lost (seen from 2.11 to 2.15). Before backward the schedule gets the parameters of
+        the stage. These are shards, which are not in the autograd graph, so they get no gradients.
         """
         self._check_schedule("ScheduleInterleavedZeroBubble", reshard_after_forward=None)
 

@@ -1,7 +1,7 @@
 """``set_keep_unsharded_storage``: FSDP2 keeps the memory of unsharded parameters when it reshards.
 
-Each unsharded parameter then stays at one address, as a recorded graph needs it. Every gather still writes the values
-of the shards there, so the models compute what plain ones do.
+Each unsharded parameter then keeps its address, as a captured graph requires. Every all-gather still writes the current
+values there, so the models train like plain ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def layer(in_features: int, out_features: int) -> nn.Sequential:
 
 
 def three_layers() -> nn.Sequential:
-    """The last is the root's own. Four ranks share none of them evenly."""
+    """Three layers that do not shard evenly over four ranks. The last one is in the root's group."""
     manual_seed(42)
     return nn.Sequential(layer(4, 6), layer(6, 5), *layer(5, 3))
 
@@ -48,9 +48,9 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def unsharded(model: Any) -> Parameters:
-    """The parameters of all groups as they are while they are unsharded, by name. They are sharded again afterwards.
+    """The unsharded parameters of all groups by name. The modules are resharded afterwards.
 
-    The objects always stay the same, so that they show later where their memory is, if they have any.
+    FSDP reuses these objects, so they show later where their memory is and whether it is freed.
     """
     for module in fsdp_modules(model):
         module.unshard()
@@ -61,14 +61,14 @@ def unsharded(model: Any) -> Parameters:
 
 
 def addresses(params: Parameters) -> dict[str, int]:
-    """Where the memory of the parameters begins; 0 for those whose memory is freed."""
+    """The addresses of the parameters, or 0 if their memory is freed."""
     return {name: param.data_ptr() for name, param in params.items()}
 
 
 def seen_in_layers(model: nn.Module) -> dict[str, list[int]]:
-    """The addresses of the parameters in each forward and each backward of the linear layers from now on, by name.
+    """Record the addresses of parameters by name in each later forward and backward of the linear layers.
 
-    To be called before FSDP is applied, so that FSDP's hooks run after these.
+    Call this before FSDP is applied, so that FSDP's hooks run after these.
     """
     seen: dict[str, list[int]] = {}
 
@@ -92,7 +92,7 @@ def seen_in_layers(model: nn.Module) -> dict[str, list[int]]:
 
 
 class ClonedOnArrival:
-    """An extension for one local tensor: the whole parameter is a copy of what was gathered."""
+    """An extension for one local tensor. The unsharded parameter is a copy of the all-gather output."""
 
     def __init__(self, local: Any) -> None:
         self.local = local
@@ -121,7 +121,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         return three_layers().to(self.device)
 
     def _check_kept(self, params: Parameters, expected: dict[str, int]) -> None:
-        """The parameters must be where they were, and must have memory."""
+        """The parameters must have their old addresses, and must have memory."""
         self.assertNotIn(0, expected.values())
         self.assertEqual(addresses(params), expected)
 
@@ -133,7 +133,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         param_dtype=[None, torch.float64],
     )
     def test_training(self, shape, reshard_after_forward, offload_policy, param_dtype):
-        """In each forward and backward a parameter is at its one address, and training is that of a plain model."""
+        """A parameter has one address in each forward and backward, and the model trains like a plain one."""
         ref_model = self._plain()
         model: Any = copy.deepcopy(ref_model)
         seen = seen_in_layers(model)
@@ -160,7 +160,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         param_dtype=[torch.float32, torch.bfloat16],
     )
     def test_inference(self, grad_mode, reshard_after_forward, offload_policy, param_dtype):
-        """Without gradients, too: outputs follow the shards, which change from one forward to the next."""
+        """The memory is kept without gradients, too. Outputs follow the shards, which change between forwards."""
         ref_model = self._plain().to(param_dtype)
         policies = {"offload_policy": offload_policy, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype)}
         model = shard(self._plain(), reshard_after_forward=reshard_after_forward, **policies)
@@ -183,14 +183,14 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(how=["load_state_dict", "assign", "full"], offload_policy=OFFLOAD_POLICIES)
     def test_load(self, how, offload_policy):
-        """What is loaded arrives in the kept memory with the next gather, between forwards as between steps."""
+        """The next all-gather writes loaded values into the kept memory, between forwards and between steps."""
         ref_model = self._plain()
         model = shard(self._plain(), offload_policy=offload_policy)
         model.set_keep_unsharded_storage(True)
         params = unsharded(model)
         expected = addresses(params)
         for factor in (3, -2):
-            train(model, self._inputs(2, 4))  # leaves the values of these parameters in the memory
+            train(model, self._inputs(2, 4))  # leaves the old values in the memory
             with torch.no_grad():
                 for param in ref_model.parameters():
                     param.mul_(factor)
@@ -237,11 +237,11 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False])
     def test_switch(self, reshard_after_forward):
-        """Memory is kept only from when that is asked for until it is not asked for any more."""
+        """Memory is kept only while the setting is on."""
         ref_model = self._plain()
         model = shard(self._plain(), reshard_after_forward=reshard_after_forward)
         params = unsharded(model)
-        padded = {  # each rank's rows are as many as the first's
+        padded = {  # every rank is padded to the rows of rank 0
             name: self.world_size * math.ceil(len(param) / self.world_size) * param[0].numel()
             for name, param in ref_model.named_parameters()
         }
@@ -261,7 +261,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_recurse(self):
-        """A module speaks for those below it too, unless it is told not to."""
+        """The setter also applies to the modules below, unless ``recurse`` is false."""
         model = shard(self._plain())
         of_first, of_root = ({f"{prefix}.weight", f"{prefix}.bias"} for prefix in ("0.0", "2"))
         self._check_keeping(model, set())
@@ -278,7 +278,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_recurse_to_modules_of_one_group(self):
-        """Modules of one group keep together; a root without parameters reaches them through a plain module."""
+        """The setting applies to a whole group. A root without parameters also sets it below a plain module."""
         model: Any = nn.Sequential(self._plain())
         inner = model[0]
         fully_shard([inner[0], inner[1]])
@@ -293,13 +293,13 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         self._check_keeping(model, set(dict(model.named_parameters())))
 
     def _check_keeping(self, model: nn.Module, names: set[str]) -> None:
-        """The parameters of these names, and no others, must keep their memory when they are sharded."""
+        """The parameters with these names, and no others, must keep their memory while they are sharded."""
         self.assertEqual({name for name, address in addresses(unsharded(model)).items() if address}, names)
 
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2])
     def test_exception_in_forward(self, reshard_after_forward):
-        """The memory outlives an iteration that raises and is given up; training continues in it."""
+        """The memory is kept after an exception in forward and a reset. Training continues in the same memory."""
         ref_model = self._plain()
         model = shard(self._plain(), reshard_after_forward=reshard_after_forward)
         model.set_keep_unsharded_storage(True)
@@ -319,7 +319,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(keep=[True, False])
     def test_extension(self, keep):
-        """The tensors of an extension stay as well: what was gathered, and what the extension made of it."""
+        """With an extension, both the all-gather outputs and the extension's own tensors are kept."""
         manual_seed(42)
         ref_model = nn.Linear(4, self.world_size, bias=False, device=self.device)
         model: Any = fully_shard(copy.deepcopy(ref_model))

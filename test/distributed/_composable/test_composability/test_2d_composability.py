@@ -1,7 +1,7 @@
-"""FSDP over some dimensions of a mesh and tensor parallelism over the last: training, and states in and out.
+"""FSDP over some mesh dimensions and tensor parallelism over the last: training, and saving and loading of states.
 
-FSDP2 and FSDP1, over two dimensions, and over three with replicas. The ranks of tensor parallelism share their data,
-the others have their own; the reference is a plain model that has seen the data of all of them.
+The tests cover FSDP2 and FSDP1 over two mesh dimensions, and over three with replicas. Ranks of one tensor-parallel
+group share their data. The reference is a plain model on the data of all ranks.
 """
 
 from __future__ import annotations
@@ -78,24 +78,24 @@ EXACT: dict[str, Any] = {"rtol": 0, "atol": 0}
 
 SQUARE, CUBE = (2, 2), (2, 2, 2)
 
-# What tensor parallelism cuts of SimpleModel where it leaves the third layer alone.
+# The placements of SimpleModel's parameters that tensor parallelism shards. It does not shard the third layer.
 CUT = {"net1.weight": Shard(0), "net1.bias": Shard(0), "net2.weight": Shard(1)}
 
 
 def columns_and_rows(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut the first layer by columns and the second by rows. The third is none of tensor parallelism's business."""
+    """Shard the first layer by columns and the second by rows. Leave the third layer whole."""
     return parallelize_module(model, mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
 
 
 def fsdp1_and_tp(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
-    """FSDP1, with the whole model as one unit, around tensor parallelism over the last dimension of the mesh."""
+    """Apply tensor parallelism over the last mesh dimension, then FSDP1 with the whole model as one unit."""
     strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 3 else ShardingStrategy.FULL_SHARD
     columns_and_rows(model, mesh["tensor"])
     return FSDP(model, device_mesh=before_tensor(mesh), sharding_strategy=strategy, **kwargs)
 
 
 def fsdp2_and_tp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 around tensor parallelism over the last dimension of the mesh, by which every layer is cut."""
+    """Apply tensor parallelism over the last mesh dimension to every layer, then FSDP2."""
     columns_and_rows(model, mesh["tensor"])
     parallelize_module(model, mesh["tensor"], {"net3": ColwiseParallel(output_layouts=Replicate())})
     return shard_each([*model.children(), model], mesh=before_tensor(mesh))
@@ -110,17 +110,17 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_train_parity_2d_mlp(self):
-        """With even, uneven and empty shards, and with checkpointed activations."""
+        """Stacks of MLPs train with even, uneven and empty shards, and with activation checkpointing."""
         dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
         self._check_stacks(tp_mesh, dp_mesh, dp_mesh, iterations=ITERATIONS)
 
     @skip_if_lt_x_gpu(4)
     @subtests(other_dim=[False, True])
     def test_train_parity_2d_transformer(self, other_dim):
-        """With sequence parallelism a norm sees a part of the sequence, so its gradient is a sum over those ranks, too.
+        """With sequence parallelism a norm sees a part of the sequence, so its gradient is also summed over tp ranks.
 
-        Of two microbatches the gradients of the first are reduced together with those of the second. FSDP shards either
-        the first dimension or the one that tensor parallelism did not cut.
+        The gradients of two microbatches are reduced together. FSDP shards either the first dimension or the one that
+        tensor parallelism does not shard.
         """
         dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
         manual_seed(42)
@@ -145,7 +145,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_tp_with_fsdp_offloading(self):
-        """Over one rank FSDP has nothing to gather or to reduce, so the collectives are those of tensor parallelism."""
+        """With FSDP over one rank, the only collectives are those of tensor parallelism."""
         dp_mesh, tp_mesh = self._data_and_tensor(1, self.world_size)
         manual_seed(42)
         model = MLPStack(16)
@@ -153,7 +153,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         policy = CPUOffloadPolicy(pin_memory=False)
         model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing=False, offload_policy=policy)
 
-        # Of a torch that reduces all the same each MLP has one reduction.
+        # Older versions of torch issue one reduction for each MLP.
         reductions = {} if torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK else {REDUCE_SCATTER: 3}
 
         def step(each: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -163,8 +163,8 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
                 loss = loss_of(each(batch))
             with CommDebugMode() as in_backward:
                 loss = backward(loss)
-            # One after each layer that is cut by rows; in backward one before each that is cut by columns, the first
-            # of which nobody asks for the gradient of its input.
+            # Forward has one after each row-sharded layer. Backward has one for each column-sharded layer except the
+            # first, whose input needs no gradient.
             self.assertEqual(dict(in_forward.get_comm_counts()), {ALL_REDUCE: 3})
             self.assertEqual(dict(in_backward.get_comm_counts()), {ALL_REDUCE: 2, **reductions})
             for param in each.parameters():
@@ -187,9 +187,9 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
         use_seq_parallel=[False, True], reuse_model=[True, False], optimizer_class=[torch.optim.Adam, torch.optim.AdamW]
     )
     def test_train_parity_2d_transformer_checkpoint_resume(self, use_seq_parallel, reuse_model, optimizer_class):
-        """Training that goes on from a checkpoint has the losses of training that was never interrupted, bit for bit.
+        """Training that resumes from a checkpoint has bitwise the losses of uninterrupted training.
 
-        The second loss depends on the parameters that are loaded, the third on the optimizer's states as well.
+        The second loss depends on the loaded parameters, and the third also on the loaded optimizer states.
         """
         dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
 
@@ -230,18 +230,18 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
 
 
 def _other_dim(param: nn.Parameter) -> Shard | None:
-    """A ``shard_placement_fn`` for the dimension of a matrix that tensor parallelism did not cut."""
+    """A ``shard_placement_fn`` that shards the dimension of a matrix that tensor parallelism does not shard."""
     (placement,) = param.placements if isinstance(param, DTensor) else (Replicate(),)
     return Shard(1 - placement.dim) if isinstance(placement, Shard) and param.ndim == 2 else None
 
 
 class TestFullyShard3DTraining(TrainingMixin, FSDPTest):
-    """Beyond upstream: gradients over three dimensions of a mesh, the first of which has replicas."""
+    """Beyond upstream: gradients on a three-dimensional mesh, for replicas, shards and tensor parallelism."""
 
     world_size = 8
 
     def _models(self) -> tuple[SimpleModel, Any, DeviceMesh]:
-        """The plain model, the same one cut over the mesh, and the mesh."""
+        """The plain model, a sharded copy, and the mesh."""
         mesh = make_mesh(*CUBE, names=("replicate", "shard", "tensor"))
         ref_model = filled(SimpleModel().to(self.device))
         return ref_model, fsdp2_and_tp(self._replica(ref_model), mesh), mesh
@@ -252,7 +252,7 @@ class TestFullyShard3DTraining(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(8)
     @subtests(norm_type=[2.0, 1.0, math.inf])
     def test_clip_grad_norm(self, norm_type):
-        """The norm counts each element once, however many ranks have it, and all ranks clip alike."""
+        """The norm counts each element once, although several ranks have it, and all ranks clip alike."""
         ref_model, model, _ = self._models()
         for each in (ref_model, model):
             self._loss(each).backward()
@@ -266,9 +266,9 @@ class TestFullyShard3DTraining(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(8)
     @subtests(spoilt=[(0, 0), (1, 1)])
     def test_grad_scaler(self, spoilt):
-        """A shard with a number that is not finite makes all ranks skip the step; the next step is a plain model's.
+        """If one shard has a non-finite gradient, all ranks skip the step. The next step equals a plain model's.
 
-        The replicas of a shard have the same gradients, as they do after a reduction.
+        The test changes all replicas of the shard, because they have equal gradients after a reduction.
         """
         ref_model, model, mesh = self._models()
         scaler = torch.amp.GradScaler(self.device.type, init_scale=4.0)
@@ -292,13 +292,13 @@ class TestFullyShard3DTraining(TrainingMixin, FSDPTest):
         check_full(self, ref_model, model)
 
 
-# States as they are, and whole: on every rank, or on the first one, which gives the others theirs.
+# Full states on every rank, or only on rank 0, which broadcasts them when they are loaded.
 ON_ALL_RANKS = StateDictOptions(full_state_dict=True)
 ON_FIRST_RANK = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
 
 
 class FullStatesMixin(ShardedStatesMixin):
-    """Whole states of FSDP2 around tensor parallelism, out of one run and into another."""
+    """Saves full states from one run of FSDP2 and tensor parallelism, and loads them into another run."""
 
     def _test_full_states(
         self, shape: tuple[int, ...], model_class: type[SimpleModel], options: StateDictOptions
@@ -332,17 +332,17 @@ class TestFullyShard2DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
     @subtests(
         case=[
             (SQUARE, SimpleModel, ON_ALL_RANKS),
-            # Whole states on all ranks would not be loaded here: fsdp2_tp_uneven_full_state_dict_is_not_loaded.
+            # Loading full states on all ranks fails here: fsdp2_tp_uneven_full_state_dict_is_not_loaded.
             ((2, 1, 2), SimpleModelUneven, ON_FIRST_RANK),
         ]
     )
     def test_fully_shard_tp_2d_set_full_state_dict(self, case):
-        """Whole states are those of a plain model, and bring another run to where the first one was."""
+        """Full states equal those of a plain model. Another run that loads them continues like the first one."""
         self._test_full_states(*case)
 
 
 class TestFullyShard3DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
-    """Beyond upstream: two replicas of FSDP2 around tensor parallelism."""
+    """Beyond upstream: HSDP of FSDP2 with two replicas, and tensor parallelism."""
 
     world_size = 8
 
@@ -356,20 +356,20 @@ class TestFullyShard3DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(other=["plain", "FSDP1 on 4", "FSDP2 and TP on 2x2"])
     def test_checkpoint_of_other_layout(self, other):
-        """Training goes on from checkpoints of other layouts, and other layouts from its own."""
+        """Training resumes from checkpoints of other layouts, and other layouts resume from its checkpoints."""
         self._check_goes_on("FSDP2 and TP on 2x2x2", other)
         self._check_goes_on(other, "FSDP2 and TP on 2x2x2")
 
 
 class FSDP1Run(Run):
-    """A run whose states FSDP1's own functions take; see ``test_2d_optim_state_dict_of_flat_parameters``."""
+    """A run that gets its states from FSDP1's own functions; see ``test_2d_optim_state_dict_of_flat_parameters``."""
 
     def state_dict(self) -> dict[str, Any]:
         return sharded_state_dicts(self.model, self.optim)
 
 
 class FSDP1AndTPMixin(ShardedStatesMixin, LayoutsMixin):
-    """Runs of FSDP1 around tensor parallelism, with sharded state dicts."""
+    """Runs of FSDP1 with tensor parallelism and sharded state dicts."""
 
     def _fsdp1_run(
         self,
@@ -381,11 +381,11 @@ class FSDP1AndTPMixin(ShardedStatesMixin, LayoutsMixin):
         return FSDP1Run(Layout(shape, functools.partial(fsdp1_and_tp, **kwargs), TENSOR), seed, model_class)
 
     def _extension(self, mesh: DeviceMesh) -> Any:
-        """What stands between FSDP1 and DTensors in a model that is sharded over this mesh."""
+        """FSDP1's tensor extension for a model that is sharded over this mesh."""
         return internals.tensor_extension(FSDP(SimpleModel().to(self.device), device_mesh=mesh))
 
     def _test_2d_e2e_training(self, run: Run) -> None:
-        """Before and after each of five steps the outputs are those of a plain model; in the end all states are."""
+        """Train five steps. Outputs before and after each step, and all final states, equal a plain model's."""
         plain = filled(SimpleModel().to(self.device), seed=0)
         optim = torch.optim.Adam(plain.parameters(), lr=1e-2)
         probe = uniform(3, 5, seed=99)
@@ -394,7 +394,7 @@ class FSDP1AndTPMixin(ShardedStatesMixin, LayoutsMixin):
             train_on_share(plain, optim, range(step, step + 1))
             run.train(range(step, step + 1))
         self.assertEqual(run.model(probe), plain(probe))
-        # Adam would forgive a gradient of a wrong scale; its moments do not.
+        # Adam's steps do not depend on the scale of gradients, but its moments do.
         self.assertEqual(run.full(), plain_run(range(5), model_class=SimpleModel))
 
 
@@ -404,7 +404,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_fsdp_state_enable_extension(self):
-        """A mesh that is a part of another one says that there are DTensors to shard."""
+        """For a submesh FSDP1 uses the extension for DTensors."""
         mesh = make_mesh(*SQUARE, names=("dp", "tp"))
         self.assertIs(type(self._extension(mesh["dp"])), internals.dtensor_extensions())
 
@@ -421,7 +421,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_e2e_training_not_use_orig_params(self):
-        """The ranks of tensor parallelism keep each a part of the first layer's input, which is the same on all."""
+        """With ``input_reshard`` each tensor-parallel rank saves a shard of the first layer's input for backward."""
         run = self._fsdp1_run(use_orig_params=False)
         input_reshard(run.model.module.net1, run.mesh["tensor"], 0)
         self._test_2d_e2e_training(run)
@@ -431,7 +431,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False], norm_type=[2.0, 1.0, math.inf])
     def test_clip_grad_norm(self, use_orig_params, norm_type):
-        """Beyond upstream: the norm is that of the whole model, on all ranks."""
+        """Beyond upstream: all ranks get the norm of the whole model."""
         model = self._fsdp1_run(use_orig_params=use_orig_params).model
         plain = filled(SimpleModel().to(self.device), seed=0)
         for each in (model, plain):
@@ -446,20 +446,20 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_replicas_of_one_rank(self):
-        """Beyond upstream: where no two ranks share a replica's parameters, gradients are averaged all the same."""
+        """Beyond upstream: gradients are averaged over replicas also if each replica has only one shard rank."""
         self._test_2d_e2e_training(self._fsdp1_run((2, 1, 2), use_orig_params=False))
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_of_one_rank(self):
-        """Beyond upstream: the same where tensor parallelism has all ranks, and FSDP shards over one."""
+        """Beyond upstream: training is right if tensor parallelism uses all ranks and FSDP shards over one rank."""
         self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=False))
 
     @torch_defect("fsdp1_of_one_rank_around_tp_raises")
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_of_one_rank_use_orig_params(self):
-        """Beyond upstream: the same with the original parameters."""
+        """Beyond upstream: the same holds with ``use_orig_params=True``."""
         self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=True))
 
 
@@ -469,7 +469,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_2d_extension(self):
-        """A mesh that is no part of another one has no room for tensor parallelism."""
+        """FSDP1 uses the extension for DTensors only on a submesh. A root mesh has no tensor parallelism."""
         square, line = make_mesh(*SQUARE, names=("dp", "tp")), make_mesh(self.world_size)
         self.assertIs(type(self._extension(square["dp"])), internals.dtensor_extensions())
         self.assertIsNone(self._extension(line))
@@ -494,7 +494,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
     def test_2d_load_state_dict(self, shape, model_class):
-        """A step after saving changes every parameter; loaded, each shard is as it was."""
+        """A step after saving changes every parameter. Loading restores each shard."""
         run = self._fsdp1_run(shape, model_class=model_class)
         use_sharded_state_dicts(run.model)
         file = io.BytesIO()
@@ -517,7 +517,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
         shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven], use_orig_params=[True, False]
     )
     def test_2d_optim_state_dict(self, shape, model_class, use_orig_params):
-        """The states of the optimizer have the names and, put together, the values of a plain model's."""
+        """The optimizer states have the names and the full values of a plain model's states."""
         run = self._fsdp1_run(shape, model_class=model_class, use_orig_params=use_orig_params).train(range(1))
         self._check_optim_state(run, run.state_dict()["optim"], model_class)
         if use_orig_params:
@@ -527,12 +527,12 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_of_flat_parameters(self):
-        """Beyond upstream: the same by way of DSD, for the ranks that share no parameter with the first one."""
+        """Beyond upstream: the same holds for DSD with flat parameters, also on ranks that share none with rank 0."""
         run = self._fsdp1_run(use_orig_params=False).train(range(1))
         self._check_optim_state(run, get_optimizer_state_dict(run.model, run.optim), SimpleModel)
 
     def _check_optim_state(self, run: Run, osd: dict[str, Any], model_class: type[SimpleModel]) -> None:
-        """These are the moments of a plain model after one step, in DTensors on the whole mesh."""
+        """The moments must be DTensors on the whole mesh, with the values of a plain model after one step."""
         found = moments(osd)
         self.assertEqual({(type(value), value.device_mesh) for value in found.values()}, {(DTensor, run.mesh)})
         wanted = plain_run(range(1), model_class=model_class)
@@ -546,9 +546,9 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_is_loaded(self):
-        """After another step the states that are loaded are those that were saved.
+        """Loading after another step restores the saved optimizer states.
 
-        Upstream compares what it has saved with itself.
+        Upstream compares the saved states with themselves.
         """
         run = self._fsdp1_run(use_orig_params=True).train(range(1))
         saved = run.full()
@@ -564,7 +564,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_temp_dir
     @pairwise_subtests(shape=[SQUARE, (1, 2, 2)], model_class=[SimpleModel, SimpleModelUneven])
     def test_fsdp1_tp_2d_set_full_state_dict(self, shape, model_class):
-        """What FSDP1 has saved as whole tensors is loaded by shards. For the optimizer see the test before."""
+        """A run with sharded states loads a checkpoint of full tensors. The test above covers the optimizer."""
         path = os.path.join(self.temp_dir, f"{shape} {model_class.__name__}")
         source = Run(Layout((4,), lambda model, mesh: FSDP(model, device_mesh=mesh)), model_class=model_class)
         source.train(range(2))
@@ -585,7 +585,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
 
 
 class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
-    """Beyond upstream: FSDP1's hybrid sharding around tensor parallelism."""
+    """Beyond upstream: FSDP1's hybrid sharding with tensor parallelism."""
 
     world_size = 8
 
@@ -597,7 +597,7 @@ class TestNew3dParallel(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(8)
     def test_3d_state_dict(self):
-        """States out of one run and into another, with rows that do not divide."""
+        """Another run loads the states of one run, with uneven rows."""
         model_class = SimpleModelUneven
         run = self._fsdp1_run(CUBE, model_class=model_class).train(range(1))
         other = self._fsdp1_run(CUBE, seed=1, model_class=model_class)

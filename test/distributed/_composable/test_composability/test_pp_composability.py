@@ -1,7 +1,7 @@
-"""Pipelines whose stages are parallelized otherwise too: FSDP2, DDP, replicate, HSDP, tensor parallelism, checkpoints.
+"""Pipelines with other parallelism in their stages: FSDP2, DDP, replicate, HSDP, tensor parallelism, checkpoints.
 
-The reference is the plain model in one piece, whose gradients of the same microbatches are averaged over the ranks that
-have data of their own.
+The reference is the whole plain model on the same microbatches. Its gradients are averaged over the data-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def on_one_rank() -> list[str]:
-    """Schedules with one stage and with neighbouring stages, for a pipeline of a single rank."""
+    """Schedules for a pipeline on a single rank, with one stage and, if supported, with neighbouring stages."""
     neighbours = ["ScheduleInterleavedZeroBubble"] if torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES else []
     return ["Schedule1F1B", *neighbours]
 
 
 def replicate_stage(stage: Any, **kwargs: Any) -> Any:
-    """As ``shard_stage``, with the ``replicate`` that is built on FSDP2."""
+    """Like ``shard_stage``, but with the ``replicate`` that is built on FSDP2."""
     return replicate_each(units_of(stage), **kwargs)
 
 
 def check_whole(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
-    """Compare parameters and gradients that are on all ranks."""
+    """Compare unsharded parameters and gradients."""
     found, wanted = (
         {name: (param.detach(), param.grad) for name, param in named(each).items()} for each in (model, ref_model)
     )
@@ -76,18 +76,18 @@ def tensor_parallel(stage: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def by_block(modules: Iterable[nn.Module]) -> nn.Sequential:
-    """The blocks of all stages of a rank under the names that they have in the whole model."""
+    """Collect the blocks of all stages of a rank under their names in the whole model."""
     return nn.Sequential(OrderedDict(child for module in modules for child in module.named_children()))
 
 
 class PipelineTest(PipelineMixin, FSDPTest):
-    """What the test cases of this file share."""
+    """The base class of the test cases in this file."""
 
     def _test_3d(self, data: int, schedule: str, param_dtype: torch.dtype) -> None:
-        """Losses, gradients and parameters of several steps over dimensions for data, pipeline and tensors.
+        """Compare losses, gradients and parameters of several steps on a mesh for data, pipeline and tensors.
 
-        In bfloat16 the two ranks that share a layer round what they add up, which one rank by itself does not; so there
-        the plain model, which computes in bfloat16 as well, is only near.
+        In bfloat16, tensor-parallel ranks round their partial sums. The plain bfloat16 model does not, so the test
+        compares with a tolerance.
         """
         mesh = self._mesh(data, 2, 2, names=("data", "pipeline", "tensor"))
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
@@ -116,8 +116,8 @@ class ComposabilityTest(PipelineTest):
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(
-        # DDP does not know a split backward, and stages that ask each other for shapes confuse it. A split backward
-        # loses the gradients of what is resharded after forward: see the defect fsdp2_split_backward_loses_gradients.
+        # DDP supports neither a split backward nor stages that infer shapes at run time. A split backward loses
+        # gradients of modules that reshard after forward: see the defect fsdp2_split_backward_loses_gradients.
         valid=lambda dp_type, schedule, told: (
             dp_type in ("FSDP", "replicate") or (schedule not in SPLIT_BACKWARD and (dp_type, told) != ("DDP", None))
         ),
@@ -126,7 +126,7 @@ class ComposabilityTest(PipelineTest):
         told=[torch.float32, None],
     )
     def test_manual_with_data_parallel(self, dp_type, schedule, told):
-        """Losses, gradients and parameters of several steps are those of the plain model."""
+        """Losses, gradients and parameters of several steps equal those of the plain model."""
         mesh = self._pipelines_and_data()
         wraps = {
             "FSDP": functools.partial(shard_stage, mesh=mesh["data"]),
@@ -142,13 +142,13 @@ class ComposabilityTest(PipelineTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
-        """FSDP2 has one rank; the class below has two."""
+        """FSDP2 shards over one rank. The class below has two."""
         self._test_3d(1, schedule, param_dtype)
 
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=on_one_rank)
     def test_hsdp(self, schedule):
-        """Beyond upstream: the stages, all on one rank, are sharded over two ranks and replicated over two."""
+        """Beyond upstream: each pipeline has all stages on one rank. HSDP uses two shards and two replicas."""
         mesh = self._mesh(1, 2, 2, names=("pipeline", "replicate", "shard"))
         plain = self._plain()
         wrap = functools.partial(shard_stage, mesh=mesh["replicate", "shard"])
@@ -161,9 +161,9 @@ class ComposabilityTest(PipelineTest):
     @with_temp_dir
     @subtests(loaded_by=["FSDP2", "ScheduleInterleaved1F1B", SCHEDULES[-1], "Schedule1F1B"])
     def test_pp_and_dcp(self, loaded_by):
-        """Stages save their blocks, with the states of an optimizer, under the names of the whole model.
+        """Stages save their blocks and optimizer states under the names of the whole model.
 
-        The same stages, others, or the whole model under FSDP2 load them and go on as the plain model does.
+        The same stages, other stages, or the whole model under FSDP2 load them and continue like the plain model.
         """
         mesh, path = self._pipelines_and_data(), os.path.join(self.temp_dir, loaded_by)
         data = mesh.get_group("data")
@@ -222,7 +222,7 @@ class ThreeDimensionsTest(PipelineTest):
     @skip_if_lt_x_gpu(8)
     @pairwise_subtests(schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
     def test_3d_with_tp_dp_pp(self, schedule, param_dtype):
-        """Two ranks along each dimension."""
+        """Each mesh dimension has two ranks."""
         self._test_3d(2, schedule, param_dtype)
 
 
