@@ -81,7 +81,7 @@ class _TestClipGradNormBase(FSDPTest):
             self.assertEqual(norm_by_hand(clipped, norm_type).item(), max_norm, rtol=1e-5, atol=0)
 
     def _check_alike(self, norm: torch.Tensor, expected: torch.Tensor) -> None:
-        """The norm must be the expected one, and bit for bit the same on all ranks."""
+        """The norm must be the expected one, and bitwise the same on all ranks."""
         self.assertIsInstance(norm, DTensor)
         self.assertEqual(found := norm.full_tensor(), expected)
         everywhere = [torch.empty_like(found) for _ in range(self.world_size)]

@@ -309,7 +309,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
 
 
 class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
-    """How many collectives a step issues, and what the gradient is divided by."""
+    """The number of collectives in a step, and the divide factors of gradients."""
 
     world_size = 4
 
@@ -353,7 +353,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     def test_set_reshard_after_forward(self):
         config = {"set_reshard_after_forward": [True, False, None], "recurse": [True, False]}
         self.run_subtests(config, self._test_set_reshard_after_forward_by_communication_count)
-        # Beyond upstream: the root keeps its parameters by default, and reshards if it is set to.
+        # Beyond upstream: by default the root does not reshard after forward. With the setter it does.
         model = shard_blocks(transformer(self.device))
         model.set_reshard_after_forward(True, recurse=False)
         self._check_counts(model, len(model.layers) + 1, len(model.layers) + 1)
@@ -379,7 +379,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @torch_defect("fsdp2_uneven_rows_shown_wrong")
     @skip_if_lt_x_gpu(4)
     def test_uneven_shards_after_forward(self):
-        """Beyond upstream: between forward and backward a parameter shows its values, also over a smaller mesh.
+        """Beyond upstream: between forward and backward a parameter has its full values, also over a smaller mesh.
 
         It does not if the rows are sharded unevenly, a defect of torch seen with 2.13.0. FSDP cuts the new shards from
         the gathered buffer, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor claims

@@ -249,7 +249,7 @@ class TestFullyShardCompile(CompileTest):
         fwd_fullgraph: bool,
         iterations: int = ITERATIONS,
     ) -> CountingBackend:
-        """Train plainly, sharded, and sharded and compiled; compare losses and gradients of every iteration.
+        """Train a plain, a sharded, and a compiled sharded model. Compare losses and gradients of every iteration.
 
         The model functions build a plain model and shard it. With ``fwd_fullgraph`` the model has no graph break of
         its own. Returns the backend with the graphs that it compiled.
@@ -299,7 +299,7 @@ class TestFullyShardCompile(CompileTest):
             model = build()
             shard(model)
             compiled = torch.compile(model, backend=counting)
-            with torch.compiler.set_stance("force_eager"):  # so that FSDP's lazy initialization is done
+            with torch.compiler.set_stance("force_eager"):  # runs FSDP's lazy initialization
                 fwd_bwd(compiled, 0, self.rank)
             model.zero_grad(set_to_none=True)
             self.assertEqual(counting.graphs, [])

@@ -371,7 +371,7 @@ class TestFullyShardDTensor(FSDPTest):
         """
         mesh, ref_model = self._mesh(*case.shape), self._mlp()
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case)
-        groups = 2  # of parameters
+        groups = 2  # parameter groups
         expected: collections.Counter[tuple[str, str]] = collections.Counter()
         for dim in case.shard:
             name = mesh.get_group(dim).group_name

@@ -211,7 +211,7 @@ class TestFullyShardFrozen(FSDPTest):
                 self.assertEqual(param.requires_grad, name in trainable, name)
             optim.step()
             optim.zero_grad(set_to_none=iteration % 2 == 0)
-        model.unshard()  # the unsharded parameters have no gradients
+        model.unshard()  # unsharded frozen parameters have no gradients either
         for name, param in model.named_parameters():
             self.assertTrue(name in trainable or param.grad is None, name)
         model.reshard()

@@ -270,7 +270,7 @@ class TestFullyShardManagedModulesAndStates(InitTest):
         model = nn.Sequential(mlp, mlp)
         self._check_managed_modules(model, expected=[*mlp.modules(), model])
         model = nn.Sequential(MLP(8), MLP(8))
-        model[1].in_proj = model[0].in_proj  # once more, below another parent
+        model[1].in_proj = model[0].in_proj  # now also below another parent
         self._check_managed_modules(model, expected=model.modules())
 
     @skip_if_lt_x_gpu(1)

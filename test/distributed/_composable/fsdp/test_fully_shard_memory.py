@@ -35,7 +35,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients, bytes_of
 from torch_fsdp_tests.fsdp.shards import local_of
 
-BYTES = 4  # of a float32
+BYTES = 4  # per float32
 SMALL = ModelArgs(n_layers=3, vocab_size=32, dim=16, dropout_p=0.0, weight_tying=False)
 LARGE = ModelArgs(n_layers=3, vocab_size=32, dim=768, n_heads=12, dropout_p=0.0, weight_tying=False)
 

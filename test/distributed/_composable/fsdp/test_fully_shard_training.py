@@ -1750,7 +1750,8 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
             self.assertEqual(len(streams), 3 * FEW)
             self.assertEqual({id(stream) for stream in streams}, {id(getattr(contexts[0], name))})
         self.assertEqual({id(internals.comm_context(mlp)) for mlp in model}, {id(contexts[0])})
-        self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {})  # else in the groups
+        # Older versions of torch keep these events in the groups.
+        self.assertEqual(getattr(contexts[0], "_last_post_reduce_events", {}), {})
 
 
 class TestFullyShardWorldSize1(SingleGroupTest, FSDPTest):
