@@ -1,4 +1,4 @@
-"""Modules wrapped for activation checkpointing or offloading: the same numbers, names and arguments as without."""
+"""Modules wrapped for activation checkpointing or offloading have the numbers, names and arguments of plain ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ThreeBlocks(nn.Module):
 
 
 class Counting(nn.Module):
-    """Two layers with dropout between them, and the number of times that they began to run."""
+    """Two layers with dropout between them. It counts how often its forward starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Counting(nn.Module):
 
 
 class LiveStorage(TorchDispatchMode):
-    """The largest number of bytes that tensors made within this mode held at one time."""
+    """The peak number of bytes held at the same time by tensors that were created in this mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class LiveStorage(TorchDispatchMode):
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
-    """Gives a function for the most bytes in use so far: those of the device's allocator, where it keeps statistics."""
+    """Yield a function that returns the peak memory: from the allocator's statistics if the device has them."""
     device = accelerator.current()
     if device.has("memory_stats"):
         module = torch.get_device_module(device.type)
@@ -118,7 +118,7 @@ class CheckpointWrapperTest(TestCase):
         return accelerator.current().device(0)
 
     def test_load_activation_checkpointed_module(self):
-        """The state dict of a wrapped module loads into a plain one, and the other way round."""
+        """The state dict of a wrapped module loads into a plain one, and vice versa."""
         plain = nn.Linear(10, 10, bias=False)
         wrapped = wrapping.checkpoint_wrapper(
             nn.Linear(10, 10, bias=False), checkpoint_fn=checkpoint, use_reentrant=True, preserve_rng_state=False
@@ -133,7 +133,7 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(list(plain.parameters()), list(wrapped.parameters()), rtol=0, atol=0)
 
     def test_checkpoint_wrapper_kwarg_support(self):
-        """Arguments by keyword arrive as such, together with those by position."""
+        """Keyword arguments arrive as keywords, together with positional ones."""
 
         class MyModel(nn.Module):
             def __init__(self) -> None:
@@ -148,7 +148,7 @@ class CheckpointWrapperTest(TestCase):
             with self.subTest(wrapper=name):
                 model = wrapper(MyModel())
                 self.assertIs(type(model), kind_of(wrapper))
-                # All are different, so that one in the place of another is seen.
+                # All values differ, so that swapped arguments are noticed.
                 a, b, c, d, e, f = (torch.full((4, 10), float(i), requires_grad=True) for i in range(6))
                 out = model(a, b, c=c, d=d, e=e, f=f)
                 self.assertEqual(model.further, {"e": e, "f": f})
@@ -171,7 +171,7 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(model(b=b, a=a), (model.lin(a), model.lin(b)))
 
     def test_checkpoint_wrapper_args_kwargs(self):
-        """What else the wrapper is given goes to the checkpoint function."""
+        """The wrapper passes further keyword arguments to the checkpoint function."""
         entered = 0
 
         @contextlib.contextmanager
@@ -192,7 +192,7 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(entered, 2)
 
     def test_preserve_rng_state_is_passed_on(self):
-        """Beyond upstream: dropout may also draw again in the second forward, and then the gradients differ."""
+        """Beyond upstream: without ``preserve_rng_state``, recomputation draws new dropout; gradients differ."""
         for name in ("reentrant", "no_reentrant"):
             with self.subTest(wrapper=name):
                 plain = Counting()
@@ -201,10 +201,10 @@ class CheckpointWrapperTest(TestCase):
                 self.assertNotEqual(self._run(plain)[1], self._run(wrapped)[1])
 
     def test_checkpoint_wrapper_parity(self):
-        """A wrapper takes exactly the memory that calling the checkpoint function takes, and less than no checkpoint.
+        """The wrapper uses as much memory as the checkpoint function, and less than a model without checkpoints.
 
-        Without an allocator's statistics the storages alive are counted, and the model is smaller in the same
-        proportion of activations to parameters.
+        Without allocator statistics, the test counts live storages. The model is then smaller, with the same ratio of
+        activations to parameters.
         """
         width, rows = (256, 10000) if accelerator.current().has("memory_stats") else (16, 625)
 
@@ -236,7 +236,7 @@ class CheckpointWrapperTest(TestCase):
                 functional = test(functools.partial(checkpoint, use_reentrant=use_reentrant))
                 self.assertEqual(test(wrapper=wrapper), functional)
                 self.assertGreater(functional, 0)
-                # Of 24 activations at most one block's three, their gradients, and the inputs of 8 blocks are there.
+                # Of 24 activations, at most three of one block, their gradients, and the inputs of 8 blocks are alive.
                 self.assertLess(functional, without * 3 / 4)
 
     def test_forward_missing_attributes(self):
@@ -250,7 +250,7 @@ class CheckpointWrapperTest(TestCase):
             _ = wrapped.baz
 
     def test_apply_activation_checkpointing(self):
-        """All layers that the policy or function chooses are wrapped in place, and the model trains."""
+        """All layers chosen by the policy or function are wrapped in place, and the model trains."""
 
         def check_fn(module: nn.Module) -> bool:
             return isinstance(module, nn.Linear)
@@ -282,7 +282,7 @@ class CheckpointWrapperTest(TestCase):
                     self.assertIsNotNone(param.grad)
 
     def test_apply_activation_checkpointing_keeps_names(self):
-        """Beyond upstream: state dicts have the plain model's keys, and load both ways."""
+        """Beyond upstream: state dicts have the plain model's keys and load in both directions."""
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 plain, model = ThreeBlocks(), ThreeBlocks()
@@ -299,8 +299,7 @@ class CheckpointWrapperTest(TestCase):
                     self.assertEqual(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
     def test_apply_activation_checkpointing_leaves_the_root(self):
-        """Beyond upstream: the root is not wrapped even if it is asked for, and what is neither policy nor function
-        is refused."""
+        """Beyond upstream: the root is never wrapped. An argument that is no policy and no function is refused."""
         for chosen in (
             {},
             {"check_fn": lambda module: True},
@@ -317,7 +316,7 @@ class CheckpointWrapperTest(TestCase):
             wrapping.apply_activation_checkpointing(model, auto_wrap_policy={nn.Linear})
 
     def test_custom_policy_gives_arguments_to_the_wrapper(self):
-        """Beyond upstream: with a policy each module may have arguments of its own."""
+        """Beyond upstream: a policy can give each module its own arguments."""
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         given = {model[0]: {"checkpoint_impl": wrapping.CheckpointImpl.REENTRANT}, model[2]: True}
         policy = CustomPolicy(lambda module: given.get(module, False))
@@ -328,17 +327,17 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(impls, [impl.REENTRANT, impl.NO_REENTRANT])
 
     def test_fqn(self):
-        """The names of parameters are those of the state dict."""
+        """Parameter names match those of the state dict."""
         wrapped = wrapping.checkpoint_wrapper(nn.Linear(10, 10, bias=False))
         names = [name for name, _ in wrapped.named_parameters()]
         self.assertEqual(names, ["weight"])
         self.assertEqual(names, list(wrapped.state_dict()))
 
     def test_checkpoint_wrapper_cpu_offload(self):
-        """Whatever autograd has saved is a copy in host memory.
+        """Everything that autograd saves is a copy in host memory.
 
-        It is looked at before it is brought back: the hook that would do so is replaced by one that hands it out as it
-        is. Where the device is the host, that is seen by the memory alone: none is that of the tensor saved.
+        The test replaces the unpack hook, which would bring the copy back, by one that returns it unchanged. If the
+        device is the host, only the memory proves the copy: it must not be that of the saved tensor.
         """
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3))).to(self.device)
         wrapped = offload(model)
@@ -392,10 +391,10 @@ class CheckpointWrapperTest(TestCase):
         return loss.detach(), [x.grad, *(param.grad for param in model.parameters())]
 
     def test_same_numbers(self):
-        """Beyond upstream: loss and gradients are those of the plain model, dropout included.
+        """Beyond upstream: loss and gradients match the plain model, dropout included.
 
-        Recomputed they are to the last bit. What is offloaded comes back contiguous, also if it was a transposed
-        weight, and the product with such a one is summed in another order: there the tolerance is that of float32.
+        With recomputation they match bitwise. Offloaded tensors come back contiguous, even transposed weights, and the
+        product with such a weight is summed in another order. So offloading needs the float32 tolerance.
         """
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
@@ -414,7 +413,7 @@ class CheckpointWrapperTest(TestCase):
                         optim.step()
 
     def test_number_of_forwards(self):
-        """Beyond upstream: checkpoints run forward twice an iteration; offloading, and no gradient, means once."""
+        """Beyond upstream: checkpoints run forward twice per iteration. Offloading, or no gradients, means once."""
         for name, wrapper in WRAPPERS.items():
             with self.subTest(wrapper=name):
                 inner = Counting()

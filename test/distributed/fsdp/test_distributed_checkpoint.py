@@ -1,7 +1,7 @@
-"""FSDP1 models through ``torch.distributed.checkpoint`` and a disk, into another model or a world of another size.
+"""FSDP1 models are saved with ``torch.distributed.checkpoint`` and loaded into another model or world size.
 
-Training goes on from the disk with the numbers of a run that was never interrupted, and a checkpoint that is damaged
-is refused on all ranks with the model as it was.
+Training continues from disk with the numbers of an uninterrupted run. A damaged checkpoint is refused on all ranks, and
+the model does not change.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ FULL, LOCAL, SHARDED = (
     StateDictType.LOCAL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
 )
-# In a fixed order, so that all processes number them alike.
+# In a fixed order, so that all processes give them the same numbers.
 _DISTRIBUTED_STATE_DICT_IMPLS = (LOCAL, SHARDED)
 CONFIGS = {FULL: FullStateDictConfig, LOCAL: LocalStateDictConfig, SHARDED: ShardedStateDictConfig}
 FEATURES = 6
-ROWS = 4  # of a step, over all ranks: a multiple of every size of a world here
+ROWS = 4  # of a step over all ranks; a multiple of each world size here
 
 
 def layers(seed: int, device: torch.device, hidden: int = 3, outputs: int = 1) -> nn.Sequential:
-    """Layers of 3 x 6 and 1 x 3, with biases: neither their rows nor all their 21 elements go evenly into 2 or 4."""
+    """Layers of 3 x 6 and 1 x 3, with biases. Neither their rows nor their elements divide evenly by 2 or 4."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).to(device)
 
@@ -67,7 +67,7 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def mode(model: nn.Module, kind: StateDictType, **config: bool) -> Iterator[None]:
-    """State dicts are of this kind."""
+    """Use state dicts of this kind."""
     with to_host_is_a_copy(), FSDP.state_dict_type(model, kind, CONFIGS[kind](**config)):
         yield
 
@@ -97,7 +97,7 @@ class TestDistributedCheckpoint(FSDPTest):
 
 
 class TestCheckpointOnDisk(FSDPTest):
-    """Beyond upstream: shards, worlds of different size, training that goes on, and damage."""
+    """Beyond upstream: shards, different world sizes, continued training, and damaged checkpoints."""
 
     @property
     def world_size(self) -> int:
@@ -113,11 +113,10 @@ class TestCheckpointOnDisk(FSDPTest):
     @with_temp_dir
     @subtests(kind=_DISTRIBUTED_STATE_DICT_IMPLS)
     def test_shards_of_each_rank(self, kind):
-        """Beyond upstream: a rank's own shards change to what the saved model's are, also where it has none.
+        """Beyond upstream: each rank's shards get the values of the saved model, even if a rank has an empty shard.
 
-        Over three ranks the last layer, of 1 x 3 with a bias, leaves the third rank with nothing of the flat parameter
-        and two of them with nothing of its rows. What is not in a state dict stays: buffers that are not persistent,
-        and which parameters are trained.
+        On three ranks, the last layer (1 x 3 with a bias) gives the third rank no part of the flat parameter, and two
+        ranks no rows. Values outside the state dict do not change: non-persistent buffers and ``requires_grad``.
         """
 
         def build(seed: int) -> FSDP:
@@ -131,7 +130,7 @@ class TestCheckpointOnDisk(FSDPTest):
         path = self._path(kind)
         before, wanted = shards(other), shards(model)
         with mode(model, kind), mode(other, kind):
-            # Flat shards are the live ones; in a copy of them the model's own load has something to do.
+            # Local state dicts hold the live shards. A copy leaves something for load_state_dict to do.
             state_dict, loaded = model.state_dict(), copy.deepcopy(other.state_dict())
             self.assertEqual(list(loaded), list(state_dict))
             rows = {name: value for name, value in state_dict.items() if name != "saved"}
@@ -150,20 +149,20 @@ class TestCheckpointOnDisk(FSDPTest):
         self.assertEqual(other.module.saved.tolist(), [0.0, 0.0])
         self.assertEqual([flat_param.requires_grad for flat_param in internals.flat_params(other)], [True, False])
 
-    # Training that goes on.
+    # Continued training.
 
     def _step(self, model: nn.Module, optim: torch.optim.Optimizer, step: int, rank: int = 0, size: int = 1) -> None:
-        """One step on this rank's share of the rows: FSDP averages the ranks' means to that of all rows."""
+        """One step on this rank's rows. FSDP averages the ranks' means, which gives the mean over all rows."""
         rows = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
         optim.zero_grad()
         model(rows.to(self.device)).square().mean().backward()
         optim.step()
 
     def _save(self, path: str, model: FSDP, optim: torch.optim.Optimizer, kind: StateDictType, **config: bool) -> None:
-        """Rank 0 alone writes what it alone has; otherwise all ranks of the model's group do, together.
+        """With ``rank0_only``, only rank 0 writes the model. Otherwise all ranks of its group write together.
 
-        The optimizer's state goes in shards of each parameter, also under LOCAL_STATE_DICT, which for optimizers is
-        documented as not supported yet.
+        The optimizer state is saved in shards of each parameter. This includes LOCAL_STATE_DICT, although it is
+        documented as not supported yet for optimizers.
         """
         group = model.process_group
         with mode(model, kind, **config):
@@ -184,12 +183,12 @@ class TestCheckpointOnDisk(FSDPTest):
         group = model.process_group
         with mode(model, kind, **config):
             state_dict = model.state_dict()
-            with torch.no_grad():  # flat shards are the live ones, which autograd knows from training
+            with torch.no_grad():  # local state dicts hold live shards, which need gradients after training
                 dcp.load(state_dict, storage_reader=FileSystemReader(f"{path}/model"), process_group=group)
             model.load_state_dict(state_dict)
         with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
-            # See test_optimizer_of_empty_shards for why the planner is told what to do.
+            # test_optimizer_of_empty_shards says why the planner needs this argument.
             planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
             reader = FileSystemReader(f"{path}/optim")
             dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=group)
@@ -198,16 +197,16 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_sharded(self):
-        """Beyond upstream: model and optimizer from shards on disk, in a world of the same or of another size."""
+        """Beyond upstream: model and optimizer load from shards on disk, in the same world size or another one."""
         config = {"sizes": [(2, 2), (2, 4), (4, 2), (4, 1)], "offload_to_cpu": [False, True]}
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), SHARDED)
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_local(self):
-        """Beyond upstream: flat shards, too, are read by another number of ranks, each the part that is its own.
+        """Beyond upstream: flat shards load on another number of ranks. Each rank reads its own part.
 
-        For one rank, which has no flat shard, see ``test_flat_shards_for_one_rank``.
+        One rank has no flat shard, see ``test_flat_shards_for_one_rank``.
         """
         config = {"sizes": [(2, 2), (4, 4), (2, 4), (4, 2)], "offload_to_cpu": [False, True]}
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), LOCAL)
@@ -215,10 +214,10 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_flat_shards_for_one_rank(self):
-        """Beyond upstream: a single rank's state dict is whole, and flat shards are nothing that its model loads.
+        """Beyond upstream: a single rank uses full state dicts, so its model does not load flat shards.
 
-        The planner, or the model itself, names the keys, and the model trains on as if nothing had been tried. What
-        lies on disk is complete: read into tensors, flat shards are each layer's weight and bias in a row.
+        The error of the planner, or of the model, names the keys, and training continues as if nothing had been loaded.
+        The data on disk is complete: read as tensors, each flat shard is a layer's weight followed by its bias.
         """
         model, optim = self._trained(0, dist.group.WORLD)
         saved = full_parameters(model)
@@ -251,7 +250,7 @@ class TestCheckpointOnDisk(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_flat_shards_of_more_ranks(self):
-        """Beyond upstream: as they are, flat shards of four ranks are of a wrong size for two, and refused by both."""
+        """Beyond upstream: flat shards of four ranks have the wrong size for two ranks, and both refuse them."""
         pair = dist.new_group([0, 1])
         source, _ = self._trained(0, dist.group.WORLD)
         with mode(source, LOCAL):
@@ -279,7 +278,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_full(self):
-        """Beyond upstream: whole state dicts, written by all ranks together or by rank 0 alone."""
+        """Beyond upstream: full state dicts, written by all ranks together or by rank 0 only."""
         config = {
             "sizes": [(2, 2), (2, 4), (4, 2), (4, 1)],
             "offload_to_cpu": [False, True],
@@ -288,7 +287,7 @@ class TestCheckpointOnDisk(FSDPTest):
         self.run_subtests(config, self._test_training_goes_on, self._first_ranks(), FULL)
 
     def _first_ranks(self) -> dict[int, dist.ProcessGroup]:
-        """Worlds by their size."""
+        """Groups of the first ranks, by world size."""
         return {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
 
     def _test_training_goes_on(
@@ -325,7 +324,7 @@ class TestCheckpointOnDisk(FSDPTest):
 
         if self.rank < loaded_by:
             model, optim, model_step = sharded(1, loaded_by)
-            model_step(9)  # so that the optimizer has something to be replaced
+            model_step(9)  # gives the optimizer a state that the load must replace
             self._load(path, model, optim, kind, offload_to_cpu=offload_to_cpu)
             found = full_parameters(model)
             if saved:
@@ -334,7 +333,7 @@ class TestCheckpointOnDisk(FSDPTest):
             ref_step(step)
             if self.rank < loaded_by:
                 model_step(step)
-                # The ranks' means are averaged in another order: the float32 tolerances of assertEqual.
+                # The ranks' means are averaged in another order, hence the float32 tolerances of assertEqual.
                 self.assertEqual(full_parameters(model), dict(ref_model.named_parameters()))
             if saved_by == loaded_by and self.rank < saved_by:
                 source_step(step)
@@ -344,11 +343,11 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_optimizer_of_empty_shards(self):
-        """Beyond upstream: what an optimizer of shards has saved it can load, also where a rank has no row.
+        """Beyond upstream: a sharded optimizer state can be saved and loaded even if a rank has no rows.
 
-        The default planner leaves sharded tensors without a local shard out, misses their names, and so takes the
-        checkpoint for one of torch 2.3, whose names it then does not find. ``flatten_sharded_tensors=False`` prevents
-        it. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
+        The default planner drops sharded tensors without a local shard. It then misses their names, assumes a
+        checkpoint of torch 2.3, and does not find that version's names. ``flatten_sharded_tensors=False`` prevents
+        this. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
 
             model = FSDP(nn.Linear(3, 1))
             optim = torch.optim.Adam(model.parameters())
@@ -367,7 +366,7 @@ class TestCheckpointOnDisk(FSDPTest):
         dcp.save(state_dict, storage_writer=FileSystemWriter(self.temp_dir))
         try:
             dcp.load(state_dict, storage_reader=FileSystemReader(self.temp_dir))
-        except CheckpointException as error:  # is no Exception, and would end the rank
+        except CheckpointException as error:  # a BaseException, which would end the rank
             self.fail(str(error))
 
     # Damage.
@@ -379,10 +378,10 @@ class TestCheckpointOnDisk(FSDPTest):
         damage=["missing shard", "truncated shard", "missing metadata", "truncated metadata", "shape", "key"],
     )
     def test_damaged_checkpoint(self, kind, damage):
-        """Beyond upstream: all ranks hear of what one cannot read, and the model is as it was and trains as it would.
+        """Beyond upstream: if one rank cannot read, all ranks get an error. The model does not change and trains on.
 
-        What is loaded into is a copy, as the state dict of every kind but the local one is: of that kind the shards are
-        the live ones, and what was read before the damage would be in the model.
+        The test loads into a copy of the state dict. Local state dicts hold the live shards, so without a copy the
+        values read before the damage would be in the model.
         """
         path = self._path(kind, damage)
         source = self._wrapped(layers(0, self.device))
@@ -423,8 +422,8 @@ class TestCheckpointOnDisk(FSDPTest):
             os.truncate(file, os.path.getsize(file) // 2)
 
     def _check_failures(self, error: CheckpointException, kind: StateDictType, damage: str) -> None:
-        """The exception names the ranks that failed, and how they did."""
-        # Of whole tensors every rank reads all, of shards its own.
+        """The exception must name the ranks that failed, and each failure."""
+        # Each rank reads all full tensors, but only its own shards.
         own = "shard" in damage and kind is not FULL
         self.assertEqual(set(error.failures), {1} if own else {0, 1})
         for failure, _ in error.failures.values():
@@ -442,7 +441,7 @@ class TestCheckpointOnDisk(FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_surplus_in_checkpoint(self):
-        """Beyond upstream: what the model does not have is not read; the model's own load is the one to refuse it."""
+        """Beyond upstream: extra values in the checkpoint are not read. Only the model's own load refuses them."""
         for kind in (FULL, SHARDED):
             path = self._path(kind)
             larger = self._wrapped(layers(0, self.device).append(nn.Linear(1, 1, device=self.device)))

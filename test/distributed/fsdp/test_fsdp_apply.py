@@ -1,4 +1,4 @@
-"""``FSDP.apply``: a function sees whole parameters, what it writes stays, and nothing else changes."""
+"""``FSDP.apply``: the function sees full parameters, its changes are kept, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestApply(FSDPTest):
 
     @torch.no_grad()
     def _init_linear_weights(self, module: nn.Module) -> None:
-        # Attention has a subclass of Linear for its output, which is to stay as it is.
+        # The output of attention is a subclass of Linear, which must not change.
         if type(module) is nn.Linear:
             module.weight.fill_(1.0)
             module.bias.fill_(1.0)
@@ -67,14 +67,14 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_nested_module_apply(self):
-        """Called on a module around FSDP instances."""
+        """``apply`` works on a module that contains FSDP instances."""
         model = self._nested()
         self.assertNotIsInstance(model, FSDP)
         self._check_apply(model)
 
     @skip_if_lt_x_gpu(2)
     def test_transformer_module_apply(self):
-        """Called on an instance with others inside, and with a weight that two modules share."""
+        """``apply`` works on an FSDP instance with nested instances and a weight that two modules share."""
         model = self._transformer()
         self.assertIsInstance(model, FSDP)
         self._check_apply(model)
@@ -88,7 +88,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_other_parameters_stay(self):
-        """Beyond upstream: what the function leaves alone is the same bit for bit."""
+        """Beyond upstream: parameters that the function does not write are bitwise the same."""
         model = self._transformer()
         plain = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
@@ -99,7 +99,7 @@ class TestApply(FSDPTest):
             if type(module) is nn.Linear
             for each in ("weight", "bias")
         }
-        # The name under which the plain model lists the weight that its output projection shares.
+        # The plain model lists the shared weight of its output projection under this name.
         written = (written - {"output_proj.weight"}) | {"embed_tokens.weight"}
         before = full_parameters(model)
         model.apply(self._init_linear_weights)
@@ -112,7 +112,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_each_rank_writes_its_shard(self):
-        """Beyond upstream: where ranks write different values an element has that of the rank whose shard it is in."""
+        """Beyond upstream: if ranks write different values, each element gets the value of the rank that owns it."""
         for build in (self._nested, self._transformer):
             model = build()
 
@@ -130,7 +130,7 @@ class TestApply(FSDPTest):
                     self.assertEqual(flat_param.flatten(), ranks.float(), rtol=0, atol=0)
 
     def _two_layers(self) -> tuple[nn.Sequential, FSDP]:
-        """A plain model, and a copy in which its first layer, and around it the whole, is in FSDP."""
+        """A plain model, and a copy with FSDP around the first layer and around the whole model."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(self.device)
         model = copy.deepcopy(plain)
@@ -138,12 +138,12 @@ class TestApply(FSDPTest):
         return plain, FSDP(model)
 
     def _check_unsharded(self, model: FSDP, root: bool) -> None:
-        """Only the root may have its parameters unsharded, and has them if ``root``."""
+        """The root is unsharded exactly if ``root`` is true. All other instances are sharded."""
         kept = [internals.is_gathered(flat_param) for flat_param in internals.flat_params(model)]
         self.assertEqual(kept, [root, False])
 
     def _check_training(self, plain: nn.Module, model: FSDP) -> None:
-        """Over three steps on data that differs by rank the model must do as the plain one with averaged gradients."""
+        """In three steps on data that differs by rank, the model must match the plain one with averaged gradients."""
         models = plain, model
         optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in models]
         torch.manual_seed(1 + self.rank)
@@ -166,7 +166,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_after_apply(self):
-        """Beyond upstream: a model trains from what was written, whichever instance came first."""
+        """Beyond upstream: a model trains from the written values, whichever instance ``apply`` was called on first."""
         for first in ("root", "inner"):
             plain, model = self._two_layers()
             for each in (plain, model):
@@ -175,7 +175,7 @@ class TestApply(FSDPTest):
                 self.assertIs(each.apply(self._init_linear_weights), each)
             self.assertEqual([internals.is_root(state) for state in FSDP.fsdp_modules(model)], [None, None])
             self._check_unsharded(model, root=False)
-            with torch.no_grad():  # layers of ones alone would stay alike
+            with torch.no_grad():  # without other values, layers of ones would stay the same
                 for each in (plain, model):
                     each.apply(self._scale_bias)
             self._check_training(plain, model)
@@ -207,7 +207,7 @@ class TestApply(FSDPTest):
     @torch_defect("fsdp1_apply_leaves_an_inner_root")
     @skip_if_lt_x_gpu(2)
     def test_function_raises_on_an_inner_instance(self):
-        """Beyond upstream: nor does an exception under an instance inside another one keep the whole from running.
+        """Beyond upstream: after an exception under a nested instance, the whole model still runs.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``apply`` undoes its lazy initialization only if the function returns,
         so the inner instance stays a root. ::

@@ -1,4 +1,4 @@
-"""Which parameters FSDP1 gathers ahead in backward, when it does, and that this changes no gradient."""
+"""Backward prefetch of FSDP1: which parameters it gathers, and when. It changes no gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 NUM_ITERS = 2
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 
-# The parameters of a layer of ``nn.Transformer`` in the order in which FSDP flattens them.
+# The parameters of a ``nn.Transformer`` layer, in the order in which FSDP flattens them.
 _ATTENTION = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 
 
@@ -42,7 +42,7 @@ DECODER_PARAM_FQNS = [
     *_weight_and_bias("linear1", "linear2", "norm1", "norm2", "norm3"),
 ]
 
-# Positions in the record of one backward through six layers each; the root, which comes before them, stays gathered.
+# Positions in the record of one backward through six layers of each kind. The root comes first and stays gathered.
 TOTAL_NUM_PREFETCH_FOR_PRE = 12
 TOTAL_NUM_PREFETCH_FOR_POST = 11
 ENCODER_BEGIN_INDEX_FOR_PRE = 6
@@ -51,7 +51,7 @@ ENCODER_PREFETCH_NUM = 5  # the number of the last layer
 
 
 def _expected(backward_prefetch: BackwardPrefetch | None) -> list[list[str] | None]:
-    """What is chosen for each unit of one backward, by name; the last units find nothing left to gather."""
+    """The expected choices of one backward by parameter name. The last units have nothing left to prefetch."""
     if backward_prefetch is None:
         return []
     is_pre = backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -66,7 +66,7 @@ def _expected(backward_prefetch: BackwardPrefetch | None) -> list[list[str] | No
 
 
 class InOrder(nn.Module):
-    """Four layers, (4) to (4), which run in the order that the caller wants."""
+    """Four layers, (4) to (4), which run in the order that the caller passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class TestBackwardPrefetch(FSDPTest):
     ) -> FSDP:
         """Thirteen instances: six encoder layers, six decoder layers and the root with the two final norms.
 
-        The order of layers does not depend on their width, which is therefore small.
+        The width does not affect the order of layers, so it is small.
         """
         torch.manual_seed(0)
         model = nn.Transformer(d_model=8, nhead=2, dim_feedforward=8, dropout=0.0, device=self.device)
@@ -106,7 +106,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @contextlib.contextmanager
     def _recorded_choices(self, backward_prefetch: BackwardPrefetch | None) -> Iterator[list[list[str] | None]]:
-        """The names of what is chosen for prefetching, in the training state that the mode is about."""
+        """Record the parameter names of each prefetch choice in the training state that belongs to the mode."""
         record: list[list[str] | None] = []
         original = internals.fsdp1_runtime._get_handle_to_prefetch
         fsdp1_common = internals.fsdp1_common
@@ -129,7 +129,7 @@ class TestBackwardPrefetch(FSDPTest):
     def _dist_train(
         self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
     ) -> Iterator[tuple[list[list[str] | None], int, int]]:
-        """For each iteration the choices, and how many all-gathers there were in forward and in backward."""
+        """Yield for each iteration the choices, and the numbers of all-gathers in forward and in backward."""
         model = self._transformer(backward_prefetch, sharding_strategy)
         optim = torch.optim.SGD(model.parameters(), lr=1e-2)
         inputs = self._inputs()
@@ -148,7 +148,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_prefetch(self):
-        """The choices of each mode, layer by layer, in every iteration; also where there is nothing to gather."""
+        """Each mode makes the expected choices layer by layer in every iteration, even with nothing to gather."""
         self.run_subtests(
             {
                 "backward_prefetch": PREFETCHES,
@@ -160,7 +160,7 @@ class TestBackwardPrefetch(FSDPTest):
     def _test_backward_prefetch(
         self, backward_prefetch: BackwardPrefetch | None, sharding_strategy: ShardingStrategy
     ) -> None:
-        # Beyond upstream: under SHARD_GRAD_OP the choices are the same, and what is chosen is gathered already.
+        # Beyond upstream: under SHARD_GRAD_OP the choices are the same, but the parameters are already gathered.
         gathers_again = sharding_strategy is ShardingStrategy.FULL_SHARD
         for record, in_forward, in_backward in self._dist_train(backward_prefetch, sharding_strategy):
             self.assertEqual(record, _expected(backward_prefetch))
@@ -168,7 +168,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_what_is_there_in_time(self):
-        """Beyond upstream: with a mode a layer's parameters are there when its backward begins; without, none are."""
+        """Beyond upstream: only with prefetch, a layer's parameters are gathered before its backward starts."""
         self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_what_is_there_in_time)
 
     def _test_what_is_there_in_time(self, backward_prefetch: BackwardPrefetch | None) -> None:
@@ -179,7 +179,7 @@ class TestBackwardPrefetch(FSDPTest):
         events: list[tuple[str, int, list[int]]] = []
 
         def gathered() -> list[int]:
-            """Which layers' parameters are in memory as a whole."""
+            """The layers whose parameters are gathered."""
             return [index for handle, index in names.items() if internals.is_gathered(handle.flat_param)]
 
         def pre_backward(original: Any, state: Any, module: Any, handle: Any, *args: Any) -> Any:
@@ -197,7 +197,7 @@ class TestBackwardPrefetch(FSDPTest):
                 stack.enter_context(torch_names.patched(internals.fsdp1_runtime, name, patched))
             model(torch.ones(2, 4, device=self.device)).sum().backward()
 
-        # PRE gathers the next layer before this one's gradients, so two are there; POST as soon as they are done.
+        # PRE gathers the next layer before this layer's gradients, so two are gathered. POST gathers it after them.
         expected: list[tuple[str, int, list[int]]] = []
         for index in (3, 2, 1, 0):
             begin = [index] if backward_prefetch is not None and index < 3 else []
@@ -208,7 +208,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_order_that_changes(self):
-        """Beyond upstream: backward gathers in the reversed order of its own forward, whatever ran before that."""
+        """Beyond upstream: backward gathers in the reverse order of its own forward. Earlier ones do not count."""
         self.run_subtests({"backward_prefetch": PREFETCHES}, self._test_order_that_changes)
 
     def _test_order_that_changes(self, backward_prefetch: BackwardPrefetch | None) -> None:
@@ -224,7 +224,7 @@ class TestBackwardPrefetch(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_same_gradients(self):
-        """Beyond upstream: on every rank and in every step the gradients are bitwise those of the other modes."""
+        """Beyond upstream: gradients are bitwise the same in all modes, on every rank and in every step."""
         of_modes = []
         for backward_prefetch in PREFETCHES:
             model = self._transformer(backward_prefetch)
@@ -232,7 +232,7 @@ class TestBackwardPrefetch(FSDPTest):
             grads = []
             for _ in range(NUM_ITERS):
                 optim.zero_grad()
-                with sdpa_kernel(SDPBackend.MATH):  # a fused kernel may add up in another order each time
+                with sdpa_kernel(SDPBackend.MATH):  # a fused kernel may add in a different order each time
                     model(*self._inputs()).square().sum().backward()
                 grads.append(copy.deepcopy([param.grad for param in model.parameters()]))
                 optim.step()
@@ -242,14 +242,14 @@ class TestBackwardPrefetch(FSDPTest):
         self._assert_averaged(of_modes[0][0])
 
     def _assert_averaged(self, shards: list[torch.Tensor | None]) -> None:
-        """The shards of the first step are those of the mean over ranks of what a plain model computes."""
+        """The shards of the first step match a plain model's gradients, averaged over ranks."""
         torch.manual_seed(0)
         plain = nn.Transformer(d_model=8, nhead=2, dim_feedforward=8, dropout=0.0, device=self.device)
         plain(*self._inputs()).square().sum().backward()
         of_ranks = of_all_ranks([None if shard is None else shard.flatten().cpu() for shard in shards])
         wholes = [torch.cat([part for part in parts if part is not None]) for parts in zip(*of_ranks)]
         average_gradients(plain)
-        # FSDP lists the parameters of the model in the model's own order.
+        # FSDP lists parameters in the order of the plain model.
         expected = [param.grad.flatten().cpu() for param in plain.parameters()]
         self.assertEqual(wholes, expected, rtol=1e-4, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Activation checkpoints and offloaded activations, around FSDP1 and within it, change no loss and no gradient."""
+"""Activation checkpointing and offloading, around FSDP1 and within it, change neither loss nor gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _save_on_cpu_called = False
 
 
 def get_patched_save_on_cpu() -> Callable[..., Any]:
-    """``save_on_cpu`` itself, which tells that it was called."""
+    """``save_on_cpu``, with a record that it was called."""
     original = torch.autograd.graph.save_on_cpu
 
     def patched_save_on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def get_patched_save_on_cpu() -> Callable[..., Any]:
 
 
 def patch_save_on_cpu(new_save_on_cpu: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """What the wrapper for offload calls is replaced in the context."""
+    """In the context, the offload wrapper calls this function in place of ``save_on_cpu``."""
     return torch_names.patched(internals.checkpoint_wrapping, "save_on_cpu", new_save_on_cpu)
 
 
@@ -51,13 +51,13 @@ def _wrapper(offload_activations: bool) -> Callable[[nn.Module], nn.Module]:
 
 class _CheckpointTest(FewRanksTest):
     def _input(self, *shape: int) -> torch.Tensor:
-        """Every rank has its own."""
+        """A random input, different on each rank."""
         return torch.randn(shape).to(self.device).requires_grad_()
 
 
 class TestFSDPCheckpoint(_CheckpointTest):
     class SequentialModule(nn.Module):
-        """Three layers, each in a checkpoint or with its activations offloaded, and then in FSDP, if requested."""
+        """Three layers. Each may have a checkpoint or offloaded activations, and FSDP around that."""
 
         def __init__(
             self,
@@ -84,11 +84,11 @@ class TestFSDPCheckpoint(_CheckpointTest):
             return self.ffn(x)
 
     def _full_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The gradients of all elements, by the names of the parameters without wrappers."""
+        """All full gradients by parameter name, without the prefixes of wrappers."""
         handles = internals.handles(model)
         if handles and not handles[0]._use_orig_params:
             return self._gathered_grads(model)
-        # Each layer that is in FSDP may be a root of its own, so each is opened for itself.
+        # Each layer in FSDP may be a root, so each root is summoned separately.
         with contextlib.ExitStack() as stack:
             for root in FSDP.fsdp_modules(model, root_only=True):
                 stack.enter_context(FSDP.summon_full_params(root, with_grads=True, writeback=False))
@@ -98,7 +98,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
         grads = {}
         for unit, names in internals.names_managed(model).items():
             flat_param = internals.flat_param_of(internals.instances(model)[unit])
-            grad = flat_param.grad.to(self.device)  # which may be offloaded
+            grad = flat_param.grad.to(self.device)  # it may be offloaded
             shards = [torch.empty_like(grad) for _ in range(self.world_size)]
             dist.all_gather(shards, grad)
             shapes = internals.shapes_in(flat_param)
@@ -110,7 +110,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
     def _verify_parity(
         self, losses: list[torch.Tensor], outputs: list[torch.Tensor], models: Sequence[nn.Module]
     ) -> None:
-        """All are like the first, which is the one without FSDP and without checkpoints."""
+        """Compare all results with the first ones, those of the model without FSDP and checkpoints."""
         self.assertGreater(len(losses), 1)
         self.assertEqual([len(outputs), len(models)], [len(losses)] * 2)
         grads = [self._full_grads(model) for model in models]
@@ -128,13 +128,13 @@ class TestFSDPCheckpoint(_CheckpointTest):
         offload_activations: bool,
         offloading: Sequence[int],
     ) -> None:
-        """Train by ``calls``, and compare after each iteration; see who offloads activations, in the first."""
+        """Train by ``calls`` and compare after each iteration. In the first, check which models offload activations."""
         global _save_on_cpu_called
         torch.manual_seed(self.rank + 1)
         for iteration in range(num_iters):
             x = self._input(10, 3)
             if cpu_offload.offload_params:
-                models[0].zero_grad()  # since offloaded gradients do not accumulate
+                models[0].zero_grad()  # because offloaded gradients do not accumulate
             losses: list[torch.Tensor] = []
             outputs: list[torch.Tensor] = []
             for index, call in enumerate(calls):
@@ -153,7 +153,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @parametrize("offload_activations", [True, False])
     @parametrize("use_orig_params", [False, True])
     def test_checkpoint_fsdp_wrapping(self, **config):
-        """One checkpoint around three layers in FSDP, and FSDP around a checkpoint in each of them."""
+        """One checkpoint around three layers in FSDP; and FSDP around a checkpoint of each layer."""
         self._test_checkpoint_fsdp_wrapping(**config)
 
     def _test_checkpoint_fsdp_wrapping(
@@ -178,7 +178,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
     @parametrize("offload_activations", [True, False])
     @parametrize("use_orig_params", [False, True])
     def test_basic_checkpoint_end_to_end(self, **config):
-        """A checkpoint around FSDP, FSDP around a checkpoint, and a checkpoint only for the call of FSDP."""
+        """A checkpoint around FSDP; FSDP around a checkpoint; and a checkpoint only for the call of FSDP."""
         self._test_basic_checkpoint_end_to_end(**config)
 
     def _test_basic_checkpoint_end_to_end(
@@ -211,14 +211,14 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
     @skip_if_lt_x_gpu(2)
     def test_uneven_shards(self):
-        """Beyond upstream: layers of 16, 25 and 12 elements, of which neither one nor all divide by two."""
+        """Beyond upstream: layers of 16, 25 and 12 elements. 25 is odd, and so is the sum."""
         config = {"offload_activations": [True, False], "use_orig_params": [False, True]}
         for test in (self._test_checkpoint_fsdp_wrapping, self._test_basic_checkpoint_end_to_end):
             self.run_subtests(config, test, cpu_offload=CPUOffload(offload_params=False), widths=(3, 4, 5, 2))
 
     @skip_if_lt_x_gpu(2)
     def test_how_often_recomputation_gathers(self):
-        """Beyond upstream: a checkpoint around FSDP gathers again to recompute, one within FSDP uses what is there."""
+        """Beyond upstream: a checkpoint around FSDP gathers again to recompute; one within FSDP does not."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_how_often_recomputation_gathers)
 
@@ -232,7 +232,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
             "around": FSDP(_wrapper(False)(self.SequentialModule(wrap_fsdp=True, **kwargs)), **kwargs),
         }
         found = {}
-        # Recomputation ends as soon as it has all it needs, within the last layer, or goes on to the end.
+        # With early stop, recomputation ends within the last layer. Otherwise it runs to the end.
         for name, stops_early in (("without", True), ("within", True), ("around", True), ("around", False)):
             model = models[name]
             gathers: list[internals.Handle] = []
@@ -243,8 +243,8 @@ class TestFSDPCheckpoint(_CheckpointTest):
             found[name, stops_early] = in_forward, len(gathers) - in_forward
             self.assertFalse(any(map(internals.is_gathered, internals.flat_params(model))))
         if sharding_strategy is ShardingStrategy.FULL_SHARD:
-            # Of the three layers the last is there already when recomputation begins, and stays; the first two are
-            # gathered for it, freed, and gathered again for their own backward.
+            # When recomputation begins, the last of the three layers is already gathered, and stays so. The first two
+            # are gathered for it, freed, and gathered again for their own backward.
             expected = [(3, 3), (3, 3), (3, 5), (3, 5)]
             self.assertEqual(list(found.values()), expected)
         else:
@@ -290,7 +290,7 @@ class TestModel(nn.Module):
 
 class TestFSDPCheckpointSubmodule(_CheckpointTest):
     def _models(self, use_reentrant: bool, sharding_strategy: ShardingStrategy) -> tuple[TestModel, ...]:
-        """Without FSDP, with FSDP, and with FSDP and checkpoints."""
+        """The same model without FSDP, with FSDP, and with FSDP and checkpoints."""
         torch.manual_seed(0)
         plain = TestModel(use_reentrant=use_reentrant).to(self.device)
         without, within = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -308,12 +308,12 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("use_reentrant", [False])
     def test_checkpoint_submodule(self, device, use_reentrant):
-        """Checkpoints in modules that are in FSDP, unsharded, change no gradient."""
+        """Checkpoints within unsharded FSDP instances do not change gradients."""
         self._test_checkpoint_submodule(use_reentrant, ShardingStrategy.NO_SHARD)
 
     @skip_if_lt_x_gpu(2)
     def test_checkpoint_submodule_sharded(self, device):
-        """Beyond upstream: the same where parameters are sharded, and freed again after backward."""
+        """Beyond upstream: the same with sharded parameters, which are freed again after backward."""
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
         self.run_subtests({"sharding_strategy": strategies}, self._test_checkpoint_submodule, use_reentrant=False)
 
@@ -327,7 +327,7 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
         self.assertEqual(list(grads[1]), list(grads[0]))
         self.assertEqual(grads[1], grads[0])
 
-        # Against gradients that are averaged by hand, where FSDP averages.
+        # The expected gradients are averaged by hand for the layers in FSDP.
         for model in (without, within):
             self.assertEqual(model.l1.weight.grad, plain.l1.weight.grad)
         for name in ("checkpoint1", "checkpoint2"):

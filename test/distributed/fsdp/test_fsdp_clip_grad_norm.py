@@ -1,4 +1,4 @@
-"""``FSDP.clip_grad_norm_``: the norm of the whole gradient, on every rank, and what is done to the shards with it."""
+"""``FSDP.clip_grad_norm_`` returns the norm of the whole gradient on every rank and clips the shards by it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.references import named, of_all_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
-# Limits and orders of the norm, not all against all: the limit enters by one factor, whatever the order is.
+# Limits and orders of the norm. Not all combinations: the limit is one factor, which does not depend on the order.
 LIMITS = [(1, 1), (2.5, 2), (1, math.inf)]
-EPSILON = 1e-6  # is added to the norm before dividing by it
+EPSILON = 1e-6  # torch adds it to the norm before it divides by the norm
 
 
 Strategy = Any  # one of STRATEGIES
@@ -45,7 +45,7 @@ class TestClipGradNorm(FSDPTest):
     world_size = 2
 
     def _transformer(self, sharding_strategy: Strategy, **fsdp_kwargs: Any) -> FSDP:
-        """The transformer by a strategy; the mixed one leaves the encoder whole on every rank and shards the rest."""
+        """The transformer with this strategy. The mixed one leaves the encoder unsharded and shards the rest."""
         mixed = sharding_strategy == "mixed_strategy"
         if not mixed:
             fsdp_kwargs["sharding_strategy"] = sharding_strategy
@@ -64,7 +64,7 @@ class TestClipGradNorm(FSDPTest):
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, **fsdp_kwargs)
 
     def _tokens(self, device: str, step: int = 0) -> tuple[torch.Tensor, ...]:
-        """Tokens of this rank's own; those that the model brings are alike on all ranks."""
+        """Tokens that differ by rank. The model's own inputs are the same on all ranks."""
         generator = torch.Generator().manual_seed(100 * (step + 1) + self.rank)
         return tuple(torch.randint(23, (length, 2), generator=generator).to(device) for length in (6, 4))
 
@@ -73,7 +73,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_non_root(self, device):
-        """Only the root knows all gradients."""
+        """Only the root has all gradients, so only the root can clip."""
 
         class Model(nn.Module):
             def __init__(self) -> None:
@@ -93,12 +93,12 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ddp_parity(self, device):
-        """Norms, gradients and what becomes of the parameters are those of DDP and torch's own clipping."""
+        """Norms, gradients and updated parameters match DDP with torch's own clipping."""
         for offload_params in (False, True):
             self.run_subtests(
                 {
                     "device": [device],
-                    "limit": LIMITS[1:] if offload_params else LIMITS,  # where the norm lies is all that differs
+                    "limit": LIMITS[1:] if offload_params else LIMITS,  # offloading changes only the device of the norm
                     "sharding_strategy": STRATEGIES,
                     "use_orig_params": [False, True],
                     "offload_params": [offload_params],
@@ -124,7 +124,7 @@ class TestClipGradNorm(FSDPTest):
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
         reference = DDP(plain)
-        # Not Adam, which would make up for gradients that are scaled wrongly.
+        # SGD, because Adam would hide gradients of a wrong scale.
         optims = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (model, reference)]
 
         def clip() -> None:
@@ -138,14 +138,14 @@ class TestClipGradNorm(FSDPTest):
             each.module.get_loss(tokens, each(*tokens)).backward()
             for param in each.parameters():
                 if param.grad is not None:
-                    param.grad.mul_(100)  # there is something to clip now
+                    param.grad.mul_(100)  # makes gradients large enough to clip
         before = [copy.deepcopy([param.grad for param in each.parameters()]) for each in (model, reference)]
         clip()
         for each, grads in zip((model, reference), before):
             self.assertTrue(any(grad is not None for grad in grads))
             for param, old in zip(each.parameters(), grads, strict=True):
                 self.assertEqual(param.grad is None, old is None)
-                # Some of a rank's shards hold padding only, or nothing: what is 0 stays so.
+                # Some shards are empty or only padding. Zeros stay zero.
                 if old is not None and old.count_nonzero() > 0:
                     self.assertNotEqual(param.grad, old)
         for optim in optims:
@@ -174,7 +174,7 @@ class TestClipGradNorm(FSDPTest):
     @requires_capability("fp16_collectives")
     @skip_if_lt_x_gpu(2)
     def test_low_precision_grads(self, device):
-        """Gradients kept in float16 are measured in float32, the norm comes back as float16."""
+        """Gradients kept in float16 are measured in float32. The returned norm is float16."""
         self.run_subtests(
             {
                 "device": [device],
@@ -228,7 +228,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_norm_beyond_low_precision(self, device):
-        """Beyond upstream: a norm too large for float16 is returned as infinity, yet clips by what it really is."""
+        """Beyond upstream: a norm too large for float16 is returned as infinity, but clipping uses the true norm."""
         mixed_precision = MixedPrecision(
             param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=True
         )
@@ -245,7 +245,7 @@ class TestClipGradNorm(FSDPTest):
     def _norm_of_shards(
         self, grads: list[torch.Tensor], norm_type: float, sharding_strategy: ShardingStrategy
     ) -> float:
-        """The norm over all ranks, from those of their shards, in float64."""
+        """The norm over all ranks in float64, computed from the norms of their shards."""
         mine = _norm(grads, norm_type)
         if sharding_strategy is ShardingStrategy.NO_SHARD:
             return mine
@@ -253,7 +253,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_no_gradients(self, device):
-        """Without any gradient the norm is 0, in float32 for want of a better dtype, and a warning says so."""
+        """Without gradients, the norm is a float32 zero, and a warning names this dtype."""
         self.run_subtests({"device": [device], "use_orig_params": [False, True]}, self._test_no_gradients)
 
     def _test_no_gradients(self, device: str, use_orig_params: bool) -> None:
@@ -273,7 +273,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_norm_of_the_whole_gradient(self, device):
-        """Beyond upstream: it is the gathered gradient's; a large limit changes no bit, a small one scales all."""
+        """Beyond upstream: it is the norm of gathered gradients. Large limits change nothing; small ones scale all."""
         self.run_subtests(
             {
                 "device": [device],
@@ -307,7 +307,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_parameters_outside_of_fsdp(self, device):
-        """Beyond upstream: gradients that FSDP ignores count once, and not once a rank, and are clipped as well."""
+        """Beyond upstream: gradients that FSDP ignores count once, not once per rank, and are clipped as well."""
         self.run_subtests({"device": [device], "norm_type": [1, 2, math.inf]}, self._test_parameters_outside_of_fsdp)
 
     def _test_parameters_outside_of_fsdp(self, device: str, norm_type: float) -> None:
@@ -325,7 +325,7 @@ class TestClipGradNorm(FSDPTest):
         self.assertEqual(ignored.grad, before / 2)
 
     def _half_frozen(self, device: str) -> FSDP:
-        """Two layers in one flat parameter; the second one, which is all of rank 1's shard, is frozen."""
+        """Two layers in one flat parameter. The second one, which is rank 1's whole shard, is frozen."""
         layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device)
         with torch.no_grad():
             for param in layers.parameters():
@@ -336,7 +336,7 @@ class TestClipGradNorm(FSDPTest):
         return model
 
     def _clip_half_frozen(self, model: FSDP, scale: float, norm_type: float) -> float:
-        """Returns the norm after a backward whose gradient is ``4 * scale`` in each of the 16 trainable elements."""
+        """The norm after a backward that gives each of the 16 trainable elements the gradient ``4 * scale``."""
         model.zero_grad()
         model(torch.full((4,), float(scale), device=self.device)).sum().backward()
         self.assertEqual(any(param.grad is not None for param in model.parameters()), self.rank == 0)
@@ -344,7 +344,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_rank_without_gradients(self, device):
-        """Beyond upstream: a rank with nothing trainable in its shard takes part, and is told the same norm."""
+        """Beyond upstream: a rank without trainable elements takes part and gets the same norm."""
         self.run_subtests({"device": [device], "norm_type": [1, 2]}, self._test_rank_without_gradients)
         model = self._half_frozen(device)
         self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)
@@ -361,11 +361,11 @@ class TestClipGradNorm(FSDPTest):
     @torch_defect("fsdp1_inf_norm_only_grows")
     @skip_if_lt_x_gpu(2)
     def test_maximum_norm_of_a_rank_without_gradients(self, device):
-        """Beyond upstream: a later, smaller gradient has a smaller maximum norm. Fails: the first norm comes again.
+        """Beyond upstream: a later, smaller gradient has a smaller maximum norm. Fails: the first one is returned.
 
-        A rank without gradients takes the instance's constant zero for its own norm, and the all-reduce of the
-        maximum writes the result into it. From then on that rank answers with the largest norm so far, so all ranks
-        report it, and clip by it. Seen in torch 2.9.1, 2.11.0 and 2.13.0; minimal reproduction with two ranks::
+        A rank without gradients uses the instance's constant zero as its own norm, and the all-reduce of the maximum
+        writes its result into that constant. From then on the rank contributes the largest norm so far, and all ranks
+        return it and clip by it. Seen in torch 2.9.1, 2.11.0 and 2.13.0; minimal reproduction with two ranks::
 
             model = FSDP(nn.Sequential(nn.Linear(4, 4, bias=False), frozen_linear_4_by_4), use_orig_params=True)
             model(torch.full((4,), 2.0)).sum().backward()

@@ -1,6 +1,6 @@
-"""How often, and with how much data, FSDP1 communicates in an iteration; and unsharding that a test asks for itself.
+"""The number and size of FSDP1's collectives in an iteration, and an unshard that the test requests itself.
 
-Every collective is counted on its way and carried out, so that what is counted is a real iteration.
+Each collective is counted and then carried out, so the counts come from real iterations.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class PassType(enum.Enum):
 
 
 class Traffic:
-    """What a rank put into its collectives, in bytes and in the order of the calls."""
+    """The bytes that a rank put into its collectives, in the order of the calls."""
 
     def __init__(self, calls: list[Call]) -> None:
         gathers = [call for call in calls if call.name == "all_gather"]
         self.all_gathers = [call.nbytes for call in gathers if call.dtype.is_floating_point]
         self.reduce_scatters = [call.nbytes for call in calls if call.name == "reduce_scatter"]
-        # All-gathers of indices, by which ranks compare the order of their forwards.
+        # All-gathers of indices, which ranks use to compare their forward order.
         self.validations = len(gathers) - len(self.all_gathers)
 
     @property
@@ -61,7 +61,7 @@ class Traffic:
 
 class TestCommunication(FSDPTest):
     def _init_model(self, nested_model: bool, sharding_strategy: ShardingStrategy | None, **fsdp_kwargs: Any) -> FSDP:
-        """One FSDP instance for each of 4 (nested) or 5 (transformer) flat parameters, in training mode."""
+        """A model in training mode with one FSDP instance for each of 4 (nested) or 5 (transformer) flat parameters."""
         fsdp_kwargs["sharding_strategy"] = sharding_strategy
         if not nested_model:
             return TransformerWithSharedParams.init(
@@ -115,7 +115,7 @@ class TestCommunication(FSDPTest):
     @parametrize("use_no_sync", [False, True])
     @parametrize("sharding_strategy", [ShardingStrategy.SHARD_GRAD_OP, None])
     def test_communication(self, nested_model, use_no_sync, sharding_strategy):
-        """Collectives of each pass, in iterations inside and then outside of ``no_sync()``."""
+        """The collectives of each pass, in iterations first inside and then outside ``no_sync()``."""
         with debug_level(dist.DebugLevel.DETAIL):
             model = self._init_model(nested_model, sharding_strategy)
         num_fsdp = len(internals.handles(model))
@@ -126,7 +126,7 @@ class TestCommunication(FSDPTest):
         for iteration, in_no_sync in enumerate(schedule):
             with model.no_sync() if in_no_sync else contextlib.nullcontext():
                 traffic = self._run_iter(model)
-            # SHARD_GRAD_OP frees parameters together with the reduction of gradients, so not in no_sync().
+            # SHARD_GRAD_OP frees parameters when it reduces gradients, so in no_sync() they stay gathered.
             self._assert_counts(
                 traffic,
                 num_fsdp,
@@ -139,7 +139,7 @@ class TestCommunication(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_bytes(self):
-        """Beyond upstream: each shard travels once a pass, each gradient once, in the dtypes of mixed precision."""
+        """Beyond upstream: each shard is sent once per pass, each gradient once, in the dtypes of mixed precision."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -161,9 +161,9 @@ class TestCommunication(FSDPTest):
         )
         param_dtype = mixed_precision.param_dtype if mixed_precision else torch.float32
         reduce_dtype = (mixed_precision.reduce_dtype or param_dtype) if mixed_precision else torch.float32
-        # Among the original parameters that a flat parameter keeps apart, each begins at a multiple of 16 bytes.
+        # With original parameters and mixed precision, each parameter begins at a multiple of 16 bytes.
         gap = 4 if use_orig_params and mixed_precision else 0
-        # The instances of the nested model in the order of their forwards; the first is the root, with two layers.
+        # The instances of the nested model in forward order. The first is the root, with two layers.
         numels = [(8 * 4 + 4) + gap + (4 * 8 + 8), 16 * 16 + 16, 4 * 16 + 16, 16 * 4 + 4]
         shards = [-(-numel // self.world_size) for numel in numels]
         self.assertEqual(sum(flat_param.numel() for flat_param in internals.flat_params(model)), sum(shards))
@@ -178,7 +178,7 @@ class TestCommunication(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_prefetch_adds_nothing(self):
-        """Beyond upstream: prefetching moves all-gathers about, and neither adds one nor changes a gradient."""
+        """Beyond upstream: prefetching moves all-gathers, but adds none and does not change gradients."""
         self.run_subtests(
             {
                 "forward_prefetch": [False, True],
@@ -208,7 +208,7 @@ class TestCommunication(FSDPTest):
                     stack.enter_context(reference.no_sync())
                 traffic = self._run_iter(model)
                 self._run_iter(reference)
-            # With forward prefetch, SHARD_GRAD_OP gathers nothing either that is there already.
+            # Even with forward prefetch, SHARD_GRAD_OP does not gather parameters that are already gathered.
             self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=in_no_sync, is_gathered=was_in_no_sync)
             was_in_no_sync = in_no_sync
         grads, expected = ([flat.grad for flat in internals.flat_params(each)] for each in (model, reference))
@@ -217,7 +217,7 @@ class TestCommunication(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_model(self):
-        """Beyond upstream: without trainable parameters nothing is reduced; backward still gathers, and frees."""
+        """Beyond upstream: without trainable parameters, nothing is reduced. Backward still gathers and frees."""
         self.run_subtests({"sharding_strategy": STRATEGIES, "backward_prefetch": PREFETCHES}, self._test_frozen_model)
 
     def _test_frozen_model(
@@ -233,7 +233,7 @@ class TestCommunication(FSDPTest):
 
 
 class ReduceModule(nn.Module):
-    """A layer whose output is summed over the ranks while the caller goes on."""
+    """A layer whose output is summed over the ranks asynchronously."""
 
     def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class ReduceModule(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         y = torch.relu(x @ self.weight)
-        # The sum is none of autograd's business; the model under test and its reference neglect it alike.
+        # Autograd ignores this sum, both in the tested model and in its reference.
         return y, dist.all_reduce(y.detach(), group=self.group, async_op=True)
 
 
@@ -260,13 +260,13 @@ class MLPs(nn.Module):
 
 
 class ReduceModel(nn.Module):
-    """Three reductions under way, during each of which the parameters of the MLP that takes its result are gathered."""
+    """Three asynchronous reductions. During each, the MLP that uses its result gathers its parameters."""
 
     def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.reduce1, self.reduce2, self.reduce3 = (ReduceModule(dim, group) for _ in range(3))
         self.mlps = MLPs(dim)
-        self.sizes: list[int] = []  # of the MLPs' gathered parameters, as found when the gathering was asked for
+        self.sizes: list[int] = []  # of the MLPs' gathered parameters, right after the call to gather them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ys, works = [], []
@@ -289,7 +289,7 @@ class TestExplicitUnshard(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
     def test_unshard_async(self, use_orig_params):
-        """MLPs that were gathered ahead of their forward train as those of DDP, and are gathered once."""
+        """MLPs that are gathered ahead of their forward train as with DDP and are gathered once."""
         dim, batch = 8, 2
         device = self.device
         torch.manual_seed(42)
@@ -308,7 +308,7 @@ class TestExplicitUnshard(FSDPTest):
         both = reference, DDP(model)
         optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in both]
         flat_params = internals.flat_params(model.mlps)
-        numel = 2 * dim * 4 * dim + 5 * dim  # of one MLP, with its biases; even, so nothing is padded
+        numel = 2 * dim * 4 * dim + 5 * dim  # of one MLP with its biases; even, so there is no padding
 
         torch.manual_seed(42 + self.rank + 1)
         for _ in range(10):

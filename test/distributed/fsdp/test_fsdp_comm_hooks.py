@@ -1,4 +1,4 @@
-"""Communication hooks of FSDP1: the default average, when a hook may be registered, and what it is given and does."""
+"""Communication hooks of FSDP1: the default average, when a hook can be registered, and what a hook gets and does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_ROOT = r"^register_comm_hook can only be called on a root instance\.$"
 
 
 class Net(nn.Module):
-    """Three layers, 8 to 4; with ``has_wrapping`` the first two are an FSDP instance, and the second another in it."""
+    """Three layers, 8 to 4. With ``has_wrapping``, the first two are an FSDP instance with another one inside."""
 
     def __init__(
         self,
@@ -61,13 +61,11 @@ class DummyState:
     def __init__(self, process_group: dist.ProcessGroup | None = None, noise: float = NOISE) -> None:
         self.process_group = process_group
         self.noise = noise
-        self.calls: list[
-            tuple[int, int | None]
-        ] = []  # the numbers of elements of the gradient, and of the output if there is one
+        self.calls: list[tuple[int, int | None]] = []  # numbers of elements of the gradient and, if any, of the output
 
 
 class DummyHook:
-    """A hook of each kind: both sum the gradients over the ranks and add noise."""
+    """A hook for each case. Both sum the gradients over the ranks and add noise."""
 
     def dummy_hook_for_no_shard_fsdp(self, state: DummyState, grad: torch.Tensor) -> None:
         state.calls.append((grad.numel(), None))
@@ -90,9 +88,9 @@ def _grads(model: FSDP) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _memory_in_order() -> Iterator[None]:
-    """The hooks of low precision tell the allocator which stream uses a gradient; a device without streams refuses.
+    """Low precision hooks record the gradient's stream. A device without streams refuses that, so it is left out.
 
-    There the note is left out, which proves the numbers, and nothing about the lifetime of memory.
+    The test then proves the numbers, but nothing about the lifetime of memory.
     """
     if accelerator.current().has("streams"):
         yield
@@ -120,7 +118,7 @@ class TestCommunicationHooks(FSDPTest):
         return self._init_model(core, sharding_strategy, mixed_precision)
 
     def _mine(self, whole: torch.Tensor, sharding_strategy: ShardingStrategy) -> torch.Tensor:
-        """This rank's part of a flattened tensor as FSDP cuts it: equal parts, the last ones padded with zeros."""
+        """This rank's part of a flattened tensor: FSDP cuts equal parts and pads the last ones with zeros."""
         if sharding_strategy is ShardingStrategy.NO_SHARD:
             return whole
         shard = -(-whole.numel() // self.world_size)
@@ -130,14 +128,14 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_default_communication_hook_behavior(self, sharding_strategy):
-        """Without a hook every element is the mean over ranks, whose gradients all differ, also of uneven shards."""
+        """Without a hook, each element is the mean of gradients that all differ by rank, even with uneven shards."""
         for width in (self.world_size, self.world_size + 1, 1):
             model = self._init_model(nn.Linear(1, width, bias=False).to(self.device), sharding_strategy)
             self.assertEqual([each._comm_hook for each in FSDP.fsdp_modules(model)], [None])
             inputs = torch.tensor([float(self.rank)], device=self.device)
             weights = torch.arange(1.0, width + 1, device=self.device)
             ranks = torch.arange(float(self.world_size), device=self.device)
-            # The gradient of element j on a rank is rank * (j + 1)^(rank + 1).
+            # On each rank, the gradient of element j is rank * (j + 1)^(rank + 1).
             expected = torch.stack([rank * weights ** (rank + 1) for rank in ranks]).mean(dim=0)
             for _ in range(4):
                 model.zero_grad()
@@ -149,7 +147,7 @@ class TestCommunicationHooks(FSDPTest):
     @parametrize("has_wrapping", [True, False])
     @parametrize("sharding_strategy", STRATEGIES)
     def test_default_communication_hook_initialization(self, has_wrapping, sharding_strategy):
-        """A hook that is registered on the root is that of all instances, with its state, and there can be one only."""
+        """Registering a hook on the root sets it and its state on all instances. Only one hook is allowed."""
         model = self._net(sharding_strategy, has_wrapping)
         instances = FSDP.fsdp_modules(model)
         self.assertEqual(len(instances), 3 if has_wrapping else 1)
@@ -175,7 +173,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_registering_hook_hybrid_strategy(self):
-        """Refused, also where every replica is a group of one (the mesh's first dimension)."""
+        """Hybrid strategies refuse hooks, even if each replica group (the mesh's first dimension) has one rank."""
         mesh = init_device_mesh(self.device.type, (1, self.world_size), mesh_dim_names=("replicate", "shard"))
         for sharding_strategy in internals.hybrid_strategies():
             model = FSDP(
@@ -193,7 +191,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_registering_hook_submodules(self, sharding_strategy):
-        """A hook that an inner instance has already is found from the root."""
+        """The root notices that an inner instance already has a hook."""
         model = self._net(sharding_strategy)
         model.check_is_root()
         hook = DummyHook().for_strategy(sharding_strategy)
@@ -204,7 +202,7 @@ class TestCommunicationHooks(FSDPTest):
     def _check_low_precision_hook(
         self, hook: Callable[..., None], dtype: torch.dtype, has_wrapping: bool, sharding_strategy: ShardingStrategy
     ) -> None:
-        """The hook does bitwise what ``reduce_dtype`` does, and reduces nothing in another dtype."""
+        """The hook gives bitwise the result of ``reduce_dtype``, and all reductions use that dtype."""
         state = default_hooks.LowPrecisionState(process_group=self.process_group)
         hooked = self._net(sharding_strategy, has_wrapping)
         hooked.register_comm_hook(state, hook)
@@ -229,7 +227,7 @@ class TestCommunicationHooks(FSDPTest):
                 optim.step()
 
     def _oracle(self, model: FSDP, inputs: torch.Tensor, has_wrapping: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each instance the mean over ranks of its gradient, in float64, and what the largest sum can come to."""
+        """For each instance, the mean gradient over ranks in float64 and a bound for the largest sum."""
         values = [value.double().requires_grad_() for value in full_parameters(model).values()]
         weight0, bias0, weight1, bias1, weight2, bias2 = self._by_layer(values)
         hidden = torch.relu(inputs.double() @ weight0.T + bias0)
@@ -259,8 +257,8 @@ class TestCommunicationHooks(FSDPTest):
         dtype: torch.dtype,
         sharding_strategy: ShardingStrategy,
     ) -> None:
-        # Each rank rounds its gradient once and each addition its result, none by more than eps of the largest sum.
-        # What is below the normal numbers of float16 is rounded by no more than the smallest of them.
+        # Each rank rounds its gradient once, and each addition rounds its result, by at most eps of the largest sum.
+        # Subnormal float16 values are rounded by at most the smallest normal number.
         info = torch.finfo(dtype)
         allowed = self._mine(bound * info.eps * (self.world_size + 2) + info.tiny, sharding_strategy)
         error = (grad.double() - self._mine(mean, sharding_strategy)).abs()
@@ -282,7 +280,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_custom_hook_reduces(self):
-        """Beyond upstream: a hook takes the place of the reduction, once an instance and backward, with all of it."""
+        """Beyond upstream: a hook replaces the reduction. It gets whole gradients, once per instance and backward."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "has_wrapping": [True, False]}, self._test_custom_hook_reduces
         )
@@ -297,7 +295,7 @@ class TestCommunicationHooks(FSDPTest):
             for each in (plain, hooked):
                 each.zero_grad()
                 each(inputs).square().sum().backward()
-            # FSDP hands its own sum over the ranks on as a mean, and the hook's as it is.
+            # FSDP divides its own sum over the ranks, but not the result of a hook.
             expected = [grad * self.world_size + NOISE for grad in _grads(plain)]
             self.assertEqual(_grads(hooked), expected, rtol=1e-6, atol=1e-3)
             shards = [grad.numel() for grad in expected]
@@ -308,7 +306,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hook_and_no_sync(self):
-        """Beyond upstream: in ``no_sync()`` a hook has nothing to do; after it, it gets what was accumulated."""
+        """Beyond upstream: a hook does not run in ``no_sync()``. Later it gets the accumulated gradient."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_hook_and_no_sync)
 
     def _test_hook_and_no_sync(self, sharding_strategy: ShardingStrategy) -> None:
@@ -327,7 +325,7 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hook_that_is_not_callable(self):
-        """Beyond upstream: refused with its name, and another may be registered afterwards."""
+        """Beyond upstream: a hook that is not callable is refused by name. Another can be registered afterwards."""
         model = self._net(ShardingStrategy.FULL_SHARD)
         with self.assertRaisesRegex(ValueError, "The communication hook must be callable but got not a hook"):
             model.register_comm_hook(DummyState(), "not a hook")

@@ -1,4 +1,4 @@
-"""FSDP1 trains as data parallelism does: models, schedules, offload; what its hooks, and its parameters' views, are."""
+"""FSDP1 trains like data parallelism in many configurations; also tests of its hooks and parameter views."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 DELAY_MS = 250
-Prefetch = dict[str, Any]  # what FSDP gathers ahead, in backward and in forward
+Prefetch = dict[str, Any]  # the prefetch arguments of FSDP, for backward and forward
 EVERY_PREFETCH: list[Prefetch] = [
     {"backward_prefetch": backward, "forward_prefetch": forward}
     for backward, forward in itertools.product(PREFETCHES, [False, True])
 ]
-# As FSDP's default in backward, and also in forward.
+# FSDP's default for backward, and prefetch in forward too.
 DEFAULT: list[Prefetch] = [{"backward_prefetch": BackwardPrefetch.BACKWARD_PRE, "forward_prefetch": True}]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 
 
 def _prefetches() -> list[Prefetch]:
-    """What is gathered ahead in backward, and whether in forward: all pairs where gathering can run beside computation.
+    """The prefetch arguments: all pairs on devices with streams.
 
-    Without streams a prefetch is a gather at another place in the order. Those in forward and those in backward have
-    nothing to do with each other then, so each is there once.
+    Without streams, a prefetch only moves a gather. Forward and backward prefetch are then independent, so each value
+    is tested once.
     """
     if accelerator.current().has("streams"):
         return EVERY_PREFETCH
@@ -88,14 +88,14 @@ class _TwoRanks(FewRanksTest):
         )
 
     def _plain_transformer(self) -> TransformerWithSharedParams:
-        """What ``_transformer(deterministic=True)`` shards."""
+        """The model that ``_transformer(deterministic=True)`` shards."""
         return TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
 
 
 class TestParityWithDDP(_TwoRanks):
-    """After a few steps parameters and loss are those of DDP, or of a model that averages its gradients by hand."""
+    """After a few steps, parameters and loss match DDP, or a model that averages its gradients by hand."""
 
     def _check_parity(
         self,
@@ -106,11 +106,11 @@ class TestParityWithDDP(_TwoRanks):
         use_orig_params: Sequence[bool] = (False, True),
         **kwargs: Any,
     ) -> None:
-        """Train with every prefetch, with flat and with original parameters, where the device has streams.
+        """On devices with streams, train with every prefetch, with flat and with original parameters.
 
-        There prefetches differ in time. PYTORCH_TEST_WITH_SLOW=1 asks for the same on other devices. Without it, only
-        the given prefetches are used, each with one kind of parameters: chosen so that every pair of values of offload,
-        strategy and ``use_orig_params`` occurs, and the other kind for the next prefetch.
+        There prefetches differ in time. PYTORCH_TEST_WITH_SLOW=1 does the same on other devices. Otherwise, only the
+        given prefetches are used, each with one kind of parameters. The kind is chosen so that every pair of values of
+        offload, strategy and ``use_orig_params`` occurs; the next prefetch uses the other kind.
         """
         configuration = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
         every = accelerator.current().has("streams") or TEST_WITH_SLOW
@@ -132,10 +132,10 @@ class TestParityWithDDP(_TwoRanks):
             use_orig_params = use_orig_params[::-1]
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Beyond upstream: also, nothing gathered is left, and the shards hold each element once, and padding."""
+        """Beyond upstream: afterwards nothing stays gathered, and the shards hold each element once, plus padding."""
         loss = super()._train_for_several_steps(model, *args, **kwargs)
         if not isinstance(model, FSDP):
-            self._numel = sum(param.numel() for param in model.parameters())  # of the reference, which comes first
+            self._numel = sum(param.numel() for param in model.parameters())  # of the reference, which trains first
             return loss
         numel = 0
         for handle in internals.handles(model):
@@ -154,40 +154,40 @@ class TestParityWithDDP(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_nested_wrapped_model(self, **config):
-        """With some layers in FSDP, and the others in the root; with each schedule."""
+        """Some layers are in FSDP, the root has the others. Each schedule is tested."""
         self._check_parity(NestedWrappedModule, **config, prefetches=_prefetches())
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_nested_wrapped_model_single_iteration_mixed_precision(self, **config):
-        """With parameters, gradients and buffers in fp16, as under autocast."""
+        """Parameters, gradients and buffers in fp16, as under autocast."""
         self._check_parity(NestedWrappedModule, **config, num_iters=1, mixed_precision=HALF)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_nested_always_wrap_model(self, **config):
-        """With every module in FSDP, also those without parameters of their own."""
+        """Every module is in FSDP, even those without own parameters."""
         self._check_parity(AlwaysWrapNestedWrappedModule, **config)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_transformer(self, **config):
-        """With a weight that two modules share, and with buffers."""
+        """A model with a weight that two modules share, and with buffers."""
         self._check_parity(TransformerWithSharedParams, **config)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_delayed_optim_step(self, **config):
-        """The next forward gathers what the optimizer wrote, though the device is late with it.
+        """The next forward gathers the optimizer's new values, even if the device delays the step.
 
-        Where nothing sleeps nothing is late: then this is the same model behind a wrapper that is not FSDP.
+        A device that cannot sleep has no delay. There this is the same model in a wrapper that is not FSDP.
         """
         self._check_parity(NestedWrappedModuleWithDelay, **config, init_kwargs={"delay_after_loss_ms": DELAY_MS})
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_delayed_reduce_scatter(self, **config):
-        """Backward ends only after the reduction, though the device is late with it, if it can be. As above."""
+        """Backward ends only after the reduction, even if the device delays it (where the device can sleep)."""
         self._check_parity(
             NestedWrappedModuleWithDelay,
             **config,
@@ -198,15 +198,13 @@ class TestParityWithDDP(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_mixture_of_experts(self, **config):
-        """With an expert of each rank's own, in a group of one rank."""
+        """Each rank has its own expert, in a group of one rank."""
         self._check_experts_parity(**config)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_mixture_of_experts_with_delay_before_free(self, **config):
-        """Parameters that are freed late in forward are still gathered again. A device that cannot sleep is not
-        delayed.
-        """
+        """Parameters that forward frees late are gathered again. A device that cannot sleep has no delay."""
         delay = {"delay_before_free_ms": DELAY_MS}
         self._check_experts_parity(**config, use_orig_params=(True, False), init_kwargs=delay)
 
@@ -215,7 +213,7 @@ class TestParityWithDDP(_TwoRanks):
 
     @skip_if_lt_x_gpu(2)
     def test_every_step(self):
-        """Beyond upstream: after each step, on each rank, with tokens of its own: all gradients and parameters."""
+        """Beyond upstream: tokens differ by rank, and each rank compares gradients and parameters after each step."""
         self.run_subtests(
             {"sharding_strategy": sharding_strategy_config, "use_orig_params": [False, True]}, self._test_every_step
         )
@@ -243,7 +241,7 @@ class TestParityWithDDP(_TwoRanks):
             with FSDP.summon_full_params(model, with_grads=use_orig_params):
                 found = named(model)
                 self.assertEqual(list(found), list(expected))
-                # With the tolerance of fp32: two ranks add up exactly as here, more of them in an order of their own.
+                # With the fp32 tolerance: two ranks add in the same order as here, more ranks may add in another order.
                 self.assertEqual(found, expected)
                 if use_orig_params:
                     grads, expected_grads = ({name: p.grad for name, p in each.items()} for each in (found, expected))
@@ -254,10 +252,10 @@ class TestParamInit(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize("mixed_precision", [True, False])
     def test_param_change_after_init(self, mixed_precision):
-        """What is written to a parameter after the constructor is what the first forward computes with.
+        """The first forward uses values that are written to a parameter after the constructor.
 
-        The written values differ by element and by rank, so the second half compares with a model that never was
-        in FSDP, and would see a shard in the wrong place.
+        The values differ by element and by rank. The second half compares with a model that was never in FSDP, so a
+        shard in the wrong place would be noticed.
         """
         init = functools.partial(
             self._transformer,
@@ -276,7 +274,7 @@ class TestParamInit(_TwoRanks):
         self.assertNotEqual(output, unchanged(*tokens))
 
         reference = self._plain_transformer()
-        apart = (".layers.", "bn.") if mixed_precision else (".layers.",)  # what the root does not hold itself
+        apart = (".layers.", "bn.") if mixed_precision else (".layers.",)  # outside the root's flat parameter
         held = [p for name, p in reference.named_parameters() if not any(part in name for part in apart)]
         offset = 0
         with torch.no_grad():
@@ -291,7 +289,7 @@ class TestHooks(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize("cuda_first", [False, True])
     def test_pre_backward_hook_registration(self, cuda_first):
-        """The output of the root carries one hook, and it is not lost."""
+        """The root's output has one hook before and after backward."""
         self._test_pre_backward_hook_registration(self._transformer(self._init_mode(cuda_first)))
 
     @skip_if_lt_x_gpu(2)
@@ -315,18 +313,18 @@ class TestHooks(_TwoRanks):
         self.assertEqual(len(output._backward_hooks), 1)
         optim.step()
         self.assertEqual(len(output._backward_hooks), 1)
-        # The hook did its work: it is what makes FSDP gather, and then free again.
+        # Gradients show that the hook ran: it makes FSDP gather and free.
         self.assertTrue(all(each.grad is not None for each in internals.flat_params(model)))
 
     @skip_if_lt_x_gpu(2)
     @parametrize("cuda_first", [False, True])
     @parametrize("mixed_precision", [True, False])
     def test_register_functions_called(self, cuda_first, mixed_precision):
-        """Each forward registers each instance's hooks, those before and those after its backward, once."""
+        """Each forward registers the pre-backward and post-backward hooks of each instance once."""
         model = self._transformer(
             self._init_mode(cuda_first), mixed_precision=MixedPrecision() if mixed_precision else None
         )
-        # The root and two layers each of encoder and decoder; mixed precision keeps the batch norm apart.
+        # The root and two layers each of encoder and decoder. With mixed precision, the batch norm is another instance.
         handles = internals.handles(model)
         self.assertEqual(len(handles), 6 if mixed_precision else 5)
         inputs = model.module.get_input(get_devtype())
@@ -353,7 +351,7 @@ class TestHooks(_TwoRanks):
 
     @skip_if_lt_x_gpu(2)
     def test_no_hooks_without_grad(self):
-        """Beyond upstream: under ``no_grad`` a forward leaves no hook behind; the next one with gradients does."""
+        """Beyond upstream: a forward under ``no_grad`` registers no hooks, and the next one with gradients does."""
         model = self._transformer()
         inputs = model.module.get_input(get_devtype())
         with torch.no_grad():
@@ -372,7 +370,7 @@ class TestNoGrad(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     @parametrize("mixed_precision", [True, False])
     def test_transformer_no_grad(self, mixed_precision):
-        """In eval mode a forward computes the same with and without gradients, after a step of training."""
+        """After a training step, forward in eval mode gives the same output with and without gradients."""
         model = self._transformer(DEVICEInitMode.DEVICE_AFTER, mixed_precision=HALF if mixed_precision else None)
         self._train_for_several_steps(model, num_steps=1, autocast=False, mixed_precision=model.mixed_precision)
         model.eval()
@@ -388,9 +386,9 @@ class TestNoGrad(_TwoRanks):
 class TestAutograd(_TwoRanks):
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_as_tensors(self):
-        """In forward and backward the gathered parameters are views, tensors that autograd follows to the flat one.
+        """In forward and backward, gathered parameters are tensors: views of the flat parameter with autograd history.
 
-        NO_SHARD is left out: there the same function also makes the views of what is not gathered.
+        NO_SHARD is not tested, because there the same function also creates the views of the parameters in use.
         """
         self.run_subtests(
             {
@@ -417,11 +415,11 @@ class TestAutograd(_TwoRanks):
                 model(mine).sum().backward()
                 reference(theirs).sum().backward()
                 self.assertEqual(mine.grad, theirs.grad)
-                self.assertGreaterEqual(len(views), 5)  # once a layer, in forward at least
+                self.assertGreaterEqual(len(views), 5)  # at least once per layer in forward
 
     @contextlib.contextmanager
     def _patch_use_unsharded_views(self) -> Iterator[list[bool]]:
-        """Fail when parameters and not tensors are asked for; yield what was asked for."""
+        """Fail if parameters are requested in place of tensors. Yield the requests."""
         asked: list[bool] = []
         handle_class = internals.flat_param.FlatParamHandle
         use_unsharded_views = handle_class._use_unsharded_views

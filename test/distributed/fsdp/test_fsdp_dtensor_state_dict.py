@@ -1,6 +1,6 @@
-"""State dicts of FSDP1 on a device mesh: DTensors with what ShardedTensors would have, saved, loaded, trained on with.
+"""State dicts of FSDP1 on a device mesh: DTensors with the same values as ShardedTensors. They are saved and loaded.
 
-Each rank trains on rows of its own. The reference is the plain model, which sees the rows of all ranks.
+Each rank trains on its own rows. The reference is the plain model, which gets the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OFFLOAD = parametrize("offload_to_cpu", [True, False])
 
 
 class TestDummyModelUneven(nn.Module):
-    """No dimension divides by four."""
+    """A model in which no dimension is a multiple of four."""
 
     __test__ = False
 
@@ -81,7 +81,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         steps: range = range(1),
         **kwargs: Any,
     ) -> Trained:
-        """FSDP and Adam after these steps, on the mesh or without one."""
+        """A model and Adam after these steps, on the mesh or without one."""
         model = FSDP(self._plain(is_even_sharded_model), device_mesh=device_mesh, **kwargs)
         return self._trained(model, steps, model.process_group.size())
 
@@ -100,7 +100,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @OFFLOAD
     @EVEN
     def test_dtensor_sharded_tensor_state_dict_identical(self, offload_to_cpu, is_even_sharded_model):
-        """On a mesh and without one, each rank has the same rows."""
+        """Each rank has the same rows with and without a mesh."""
         on_mesh, on_group = (self._create_model(is_even_sharded_model, mesh) for mesh in (self._mesh(), None))
         empty = self._check_same_rows(on_mesh, on_group, offload_to_cpu)
         last_of_four = self.rank == 3 and not is_even_sharded_model and self.world_size == 4
@@ -140,7 +140,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @FOUR_RANKS
     def test_local_shapes_of_uneven_shards(self):
-        """Beyond upstream: of 5 rows four ranks have 2, 2, 1 and none, of 10 they have 3, 3, 3 and 1."""
+        """Beyond upstream: four ranks have 2, 2, 1 and 0 of 5 rows, and 3, 3, 3 and 1 of 10 rows."""
         self.assertEqual(self.world_size, 4)
         model, optim = self._create_model(False, self._mesh())
         use_sharded_state_dicts(model)
@@ -156,7 +156,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_full_tensors(self, is_even_sharded_model):
-        """Beyond upstream: every shard, put together, is what FULL_STATE_DICT says, and what the plain model has."""
+        """Beyond upstream: the joined shards equal FULL_STATE_DICT and the plain model's values."""
         wanted = plain_parameters_and_moments(*self._reference(is_even_sharded_model, range(1)))
         model, optim = self._create_model(is_even_sharded_model, self._mesh())
         use_sharded_state_dicts(model)
@@ -164,14 +164,14 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         full = FullOptimStateDictConfig(rank0_only=False)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), full)
         self.assertEqual(found, parameters_and_moments(model, optim), rtol=0, atol=0, exact_device=False)
-        # The reference adds the rows of all ranks up in another order.
+        # The reference adds the rows of all ranks in another order.
         self.assertEqual(found, wanted)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     @EVEN
     def test_training_goes_on(self, is_even_sharded_model):
-        """Beyond upstream: another model, into which both dicts are loaded, trains on as if it had been the first."""
+        """Beyond upstream: another model loads both dicts and then trains exactly as the first one."""
         mesh = self._mesh()
         plain, _ = self._reference(is_even_sharded_model, range(3))
         for use_orig_params in (False, True):
@@ -192,7 +192,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @FOUR_RANKS
     def test_checkpoint_on_disk(self):
-        """Beyond upstream: saved by some ranks, loaded by as many, more or fewer, trained on as if uninterrupted."""
+        """Beyond upstream: a checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
         sizes, orig = [(4, 4), (2, 4), (4, 2), (4, 1)], "use_orig_params"
         config = {"sizes": sizes, "is_even_sharded_model": [False], orig: [False, True]}
         self.run_subtests(config, self._test_checkpoint_on_disk)
@@ -230,7 +230,7 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(2)
     def test_damaged_checkpoint(self):
-        """Beyond upstream: every rank hears of it, and the live model and optimizer are as they were."""
+        """Beyond upstream: every rank gets the error, and the live model and optimizer do not change."""
         mesh = self._mesh()
         good, wide, short = (os.path.join(self.temp_dir, name) for name in ("good", "wide", "short"))
 

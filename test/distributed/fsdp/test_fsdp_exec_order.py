@@ -26,9 +26,9 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
 
 class Model(nn.Module):
-    """Two paths behind the first layer, of which one is used and trained and the other frozen.
+    """Two paths after the first layer. One is used and trained, the other is frozen.
 
-    Both have 36 elements, so that collectives of ranks on different paths fit each other, and nothing hangs.
+    Both have 36 elements. So collectives of ranks on different paths have the same size, and nothing hangs.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 @contextlib.contextmanager
 def _order_warnings() -> Iterator[list[str]]:
-    """The warnings of the context about the order, as text, filled at its end."""
+    """Collect the text of the warnings about forward order. The list is filled when the context ends."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -101,7 +101,7 @@ class TestFSDPExecOrder(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_invalid_first_iter_order(self, device, sharding_strategy):
-        """Ranks on different paths all get an error that names two of them and their parameters; no rank hangs."""
+        """Ranks on different paths all get an error that names two of them and their parameters. No rank hangs."""
         model = self._wrapped(sharding_strategy, device)
         if self.rank != 0:
             model.flip_path()
@@ -117,7 +117,7 @@ class TestFSDPExecOrder(FSDPTest):
     @parametrize("sharding_strategy", STRATEGIES)
     @parametrize("iters_before_path_change", [1, 3])
     def test_invalid_later_iter_order(self, device, sharding_strategy, iters_before_path_change):
-        """A rank that leaves its own first order warns once and for all, and the others not at all."""
+        """A rank that leaves its own first order gives one warning. The other ranks give none."""
         model = self._wrapped(sharding_strategy, device)
         with _order_warnings() as before:
             for _ in range(iters_before_path_change):
@@ -149,7 +149,7 @@ class TestFSDPExecOrder(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_train_eval(self, device, sharding_strategy):
-        """Forwards in eval mode have no backward that ends an iteration, and are no part of the order."""
+        """Forwards in eval mode are not checked, since no backward ends their iteration."""
         model = self._wrapped(sharding_strategy, device)
         with _order_warnings() as found:
             for _ in range(2):
@@ -161,7 +161,7 @@ class TestFSDPExecOrder(FSDPTest):
                     self._forward(model, device)
         self.assertEqual(found, [])
         self.assertEqual(internals.execution_order(model).current_order_index, 0)
-        # The check is alive: in train mode the other path is still noticed.
+        # The check still works: in train mode the other path is noticed.
         model.train()
         model.flip_path()
         with _order_warnings() as found:
@@ -171,7 +171,7 @@ class TestFSDPExecOrder(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_more_forwards_than_in_the_first_iteration(self, device, sharding_strategy):
-        """Beyond upstream: a unit that comes after the last one of the first iteration is a deviation too."""
+        """Beyond upstream: an extra unit after the last one of the first iteration also gives a warning."""
         model = self._wrapped(sharding_strategy, device)
         self._iterate(model, device)
         with _order_warnings() as found:
@@ -185,7 +185,7 @@ class TestFSDPExecOrder(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_without_debug_level(self, device):
-        """Beyond upstream: below DETAIL nothing is checked, said or sent, and what ranks gather is not compared."""
+        """Beyond upstream: below DETAIL nothing is checked, warned about or sent, even if ranks differ."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -204,7 +204,7 @@ class TestFSDPExecOrder(FSDPTest):
             model.flip_path()
         with recorded("all_gather") as gathers, _order_warnings() as found:
             self._iterate(model, device)
-            self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # of each unit, the root and one path
+            self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # two for each unit: the root and one path
             self._iterate(model, device)
             self.assertEqual(_validations(gathers), 2 * 2 if checks else 0)  # only in the first iteration
             if not checks:
@@ -214,7 +214,7 @@ class TestFSDPExecOrder(FSDPTest):
 
 
 def _validations(gathers: list[Call]) -> int:
-    """How many of the all-gathers compare the ranks' order, by integers."""
+    """The number of all-gathers of integers, which compare the ranks' order."""
     return sum(not call.dtype.is_floating_point for call in gathers)
 
 

@@ -1,4 +1,4 @@
-"""FSDP1 with some parameters frozen: their units are resharded in time and communicate nothing, and the rest trains."""
+"""FSDP1 with some frozen parameters: their units are resharded in time and reduce nothing. The rest trains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LinearUnusedInput(nn.Linear):
 
 
 class ModelUnusedInput(nn.Module):
-    """Three layers side by side, which are all given an input that needs a gradient, and do not use it."""
+    """Three parallel layers. Each gets an input that requires a gradient but does not use it."""
 
     def __init__(self, freeze: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ModelUnusedInput(nn.Module):
 
 
 class MultiTraversal(nn.Module):
-    """Units that run several times in one forward, one of them frozen, and the last time of each round unrecorded."""
+    """Units that run several times in one forward. One is frozen, and another also runs under ``no_grad``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @property
     def num_iters(self) -> int:
-        """Enough for the optimizer's state to matter. Where the host computes for all ranks, half of them."""
+        """Enough for the optimizer's state to matter. Half as many on the host, which computes for all ranks."""
         return 3 if accelerator.current().is_host else 6
 
     def _init_seq_module(self, device: str) -> nn.Sequential:
@@ -86,7 +86,7 @@ class TestFSDPFineTune(FSDPTest):
         return module
 
     def _set_seq_module_requires_grad(self, seq: nn.Module, requires_grad: bool) -> None:
-        """Freeze every second linear layer, beginning with the first one, or unfreeze it."""
+        """Set ``requires_grad`` of every second linear layer, beginning with the first."""
         for index in range(0, self.NUM_LINEARS, 2):
             for param in seq[2 * index].parameters():
                 param.requires_grad_(requires_grad)
@@ -96,14 +96,14 @@ class TestFSDPFineTune(FSDPTest):
         return MultiTraversal().to(device)
 
     def _gathered(self, model: FSDP) -> list[bool]:
-        """Which instances hold unsharded parameters now; under NO_SHARD, which gathers nothing, none."""
+        """The instances that hold unsharded parameters now. Always none under NO_SHARD, which gathers nothing."""
         return [
             instance.sharding_strategy is not NO_SHARD and internals.is_gathered(internals.flat_param_of(instance))
             for instance in internals.managing_instances(model)
         ]
 
     def assert_same_grads(self, model: FSDP, reference: nn.Module) -> None:
-        """Each instance's reduced gradient, put together from the ranks, is that of the layer in the reference."""
+        """Each instance's reduced gradient, joined from the ranks, must equal that of the reference's layer."""
         layers = [layer for layer in reference.modules() if isinstance(layer, nn.Linear)]
         for instance, layer in zip(internals.managing_instances(model), layers, strict=True):
             wanted = [None if param.grad is None else param.grad.flatten().cpu() for param in layer.parameters()]
@@ -113,7 +113,7 @@ class TestFSDPFineTune(FSDPTest):
             if not any(grad is not None for grad in wanted):
                 self.assertEqual([piece for pieces in of_each for piece in pieces], [])
                 continue
-            # Either one flat gradient, which may end in padding, or one of each parameter.
+            # Either one flat gradient, which may end in padding, or a gradient for each parameter.
             found = torch.cat([piece for pieces in of_each for piece in pieces])
             self.assertEqual(found[: 5 * 5 + 5], torch.cat(wanted))
 
@@ -125,7 +125,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_reshard_hooks(self, device):
-        """Each unit is resharded by a hook of its own in backward, the frozen ones by one on their inputs."""
+        """In backward, each unit is resharded by its own hook. For frozen units, the hook is on their inputs."""
         self.run_subtests(
             {
                 "device_id": [device],
@@ -172,8 +172,8 @@ class TestFSDPFineTune(FSDPTest):
 
         def _assert_post_backward_reshard_count(step: int) -> None:
             unfrozen = step > 0 and unfreeze_params
-            # The first unit, frozen and with no input that asks for a gradient, has nothing to hang a hook on. It is
-            # left to the end of backward, if forward has not resharded it yet.
+            # The first unit is frozen. If its input requires no gradient either, there is no tensor for a hook. Then
+            # the end of backward reshards it, unless forward has done so.
             has_hook = inp_requires_grad or unfrozen
             self.assertEqual(count, self.NUM_LINEARS if has_hook else self.NUM_LINEARS - 1)
             left = not has_hook and sharding_strategy is SHARD_GRAD_OP
@@ -197,8 +197,8 @@ class TestFSDPFineTune(FSDPTest):
                     self._set_seq_module_requires_grad(seq, True)
                 seq(inp).sum().backward()
                 _assert_post_backward_reshard_count(step)
-                # Beyond upstream: then no unit holds anything that was gathered, frozen or not, except for what
-                # test_frozen_unit_is_freed_at_the_end is about.
+                # Beyond upstream: afterwards no unit stays gathered, frozen or not, except for the defect in
+                # test_frozen_unit_is_freed_at_the_end.
                 stays = not use_orig_params and left_over[0]
                 self.assertEqual(self._gathered(seq), [stays] + [False] * (self.NUM_LINEARS - 1))
                 count = 0
@@ -207,13 +207,13 @@ class TestFSDPFineTune(FSDPTest):
     @torch_defect("fsdp1_frozen_unit_stays_gathered")
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_is_freed_at_the_end(self, device):
-        """Beyond upstream: with SHARD_GRAD_OP the end of backward frees a frozen unit that no hook has resharded.
+        """Beyond upstream: with SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
 
-        It does not with flat parameters, seen with torch 2.13.0, 2.11.0 and 2.9.1: the unit that is first, and whose
-        input needs no gradient, stays gathered between iterations, so its memory is never sharded. The first linear
-        layer below is such a unit. ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` takes a flat
-        parameter that points at its shard for one whose gathered form is freed; forward, which does not free, has made
-        it point there. With the original parameters in use it knows better.
+        With flat parameters it does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: the first unit stays gathered
+        between iterations if its input needs no gradient, so its memory is never sharded. The first linear layer below
+        is such a unit. ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` assumes that a flat
+        parameter that points at its shard has freed its gathered form. Forward, which does not free, has already made
+        it point there. With original parameters, the check is right.
         """
         seq = FSDP(
             self._init_seq_module(device),
@@ -232,7 +232,7 @@ class TestFSDPFineTune(FSDPTest):
         inp_requires_grad: bool = False,
         **fsdp_kwargs: Any,
     ) -> None:
-        """Losses, gradients and parameters are DDP's; frozen parameters stay, and cost no communication."""
+        """Losses, gradients and parameters match DDP. Frozen parameters do not change and are not reduced."""
         frozen = {name: param.detach().clone() for name, param in module.named_parameters() if not param.requires_grad}
         self.assertGreater(len(frozen), 0)
         ddp_model = data_parallel(copy.deepcopy(module))
@@ -261,7 +261,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_hooks_multi_traversal(self, device):
-        """Units that run many times in one forward are unsharded and resharded right, and train as with DDP."""
+        """Units that run several times in one forward are unsharded and resharded correctly, and train as with DDP."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -278,7 +278,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_parity_with_ddp(self, device):
-        """Six layers, of which every second one is frozen, train as with DDP."""
+        """Six layers, every second one frozen, train as with DDP."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
             self._test_parity_with_ddp,
@@ -290,7 +290,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_parity_with_non_frozen_fsdp(self, device):
-        """A frozen layer's neighbours, and its input, learn what they learn beside one that is only not stepped."""
+        """A model with a frozen layer trains like one that only leaves this layer out of the optimizer."""
         self.run_subtests(
             {
                 "device_id": [device],
@@ -347,12 +347,12 @@ class TestFSDPFineTune(FSDPTest):
                 losses.append(loss.detach())
                 optim.zero_grad()
                 loss.backward()
-                # Beyond upstream: also where a unit is resharded by its input's gradient before it was unsharded for
-                # backward, nothing that was gathered stays.
+                # Beyond upstream: nothing stays gathered, even if the input's gradient reshards a unit before backward
+                # has unsharded it.
                 self.assertEqual(self._gathered(model), [False] * 3)
                 optim.step()
             self.assertEqual(*losses)
-            # Beyond upstream: the input's gradient is that of the plain computation, in which it is added to no other.
+            # Beyond upstream: the input's gradient comes from the concatenation alone, since no layer uses the input.
             low = mixed_precision.param_dtype or torch.float32
             for learnable_input in inputs:
                 self.assertEqual(learnable_input.grad, 2 * learnable.to(low).float())

@@ -1,4 +1,4 @@
-"""How parameters become one flat parameter: what is in it and where, what each rank has of it, and what is refused."""
+"""The flat parameter: its contents and layout, each rank's shard, and the parameters that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import Handle
 from torch_fsdp_tests.fsdp.references import average_gradients
 
-# Where a parameter's elements are in a shard: the first and the last of them, counted in the flattened parameter.
+# The range of a parameter's elements in a shard: first and last index within the flattened parameter.
 Offsets = dict[str, tuple[int, int]]
 
 
@@ -35,7 +35,7 @@ class EmptyModule(nn.Module):
 
 
 class Transformer(nn.Transformer):
-    """Two layers on either side, in training mode: its dropout is the same whenever the input has been drawn again."""
+    """Two layers per side, in training mode. ``get_input`` sets the seed, so dropout is the same after each call."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -76,7 +76,7 @@ class FlattenTest(FSDPTest):
         return Transformer(seed).to(self.device)
 
     def _get_shared_params_transformer(self, seed: int = 0) -> Transformer:
-        """The feed-forward weights of a decoder layer are those of the encoder layer of the same number."""
+        """Each decoder layer shares its feed-forward weights with the encoder layer of the same number."""
         module = self._get_transformer(seed)
         for encoder, decoder in zip(module.encoder.layers, module.decoder.layers, strict=True):
             decoder.linear1.weight = encoder.linear1.weight
@@ -90,7 +90,7 @@ class FlattenTest(FSDPTest):
 
 
 class TestFlattenParams(FlattenTest):
-    """One rank: the flat parameter as a whole."""
+    """One rank: the whole flat parameter."""
 
     world_size = 1
 
@@ -107,7 +107,7 @@ class TestFlattenParams(FlattenTest):
     @skip_if_lt_x_gpu(1)
     @subtests(half=[False, True])
     def test_partial_flattening(self, half):
-        """What is wrapped has one parameter each, what is not keeps its own, and nothing gets lost."""
+        """Wrapped layers have one parameter each, other layers keep theirs, and no element is lost."""
         dtype, other_dtype = self._dtype(half), self._dtype(not half)
         module = self._get_transformer().to(dtype)
         total = numel(module.parameters())
@@ -140,7 +140,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_empty_module(self):
-        """A module without parameters gets no flat parameter, and computes; beyond upstream: in the precision asked."""
+        """A module without parameters has no flat parameter and computes; beyond upstream: in ``param_dtype``."""
         for dtype in (torch.float32, torch.float16):
             module = self._get_empty_module()
             (x,) = module.get_input(self.device, torch.float32)
@@ -166,11 +166,11 @@ class TestFlattenParams(FlattenTest):
     @skip_if_lt_x_gpu(1)
     @subtests(half=[False, True])
     def test_numel_with_shared_params(self, half):
-        """What is shared is counted once."""
+        """A shared parameter is counted once."""
         handle = self._test_numel(self._get_shared_params_transformer().to(self._dtype(half)))
         shared = handle.flat_param._shared_param_infos
         self.assertEqual(len(shared), 4)
-        # Two weights of 32 x 128 in either of the two layers.
+        # Two weights of 32 x 128 in each of the two layers.
         self.assertEqual(handle.flat_param.numel(), numel(self._get_transformer().parameters()) - 4 * 32 * 128)
 
     def _test_output(self, module: nn.Module) -> None:
@@ -205,7 +205,7 @@ class TestFlattenParams(FlattenTest):
         self.assertEqual(self._get_pnorm_after_step(FSDP(other)), self._get_pnorm_after_step(module))
 
     def _test_flat_param_shard_metadata(self, handle: Handle, start: int, end: int, expected: Any) -> None:
-        """The metadata of the shard from element ``start`` to ``end``, both inclusive."""
+        """Compare the metadata of the shard from element ``start`` to element ``end``, both inclusive."""
         internals.set_shard_infos(handle.flat_param, handle._get_shard_metadata(start, end))
         self.assertEqual(handle.shard_metadata(), expected)
 
@@ -224,12 +224,12 @@ class TestFlattenParams(FlattenTest):
                 self._test_flat_param_shard_metadata(handle, start, end, metadata)
 
     def _is_contiguous(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-        """Whether elements lie in the order of their indices."""
+        """Whether the memory order of the elements is that of their indices."""
         return stride == tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
     @skip_if_lt_x_gpu(1)
     def test_flat_param_shard_metadata_unaligned(self):
-        """One parameter right behind the other; a shard may end beyond the last."""
+        """Parameters follow each other without gaps. A shard may end after the last one."""
         layers = [nn.Linear(10, 10, bias=False).to(self.device) for _ in range(3)]
         module = nn.Sequential(*itertools.chain(*((layer, nn.ReLU()) for layer in layers)))
         plain = self._plain(module)
@@ -252,7 +252,7 @@ class TestFlattenParams(FlattenTest):
         )
 
     def _plain(self, module: nn.Module) -> nn.Module:
-        """Parameters of the same names, shapes and strides, which no handle replaces by views."""
+        """A copy with the same names, shapes and strides. No handle replaces its parameters by views."""
         copy = nn.Module()
         for name, param in module.named_parameters():
             *path, last = name.split(".")
@@ -266,7 +266,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_flat_param_shard_metadata_aligned_full_precision(self):
-        """Every parameter begins at a multiple of 16 bytes, here 4 elements: 21 + (3) + 35 + (1) + 25."""
+        """Each parameter begins at a multiple of 16 bytes, here 4 elements: 21 + (3) + 35 + (1) + 25."""
         module = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((3, 7), (7, 5), (5, 5)))).to(self.device)
         plain = self._plain(module)
         handle = self._handle(module, use_orig_params=True)
@@ -283,7 +283,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_flat_param_shard_metadata_aligned_mixed_precision(self):
-        """With elements of two bytes in forward, 16 bytes are 8 of them: 10 + (6) + 25 + (7) + 15."""
+        """With two-byte elements in forward, 16 bytes are 8 elements: 10 + (6) + 25 + (7) + 15."""
         module = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((2, 5), (5, 5), (5, 3)))).to(self.device)
         plain = self._plain(module)
         handle = self._handle(module, use_orig_params=True, mp_param_dtype=torch.float16)
@@ -300,7 +300,7 @@ class TestFlattenParams(FlattenTest):
     @skip_if_lt_x_gpu(1)
     @parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
     def test_flat_param_shard_metadata_with_memory_format(self, memory_format):
-        """A parameter keeps its strides, and is flattened in the order of its memory."""
+        """A parameter keeps its strides and is flattened in memory order."""
         module = nn.Sequential(
             nn.Conv2d(10, 20, 3, bias=False), nn.Conv2d(20, 10, 5, bias=False), nn.Conv2d(10, 10, 1, bias=False)
         ).to(self.device, memory_format=memory_format)
@@ -309,7 +309,7 @@ class TestFlattenParams(FlattenTest):
             for param in module.parameters()
         ]
         handle = self._handle(module, use_orig_params=True)
-        self.assertEqual(handle.flat_param.detach(), torch.cat(in_memory))  # each is a multiple of 4 elements
+        self.assertEqual(handle.flat_param.detach(), torch.cat(in_memory))  # all sizes are multiples of 4 elements
         contiguous = memory_format is torch.contiguous_format
         shapes = [(20, 10, 3, 3), (10, 20, 5, 5), (10, 10, 1, 1)]
         strides = {
@@ -333,7 +333,7 @@ class TestFlattenParams(FlattenTest):
 
     @skip_if_lt_x_gpu(1)
     def test_refused(self):
-        """Beyond upstream: what has no place in a flat parameter raises ValueError."""
+        """Beyond upstream: parameters that cannot be flattened raise ValueError."""
 
         def flatten(*tensors: torch.Tensor, trainable: Sequence[bool] = (True, True), **config: Any) -> Handle:
             params = [
@@ -372,7 +372,7 @@ class TestFlattenParams(FlattenTest):
 
 
 class ShardsTest(FlattenTest):
-    """Several ranks: what each has of the flat parameter."""
+    """Several ranks: each rank's shard of the flat parameter."""
 
     def _layers(self, case: str) -> nn.Sequential:
         torch.manual_seed(0)
@@ -380,7 +380,7 @@ class ShardsTest(FlattenTest):
             "equal": [nn.Linear(10, 10, bias=False) for _ in range(3)],
             "uneven": [nn.Linear(3, 7, bias=False), nn.Linear(7, 5), nn.Linear(5, 5, bias=False)],
             "channels last": [nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 1)],
-            "four elements": [nn.Linear(2, 2, bias=False)],  # three ranks get 2, 2 and none
+            "four elements": [nn.Linear(2, 2, bias=False)],  # three ranks get 2, 2 and 0
             "one element": [nn.Linear(1, 1, bias=False)],
         }[case]
         module = nn.Sequential(*layers).to(self.device)
@@ -393,7 +393,7 @@ class ShardsTest(FlattenTest):
         mp_param_dtype=[None, torch.float16],
     )
     def test_shards_make_the_whole(self, case, use_orig_params, mp_param_dtype):
-        """Beyond upstream: the ranks' shards, one after the other, are the parameters in the order of their memory."""
+        """Beyond upstream: the ranks' shards in order are the parameters in memory order."""
         module = self._layers(case)
         alignment = 1 if not use_orig_params else 8 if mp_param_dtype else 4
         pieces, starts, total = {}, {}, 0
@@ -415,14 +415,13 @@ class ShardsTest(FlattenTest):
         for name, piece in pieces.items():
             self.assertEqual(whole[starts[name] : starts[name] + piece.numel()], piece, rtol=0, atol=0)
 
-        # Only the last ranks' shards are padded, and with zeros. With the original parameters in use the padding is a
-        # part of the flat parameter already.
+        # Only the last shards are padded, with zeros. With original parameters, padding is part of the flat parameter.
         padded = max(0, min(size, (self.rank + 1) * size - total))
         self.assertEqual(internals.padding_of(flat_param), 0 if use_orig_params else padded)
         if not use_orig_params and padded:
             self.assertEqual(flat_param[size - padded :].detach(), torch.zeros(padded, device=self.device))
 
-        # Of a parameter, elements that are in this rank's range of the flat one.
+        # The elements of each parameter that are in this rank's range of the flat parameter.
         first, last = self.rank * size, (self.rank + 1) * size - 1
         offsets = {
             name: (max(first, start) - start, min(last, start + pieces[name].numel() - 1) - start)
@@ -440,15 +439,15 @@ class ShardsTest(FlattenTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_gradients_of_shared_params(self, use_orig_params):
-        """Beyond upstream: a shared parameter gets the gradients of all its uses, and is still shared in the end."""
-        reference = self._get_shared_params_transformer().eval()  # without dropout, since inputs differ by rank
+        """Beyond upstream: a shared parameter gets the gradients of all its uses and is still shared afterwards."""
+        reference = self._get_shared_params_transformer().eval()  # no dropout, since inputs differ by rank
         model = FSDP(self._get_shared_params_transformer().eval(), use_orig_params=use_orig_params)
         initial = {name: param.detach().clone() for name, param in reference.named_parameters()}
         optims = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (reference, model)]
         torch.manual_seed(1 + self.rank)
         inputs = [torch.rand(length, 2, 32).to(self.device) for length in (5, 3)]
         for each in (reference, model):
-            each(*inputs).pow(3).sum().backward()  # no square: the last norm fixes the squares' sum
+            each(*inputs).pow(3).sum().backward()  # not squared: the last norm fixes the sum of squares
         average_gradients(reference)
         if use_orig_params:
             with FSDP.summon_full_params(model, with_grads=True):
@@ -462,7 +461,7 @@ class ShardsTest(FlattenTest):
             found = {name: param.detach().clone() for name, param in model.module.named_parameters()}
         wanted = {name: param.detach() for name, param in reference.named_parameters()}
         self.assertEqual(found, wanted)
-        # So there was a gradient.
+        # This proves that there was a gradient.
         self.assertNotEqual(found["encoder.layers.0.linear1.weight"], initial["encoder.layers.0.linear1.weight"])
         self.assertEqual(model(*inputs), reference(*inputs))
 
@@ -480,7 +479,7 @@ class TestShardsOfThreeRanks(ShardsTest):
     world_size = 3
 
 
-del ShardsTest  # the bodies, with no world size of their own
+del ShardsTest  # only a base class, without a world size
 instantiate_parametrized_tests(TestFlattenParams)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model with a frozen trunk trains with FSDP1 as with DDP: the trunk stays bitwise, the head learns."""
+"""A model with a frozen trunk trains with FSDP1 as with DDP: the trunk does not change, the head learns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average_gradients
 
-IMAGES = (2, 3, 8, 8)  # small: the pooling makes their size indifferent to the layers
+IMAGES = (2, 3, 8, 8)  # small: pooling makes the layers independent of the image size
 STEPS = 3
 
 
 class Model(nn.Module):
-    """A convolution as trunk and a linear layer as head: images to 10 classes."""
+    """A convolution as the trunk and a linear layer as the head. It maps images to 10 classes."""
 
     def __init__(
         self, with_fsdp: bool, freeze_after_wrap_fsdp: bool, disable_autograd: bool, fsdp_kwargs: dict[str, Any]
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 class NestedTrunkModel(Model):
-    """The same with two blocks in the trunk, each of them wrapped by itself."""
+    """The same with two blocks in the trunk, each in its own FSDP instance."""
 
     def _build(self) -> None:
         self.trunk = nn.Sequential(self._create_block(3, 64), self._create_block(64, 64))
@@ -111,7 +111,7 @@ class TestFreezingWeights(FSDPTest):
                 param.requires_grad_(False)
 
     def _dist_train(self, model: FSDP | DDP, freezing_method: FreezingMethod) -> list[nn.Parameter]:
-        """Train on images and classes of this rank's own, and return the full parameters and their requires_grad."""
+        """Train on images and classes that differ by rank. Return the full parameters with their requires_grad."""
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(1 + self.rank)
         batch = torch.randn(IMAGES, device=self.device)
@@ -135,7 +135,7 @@ class TestFreezingWeights(FSDPTest):
     def test_freezing_weights(
         self, with_nested_trunk, freezing_method, freeze_after_wrap_fsdp, disable_autograd, forward_prefetch
     ):
-        """All parameters end as DDP's, those of the trunk as they began."""
+        """All parameters match DDP's, and those of the trunk do not change."""
         plain = self._create_model(False, with_nested_trunk, freeze_after_wrap_fsdp, disable_autograd, {})
         self._freeze(plain, freezing_method)
         initial = [param.detach().clone() for param in plain.parameters()]
@@ -162,7 +162,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_units_in_backward(self):
-        """Beyond upstream: gradients of the trunk are not reduced, yet its parameters are freed again."""
+        """Beyond upstream: the trunk's gradients are not reduced, but its parameters are freed again."""
         self.run_subtests(
             {
                 "with_nested_trunk": [True, False],
@@ -197,20 +197,20 @@ class TestFreezingWeights(FSDPTest):
             with recorded("reduce_scatter") as reductions, self._gathered_at_the_end() as at_the_end:
                 model(batch).sum().backward()
             self.assertEqual([call.numel for call in reductions], [head])
-            # SHARD_GRAD_OP leaves it to backward to free, and no backward comes through a trunk without autograd.
+            # SHARD_GRAD_OP frees parameters in backward, and a trunk without autograd has no backward.
             ends_at_head = disable_autograd or not input_requires_grad
             keeps_trunk = sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and ends_at_head
             freed = handles[-1:] if keeps_trunk else handles
             gathered = [internals.is_gathered(handle.flat_param) for handle in freed]
             self.assertEqual(gathered, [False] * len(freed))
-            # That was so before the end of backward, which frees whatever else is left: none was gathered for nothing.
+            # They were freed before the end of backward, which frees all others. So nothing was gathered needlessly.
             self.assertEqual([at_the_end[handle] for handle in freed], [False] * len(freed))
             self.assertEqual(sum(handle.flat_param.grad is not None for handle in handles), 1)
         self.assertEqual(batch.grad is not None, input_requires_grad and not disable_autograd)
 
     @contextlib.contextmanager
     def _gathered_at_the_end(self) -> Iterator[dict[internals.Handle, bool]]:
-        """Whether each unit is still gathered when backward has come to its end."""
+        """Record which units are still gathered when backward ends."""
         gathered = {}
 
         def recording(original: Any, state: Any) -> Any:
@@ -225,7 +225,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_beside_trainable(self):
-        """Beyond upstream: with the original parameters in use, one flat parameter may hold frozen and trainable."""
+        """Beyond upstream: with original parameters, a flat parameter may mix frozen and trainable parameters."""
         self.run_subtests(
             {
                 "sharding_strategy": [

@@ -1,4 +1,4 @@
-"""In which order a model uses its modules and parameters, as told by tracing it symbolically."""
+"""Symbolic tracing records the order in which a model uses its modules and parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.fsdp import internals
 
 trace_utils = torch_names.module("torch.distributed.fsdp._trace_utils")
-ExecutionInfo = Any  # of trace_utils, under a private name
-ParamUsageInfo = Any  # likewise
+ExecutionInfo = Any  # of trace_utils, which has it under a private name
+ParamUsageInfo = Any  # the same
 
 
 class Model(nn.Module):
-    """Layers that run once, twice, or only if they are asked to, and parameters of its own, one of them unused."""
+    """Layers that run once, twice, or only on request, and own parameters, of which one is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
         if run_all_layers:
             z = self.relu(self.layer1(z))
             z = z @ self.weight2
-            # What was computed so far is dropped: the same layer runs again, on the input.
+            # Drops the result so far: the same layer runs again, on the input.
             z = self.relu(self.layer0(x))
         return z
 
@@ -55,7 +55,7 @@ def traced(model: Model, run_all_layers: bool) -> ExecutionInfo:
 
 class TestSymbolicTracing(TestCase):
     def assertSame(self, found: list, expected: list) -> None:
-        """The same objects in the same order; parameters are tensors, which compare by value."""
+        """Compare objects by identity and in order. Equality would compare parameters by value."""
         self.assertEqual([id(each) for each in found], [id(each) for each in expected])
 
     def assertUsages(self, found: list[ParamUsageInfo], expected: list[tuple[nn.Module, list]]) -> None:
@@ -65,7 +65,7 @@ class TestSymbolicTracing(TestCase):
             self.assertSame([param for _, param in usage.named_params], [param for _, param in named_params])
 
     def test_symbolic_tracing_outputs(self):
-        """All modules and parameters in the order of their use, by module and, each once, of all."""
+        """Modules and parameters are recorded in order of use, for each module, and once for the whole model."""
         model = Model()
         tracer, exec_order = torch.fx.Tracer(), trace_utils._ExecOrderTracer()
         original = tracer.call_module, tracer.create_proxy
@@ -109,7 +109,7 @@ class TestSymbolicTracing(TestCase):
         self.assertEqual(len(info.visited_params), len(info.param_forward_order))
 
     def test_layers_that_do_not_run(self):
-        """Beyond upstream: what the traced branch leaves out is in no record, and what no branch uses never is."""
+        """Beyond upstream: the record has no layers that the traced branch skips, and never an unused parameter."""
         model = Model()
         info, seq = traced(model, run_all_layers=False), model.layer2
         expected = [model, model.layer0, model.relu, seq, seq[0], seq[1], seq[2], model.relu]
@@ -124,13 +124,13 @@ class TestSymbolicTracing(TestCase):
             self.assertNotIn(model.weight_unused, traced(model, run_all_layers).visited_params)
 
     def test_exception_while_tracing(self):
-        """Beyond upstream: the tracer has its own methods again, and works."""
+        """Beyond upstream: after an exception, the tracer has its own methods again and works."""
         model = Model()
         tracer, exec_order = torch.fx.Tracer(), trace_utils._ExecOrderTracer()
         original = tracer.call_module, tracer.create_proxy
         with self.assertRaisesRegex(torch.fx.proxy.TraceError, "control flow"):
             with exec_order.patch_tracer(tracer=tracer, root_module=model):
-                tracer.trace(model)  # the branch depends on an argument that is not known
+                tracer.trace(model)  # fails: the branch depends on an unknown argument
         self.assertEqual((tracer.call_module, tracer.create_proxy), original)
         recorded = len(exec_order.exec_info.module_forward_order)
         tracer.trace(model, concrete_args={"run_all_layers": True})
@@ -142,7 +142,7 @@ class TestRuntimeOrder(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_order_at_runtime(self):
-        """Beyond upstream: FSDP, when it runs the model, sees its units in the order that tracing has told."""
+        """Beyond upstream: FSDP runs its units in the order that tracing recorded."""
         device = self.device
         for run_all_layers in (False, True):
             torch.manual_seed(0)

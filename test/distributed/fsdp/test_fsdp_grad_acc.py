@@ -1,4 +1,4 @@
-"""Gradients that FSDP1 accumulates, inside ``no_sync()``, outside of it and in turns, are those of all data at once."""
+"""Accumulated gradients of FSDP1 equal those of all data at once, inside and outside ``no_sync()``, and mixed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 @dataclasses.dataclass(frozen=True)
 class _GradAccConfig:
-    """That many iterations in a row, all of them inside ``no_sync()`` or all outside."""
+    """A number of consecutive iterations, all inside ``no_sync()`` or all outside."""
 
     use_no_sync: bool
     num_iters: int
@@ -44,7 +44,7 @@ class _GradAccConfigs:
 
 
 def _in_turns(first: bool) -> _GradAccConfigs:
-    # Two iterations in a row, one that begins and one that goes on; a third would do what the second did.
+    # Two iterations in a row: one starts an accumulation, and one continues it. A third would add nothing.
     return _GradAccConfigs([_GradAccConfig(use_no_sync, 2) for use_no_sync in (first, not first, first)])
 
 
@@ -69,19 +69,19 @@ class TestGradAcc(FSDPTest):
         }
 
     def _batches(self, model: FSDP, number: int) -> list[Batch]:
-        """The model's own input and other orders of its tokens, by rank; no two have a tensor in common."""
+        """The model's own input and permutations of its tokens, by rank. No two batches share a tensor."""
 
         def permute_tensor(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.flatten()[torch.randperm(tensor.numel()).to(tensor.device)].view_as(tensor)
 
-        first = model.module.get_input(self.device)  # seeds, by rank
+        first = model.module.get_input(self.device)  # this also sets the seed, by rank
         batches = [first, *(tuple(map(permute_tensor, first)) for _ in range(number - 1))]
         for one, other in itertools.combinations(batches, 2):
             self.assertFalse(any(torch.equal(*tensors) for tensors in zip(one, other)))
         return batches
 
     def _accumulate(self, model: FSDP, batches: list[Batch], configs: _GradAccConfigs) -> torch.Tensor:
-        """Run backward for one batch after the other and return the sum of the losses. The last one reduces always."""
+        """Run backward for each batch and return the sum of the losses. The last backward always reduces."""
         flags = [config.use_no_sync for config in configs.configs for _ in range(config.num_iters)]
         self.assertEqual(len(flags), len(batches))
         flags[-1] = False
@@ -137,7 +137,7 @@ class TestGradAcc(FSDPTest):
     @parametrize("configs", [_in_turns(True), _in_turns(False)])
     @parametrize("use_orig_params", [False, True])
     def test_grad_acc(self, configs, use_orig_params):
-        """Six batches in turns inside and outside of ``no_sync()`` give the gradient of one pass over them all."""
+        """Six batches, alternately inside and outside ``no_sync()``, give the gradient of one pass over all of them."""
         self.run_subtests(
             self._get_subtest_config(CPUOffload(offload_params=False)),
             self._test_grad_acc,
@@ -149,7 +149,7 @@ class TestGradAcc(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
     def test_grad_acc_cpu_offload(self, use_orig_params):
-        """The same for offloaded parameters, which accumulate inside ``no_sync()`` only."""
+        """The same for offloaded parameters, which accumulate only inside ``no_sync()``."""
         self.run_subtests(
             self._get_subtest_config(CPUOffload(offload_params=True)),
             self._test_grad_acc,
@@ -160,7 +160,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_what_is_held_meanwhile(self):
-        """Beyond upstream: ``no_sync()`` keeps this rank's whole gradient and reduces nothing; after it, a shard."""
+        """Beyond upstream: ``no_sync()`` keeps the unsharded gradient and does not reduce. Later it is a shard."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]}, self._test_what_is_held_meanwhile
         )
@@ -179,11 +179,11 @@ class TestGradAcc(FSDPTest):
                     plain.get_loss(batch, plain(*batch)).backward()
                     self.assertEqual([flat_param.grad.size() for flat_param in flat_params], whole)
             self.assertEqual(reductions, [])
-            # Nothing is reduced yet: it is the gradient of a model that knows of this rank only.
+            # Nothing is reduced yet: the gradient is that of a model that trains on this rank's data only.
             mine = plain.transformer.encoder.layers[0]
             expected = torch.cat([param.grad.flatten() for param in mine.parameters()])
             inner = internals.flat_param_of(model.module.transformer.encoder.layers[0])
-            # Layers are flattened without gaps: all their numbers of elements are multiples of 4.
+            # Layers are flattened without gaps, since all their sizes are multiples of 4.
             torch.testing.assert_close(inner.grad[: expected.numel()], expected)
 
             self._backward(model, batches[2])
@@ -196,7 +196,7 @@ class TestGradAcc(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_with_accumulation(self):
-        """Beyond upstream: over steps with momentum, parameters and whole gradients are those of plain averaging."""
+        """Beyond upstream: over steps with momentum, parameters and full gradients match averaging by hand."""
         turns = [
             _GradAccConfigs([_GradAccConfig(use_no_sync, 1) for use_no_sync in (first, not first, first)])
             for first in (True, False)
@@ -228,13 +228,14 @@ class TestGradAcc(FSDPTest):
 
     def _assert_alike(self, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         self.assertEqual(len(found), len(expected))
-        # Sums of some hundred products in another order: relative to the largest, not to what cancels out.
+        # Hundreds of products are summed in another order. The tolerance is relative to the largest value, since small
+        # values may come from cancellation.
         for one, other in zip(found, expected):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
 
     @skip_if_lt_x_gpu(2)
     def test_same_batch_twice(self):
-        """Beyond upstream: the gradient is exactly the double, however it was accumulated and cleared before."""
+        """Beyond upstream: the gradient is exactly doubled, however it is accumulated and was cleared before."""
         self.run_subtests(
             {
                 "sharding_strategy": STRATEGIES,
@@ -266,7 +267,7 @@ class TestGradAcc(FSDPTest):
             with model.no_sync() if use_no_sync else contextlib.nullcontext():
                 model(inputs).square().sum().backward()
             model(inputs).square().sum().backward()
-            # NO_SHARD reduces what it has reduced once more, together with the new gradient, which rounds.
+            # NO_SHARD reduces the already reduced gradient again with the new one, and this rounds.
             rounds = sharding_strategy is ShardingStrategy.NO_SHARD and not use_no_sync
             tolerance = 1e-6 if rounds else 0
             self.assertEqual(gradients(), [2 * grad for grad in once], rtol=tolerance, atol=tolerance)

@@ -61,7 +61,7 @@ class TestFSDPHybridShard(FSDPTest):
     world_size = 4
 
     def _groups(self) -> Groups:
-        """The shard and the replicate group of this rank, made by hand. Every rank makes all of them."""
+        """This rank's shard group and replicate group, created by hand. Every rank creates all groups."""
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
         return pairs[self.rank // 2], pairs[2 + self.rank % 2]
 
@@ -70,7 +70,7 @@ class TestFSDPHybridShard(FSDPTest):
         return FSDP(model, process_group=groups, auto_wrap_policy=LINEARS, **kwargs)
 
     def _assert_alike(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, msg: str = "") -> None:
-        """The tensor must be the same on all ranks of the group, bit for bit."""
+        """The tensor must be bitwise the same on all ranks of the group."""
         everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everywhere, tensor.contiguous(), group=group)
         for other in everywhere:
@@ -89,7 +89,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_invalid_mesh_specification_raises(self):
-        """Beyond upstream: a mesh must have two dimensions, and comes instead of groups, not beside them."""
+        """Beyond upstream: a mesh must have two dimensions and cannot be combined with process groups."""
         device_type = accelerator.current().type
         with self.assertRaisesRegex(ValueError, "Expected device_mesh to have ndim=2 but got 1"):
             self._wrapped(MyModel().to(self.device), None, device_mesh=init_device_mesh(device_type, (4,)))
@@ -121,7 +121,7 @@ class TestFSDPHybridShard(FSDPTest):
     def _check_same_state(
         self, model: FSDP, optim: torch.optim.Optimizer, loaded: FSDP, loaded_optim: torch.optim.Optimizer
     ) -> None:
-        """Beyond upstream: full parameters and moments are the source's, on every rank, and those are alike."""
+        """Beyond upstream: full parameters and moments equal the source's and are the same on all ranks."""
         found, wanted = full_parameters(loaded), full_parameters(model)
         self.assertEqual(found, wanted, rtol=0, atol=0)
         for name, value in found.items():
@@ -130,7 +130,7 @@ class TestFSDPHybridShard(FSDPTest):
             FSDP.set_state_dict_type(each, StateDictType.FULL_STATE_DICT)
             self.assertGreater(len(each_optim.state), 0)
         found, wanted = FSDP.optim_state_dict(loaded, loaded_optim), FSDP.optim_state_dict(model, optim)
-        if self.rank == 0:  # FULL_STATE_DICT of an optimizer is for rank 0 alone by default
+        if self.rank == 0:  # by default, only rank 0 gets the FULL_STATE_DICT of an optimizer
             self.assertEqual(len(wanted["state"]), 6)
         self.assertEqual(found["state"], wanted["state"], rtol=0, atol=0)
         for mine, theirs in zip(optim.state.values(), loaded_optim.state.values(), strict=True):
@@ -153,15 +153,15 @@ class TestFSDPHybridShard(FSDPTest):
     def test_sync_of_states_in_host_memory_is_refused(self):
         model = MyModel()
         with self.assertRaisesRegex(ValueError, "The module has CPU parameters or buffers when `sync_module_states"):
-            host = torch.device("cpu")  # the CPU is the subject: another device_id would move the model first
+            host = torch.device("cpu")  # the CPU is the subject: with another device_id, the model would move first
             self._wrapped(model, self._groups(), sync_module_states=True, device_id=host)
 
     @torch_defect("fsdp1_hybrid_shard_leaves_buffers")
     @skip_if_lt_x_gpu(4)
     def test_sync_of_uneven_shapes_and_buffers(self):
-        """Beyond upstream: all comes from rank 0, buffers too, whatever way it takes through the two groups.
+        """Beyond upstream: all ranks get rank 0's parameters and buffers, through either group.
 
-        torch 2.9.1 and 2.11.0 leave buffers alone in the second of the two broadcasts, so those of rank 2 stay its own.
+        torch 2.9.1 and 2.11.0 skip buffers in the second of the two broadcasts, so rank 2 keeps its own buffers.
         """
         torch.manual_seed(self.rank)
         model = MyModel(3, 7, 5, 1).to(self.device)
@@ -192,7 +192,7 @@ class TestFSDPHybridShard(FSDPTest):
         hsdp_process_groups: Groups | None = None,
         hsdp_device_mesh: DeviceMesh | None = None,
     ) -> nn.Module:
-        """The transformer, hybrid in all its instances, or with a root that is sharded over all ranks."""
+        """The transformer: either all instances are hybrid, or the root is sharded over all ranks."""
         if hsdp_process_groups is not None and hsdp_device_mesh is not None:
             raise ValueError("either process groups or a mesh, not both")
         hybrid = {
@@ -224,7 +224,7 @@ class TestFSDPHybridShard(FSDPTest):
     def test_fsdp_hybrid_shard_basic_setup(
         self, hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, use_device_mesh
     ):
-        """One node: sharded over all ranks and replicated over none, and yet all-reduced."""
+        """One node: all ranks form the shard group, and each replicate group has one rank. All-reduces still run."""
         mesh = init_device_mesh(accelerator.current().type, (1, self.world_size)) if use_device_mesh else None
         groups = (
             None
@@ -249,7 +249,7 @@ class TestFSDPHybridShard(FSDPTest):
         with recorded() as calls:
             loss.backward()
         counts = {name: [call.name for call in calls].count(name) for name in ("all_reduce", "reduce_scatter")}
-        # Four layers and what is above them, in the MIXED case both in the transformer and in the root.
+        # Four layers and the rest. In the MIXED case, both the transformer and the root hold parts of the rest.
         self.assertEqual(counts, {"all_reduce": 5, "reduce_scatter": 6 if mixed else 5})
 
     @skip_if_lt_x_gpu(4)
@@ -277,7 +277,7 @@ class TestFSDPHybridShard(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(strategy=internals.hybrid_strategies, use_orig_params=[False, True], use_device_mesh=[False, True])
     def test_parity_on_data_of_each_rank(self, strategy, use_orig_params, use_device_mesh):
-        """Beyond upstream: other data on each rank, against FULL_SHARD and against a replica averaged by hand."""
+        """Beyond upstream: with data that differs by rank, match FULL_SHARD and a replica averaged by hand."""
         mesh = init_device_mesh(accelerator.current().type, (2, 2)) if use_device_mesh else None
         groups = None if use_device_mesh else self._groups()
         torch.manual_seed(0)
@@ -288,7 +288,7 @@ class TestFSDPHybridShard(FSDPTest):
             copy.deepcopy(ref_model), process_group=groups, device_mesh=mesh, sharding_strategy=strategy, **kwargs
         )
         models = ref_model, full, hybrid
-        # The gradients must have the right size, not only the right sign, so this is not Adam.
+        # SGD, because Adam would hide gradients of a wrong size.
         optims = [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) for model in models]
         torch.manual_seed(1 + self.rank)
         for _ in range(3):
@@ -306,7 +306,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_what_stays_unsharded(self):
-        """Beyond upstream: after forward HYBRID_SHARD has freed all but the root, ZERO2 nothing; then both free all."""
+        """Beyond upstream: after forward, HYBRID_SHARD keeps only the root gathered, ZERO2 all. Backward frees all."""
         groups = self._groups()
         for strategy in internals.hybrid_strategies():
             model = self._wrapped(MyModel().to(self.device), groups, sharding_strategy=strategy)
@@ -318,7 +318,7 @@ class TestFSDPHybridShard(FSDPTest):
             )
             for _ in range(2):
                 loss = model(torch.randn(2, 10, device=self.device)).sum()
-                # The root, and the three linears; the model around them has no parameter of its own left.
+                # The root and the three linears. The model around them has no other parameters.
                 flat_params = internals.flat_params(model)
                 keeps = strategy is not ShardingStrategy.HYBRID_SHARD
                 kept = [internals.is_gathered(flat_param) for flat_param in flat_params]

@@ -1,4 +1,4 @@
-"""What FSDP1 is told to ignore it leaves alone, and the rest trains as without FSDP."""
+"""FSDP1 does not touch ignored modules and parameters, and the rest trains as without FSDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_fsdp_tests.fsdp.references import average, full_parameters, named, of
 
 
 class Model(nn.Module):
-    """Four layers over (8, 3), the second of three layers itself, and a ReLU after each. Inputs differ by rank."""
+    """Four layers over (8, 3), each followed by a ReLU; the second is three layers itself. Inputs differ by rank."""
 
     def __init__(self, *before_last: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
         self.layer2 = nn.Linear(4, 2)
         self.layer3 = nn.Linear(2, 2)
         self.relu = nn.ReLU()
-        for param in self.parameters():  # in so narrow a model a ReLU that is never passed would end all training
+        for param in self.parameters():  # a ReLU that never passes anything would end all training in so narrow a model
             param.data.abs_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,14 +70,14 @@ class IgnoredModule(nn.Module):
 
 
 class ModelWithIgnoredModules(Model):
-    """The third of the layers in ``layer1`` comes after so many that are to be ignored."""
+    """``layer1`` has ``num_ignored`` more layers before its last one. They are to be ignored."""
 
     def __init__(self, num_ignored: int) -> None:
         super().__init__(*(IgnoredModule(4, 4) for _ in range(num_ignored)))
 
 
 class Tokens(TransformerWithSharedParams):
-    """The transformer, with other tokens on each rank."""
+    """The transformer, with different tokens on each rank."""
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         source, target = (torch.randint(23, (length, 2)).to(device) for length in (6, 4))
@@ -85,7 +85,7 @@ class Tokens(TransformerWithSharedParams):
 
 
 def _passed(modules: Sequence[nn.Module], as_modules: bool) -> dict[str, Any]:
-    """How to tell FSDP: the modules, or their parameters, which it may have to take from a generator."""
+    """The constructor arguments that name the ignored modules, or their parameters, which may come from a generator."""
     if as_modules:
         return {"ignored_modules": modules}
     return {"ignored_states": (param for module in modules for param in module.parameters())}
@@ -104,7 +104,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     world_size = 2
 
     def _build(self, build: Callable[[], Any] = Model) -> tuple[Any, Any]:
-        """The model that FSDP gets, and its copy that it does not get."""
+        """The model for FSDP, and a copy that stays without FSDP."""
         torch.manual_seed(3)
         model = build().to(self.device)
         return model, copy.deepcopy(model)
@@ -116,7 +116,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         num_iters: int,
         reference: Callable[[tuple[torch.Tensor, ...], torch.Tensor], None] | None = None,
     ) -> None:
-        """Train on data of this rank. After each backward ``reference`` is called with the inputs and the output."""
+        """Train on data of this rank. After each backward, call ``reference`` with the inputs and the output."""
         torch.manual_seed(10 + self.rank)
         for _ in range(num_iters):
             inputs = model.get_input(self.device)
@@ -133,9 +133,9 @@ class TestFSDPIgnoredModules(FSDPTest):
         ignored: dict[str, nn.Parameter],
         make_optim: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adam,
     ) -> None:
-        """Three steps are those of a model without FSDP that averages all but the ``ignored`` gradients by hand.
+        """Three steps match a model without FSDP that averages all but the ``ignored`` gradients by hand.
 
-        The ignored parameters, by name, are still the objects that they were, with gradients of this rank alone.
+        The ignored parameters, by name, are still the same objects, with the gradients of this rank alone.
         """
         local_optim = make_optim(local.parameters())
         before = {name: param.detach().clone() for name, param in local.named_parameters()}
@@ -147,7 +147,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             for (name, param), grad in zip(local.named_parameters(), own, strict=True):
                 if name not in ignored:
                     average([grad])
-                # As in the model under test, gradients are never cleared.
+                # Gradients are never cleared, as in the model under test.
                 param.grad = grad if param.grad is None else param.grad + grad
                 if name in ignored:
                     self.assertEqual(named(model)[name].grad, param.grad)
@@ -171,7 +171,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_modules_transformer(self):
-        """All but the transformer in the middle is flattened, in one or in several FSDP instances."""
+        """FSDP flattens all parameters outside the ignored inner transformer, with one or several FSDP instances."""
         self.run_subtests(
             {"use_orig_params": [False, True], "ignore_modules": [True, False], "use_auto_wrap": [False, True]},
             self._test_ignored_modules_transformer,
@@ -201,7 +201,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_modules_nested(self):
-        """Of an ignored module, a layer that is in FSDP already remains there; the rest is nobody's."""
+        """When a module is ignored, a layer of it that is already in FSDP stays there. The rest is ignored."""
         self.run_subtests(
             {"use_orig_params": [False, True], "ignore_modules": [True, False]}, self._test_ignored_modules_nested
         )
@@ -222,7 +222,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_states_auto_wrap(self):
-        """Single parameters of a layer can be ignored, also where a policy wraps what is around it."""
+        """Single parameters of a layer can be ignored, also inside a module that a policy wraps."""
         policies = [
             functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
             ModuleWrapPolicy((nn.Sequential,)),
@@ -242,7 +242,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_modules_invalid(self):
-        """What is in FSDP cannot be ignored as a module; to ignore all there is leaves nothing, and a warning."""
+        """An FSDP instance cannot be ignored. Ignoring the whole model leaves nothing to shard and gives a warning."""
         model = Model()
         model.layer1 = FSDP(model.layer1)
         with self.assertRaisesRegex(ValueError, "`ignored_modules` should not include FSDP modules"):
@@ -258,7 +258,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_diff_ignored_modules_across_ranks(self):
-        """Ranks may ignore different modules: what they share is still reduced, by the same collectives."""
+        """Ranks may ignore different modules. Their common parameters are still reduced, by the same collectives."""
         self.run_subtests(
             {"pass_ignored_modules_to_root": [False, True], "ignore_modules": [True, False]},
             self._test_diff_ignored_modules_across_ranks,
@@ -281,18 +281,18 @@ class TestFSDPIgnoredModules(FSDPTest):
         self._check_managed(model, ignored)
         self._check_training(model, local, ignored, momentum)
 
-        # Beyond upstream: of another iteration, the collectives and their order.
+        # Beyond upstream: the collectives of one more iteration, and their order.
         with recorded() as calls:
             self._train_model(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
         sent = [(call.name, call.dtype, call.numel) for call in calls]
         self.assertEqual(of_all_ranks(sent), [sent] * self.world_size)
-        # Three units are gathered and reduced, and all but the root are gathered again in backward.
+        # Three units are gathered and reduced. All but the root are gathered again in backward.
         self.assertEqual(len(calls), 3 + 2 + 3)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("ignore_modules", [True, False])
     def test_ignored_modules_not_under_wrapped_root(self, ignore_modules):
-        """What is to be ignored need not be in the module that is wrapped."""
+        """An ignored module need not be inside the wrapped module."""
         model, local = self._build()
         modules = list(model.layer1)[1:]
         names = [name for name in dict(model.named_parameters()) if not name.startswith(("layer1.0", "layer3"))]
@@ -305,7 +305,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(1)
     def test_ignored_states_check(self):
-        """Modules and parameters are not mixed, nor taken for each other."""
+        """A list must not mix modules and parameters, and neither may be passed in place of the other."""
         self.run_subtests({"ignore_modules": [True, False]}, self._test_ignored_states_check)
 
     def _test_ignored_states_check(self, ignore_modules: bool) -> None:
@@ -329,7 +329,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_gradients_have_their_size(self):
-        """Beyond upstream: with SGD, which does not forgive a wrong size of a gradient as Adam does."""
+        """Beyond upstream: SGD steps match. Adam would hide gradients of a wrong size."""
         self.run_subtests(
             {"use_orig_params": [False, True], "ignore_modules": [True, False]},
             self._test_ignored_gradients_have_their_size,
@@ -340,12 +340,12 @@ class TestFSDPIgnoredModules(FSDPTest):
         ignored = {f"layer1.{name}": param for name, param in model.layer1.named_parameters()}
         kwargs = _passed([model.layer1], ignore_modules)
         model = FSDP(model, use_orig_params=use_orig_params, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
-        # If it knows of the parameters alone, the policy wraps their layers too, with nothing in them.
+        # If only parameters are ignored, the policy also wraps their layers, whose units then have no parameters.
         self.assertEqual(len(FSDP.fsdp_modules(model)), 4 if ignore_modules else 7)
         self.assertEqual(len(internals.handles(model)), 3)
         self.assertEqual({*self._check_managed(model, ignored), *ignored}, set(dict(local.named_parameters())))
         self._check_training(model, local, ignored, momentum)
-        # What FSDP does not reduce becomes each rank's own; what it does reduce is one.
+        # Ignored parameters become different on each rank. The parameters that FSDP reduces stay the same.
         for name, param in named(model).items():
             if name in ignored and name.endswith("weight"):
                 of_ranks = [torch.empty_like(param) for _ in range(self.world_size)]
@@ -360,7 +360,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_meta_module_is_not_materialized(self):
-        """Beyond upstream: a model has nothing to materialize where only what it ignores is on the meta device."""
+        """Beyond upstream: nothing is materialized if only ignored modules are on the meta device."""
         model = ModelWithIgnoredModules(1)
         ignored = model.layer1[2].to("meta")
         FSDP(model, ignored_modules=[ignored], param_init_fn=lambda module: self.fail(f"{module} is materialized"))
@@ -368,7 +368,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_keep_their_dtype(self):
-        """Beyond upstream: mixed precision for buffers does not touch those of ignored modules."""
+        """Beyond upstream: mixed precision for buffers does not change the buffers of ignored modules."""
         self.run_subtests({"nested": [False, True]}, self._test_ignored_buffers_keep_their_dtype)
 
     def _test_ignored_buffers_keep_their_dtype(self, nested: bool) -> None:
@@ -376,7 +376,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         for module in (model.layer0, model.layer1[1], model.layer2):
             module.register_buffer("buf", torch.ones(3, device=self.device))
         ignored = [model.layer1[1]]
-        if nested:  # then it is the inner instance that knows
+        if nested:  # then the inner instance is the one that knows the ignored module
             precision = MixedPrecision(buffer_dtype=torch.float16)
             model.layer1 = FSDP(model.layer1, ignored_modules=ignored, mixed_precision=precision)
         dtypes = self._forward_with_low_buffers(model, ignored_modules=None if nested else ignored)
@@ -386,7 +386,7 @@ class TestFSDPIgnoredModules(FSDPTest):
     @torch_defect("fsdp1_ignored_buffer_hides_its_namesake")
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffer_of_the_same_name(self):
-        """Beyond upstream: a buffer is not ignored for having the name that an ignored one has within its instance.
+        """Beyond upstream: the root's buffer is cast even if an inner instance ignores one of the same local name.
 
         Seen in torch 2.9.1, 2.11.0 and 2.13.0, which add the names of a nested instance's ignored buffers to those of
         the root, without the path to that instance (``_get_ignored_buffer_names``), and then leave the root's own

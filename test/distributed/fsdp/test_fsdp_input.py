@@ -1,4 +1,4 @@
-"""What a forward under FSDP1 may be given, and may return: containers, keywords, and tensors that are no floats."""
+"""Inputs and outputs of a forward under FSDP1: containers, keyword arguments, and integer tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.Tensor, torch.Tensor], Any]
 Unpack = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
-# Each makes a container of two tensors, and takes the two out of it again.
+# Each pair of functions puts two tensors into a container and takes them out again.
 CONTAINERS: dict[str, tuple[Pack, Unpack]] = {
     "nested": (lambda a, b: [{"a": (a,)}, [b]], lambda c: (c[0]["a"][0], c[1][0])),
     "namedtuple": (Pair, lambda c: (c.first, c.second)),
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class InContainers(nn.Module):
-    """Two layers, whose inputs come, and whose outputs go, in a container."""
+    """Two layers that take their inputs, and return their outputs, in a container."""
 
     def __init__(self, pack: Pack, unpack: Unpack, wrap: Wrap = lambda module: module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ByKeyword(nn.Module):
 
 
 class Seen(nn.Module):
-    """A layer that remembers the dtypes of what it was given."""
+    """A layer that remembers the dtypes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Seen(nn.Module):
 
 
 class Several(nn.Module):
-    """A layer with three outputs of one result."""
+    """A layer with three outputs that are computed from one result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,13 +108,13 @@ class Several(nn.Module):
 
 class _InputBase(FSDPTest):
     def _pair(self, build: Callable[[], nn.Module], device: str) -> tuple[nn.Module, nn.Module]:
-        """The same module twice: as it is, and in FSDP."""
+        """The same module twice: plain, and in FSDP."""
         torch.manual_seed(0)
         reference = build().to(device)
         return reference, FSDP(copy.deepcopy(reference))
 
     def _test_parity(self, models: tuple[nn.Module, nn.Module], call: Call, device: str, steps: int = 5) -> None:
-        """``call(model, x)`` has output and input gradient of the first of both models, at every step of SGD."""
+        """``call(model, x)`` gives the same output and input gradient for both models, at every step of SGD."""
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
         torch.manual_seed(10 + self.rank)
         for _ in range(steps):
@@ -136,12 +136,12 @@ class _InputBase(FSDPTest):
 
 
 class TestInput(_InputBase):
-    world_size = 1  # where FSDP shards nothing
+    world_size = 1  # FSDP shards nothing here
 
     @skip_if_lt_x_gpu(1)
     @parametrize("input_cls", [subtest(dict, name="dict"), subtest(list, name="list")])
     def test_input_type(self, device, input_cls):
-        """A list or a dict as the one argument, trained for some steps as without FSDP."""
+        """A list or a dict as the only argument: training matches a model without FSDP."""
         self._test_parity(self._pair(Model, device), _packed(input_cls), device)
 
 
@@ -154,14 +154,14 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_input_type_sharded(self, device):
-        """Beyond upstream: the same with shards, and data that differs by rank."""
+        """Beyond upstream: the same with shards, and with data that differs by rank."""
         for input_cls in (dict, list):
             with self.subTest(input_cls=input_cls):
                 self._test_parity(self._pair(Model, device), _packed(input_cls), device, steps=2)
 
     @skip_if_lt_x_gpu(2)
     def test_containers(self, device):
-        """Beyond upstream: containers in containers, also as outputs; each unit's pre-backward logic runs once."""
+        """Beyond upstream: nested containers, also as outputs. The pre-backward logic of each unit runs once."""
         self.run_subtests({"kind": list(CONTAINERS)}, self._test_containers, device=device)
 
     def _test_containers(self, kind: str, device: str) -> None:
@@ -195,7 +195,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_several_outputs(self, device):
-        """Beyond upstream: a unit with several outputs prepares its backward once, whichever of them are used."""
+        """Beyond upstream: a unit with several outputs prepares its backward once, whichever outputs are used."""
         self.run_subtests({"used": ["all", "sum", "first", "second"]}, self._test_several_outputs, device=device)
 
     def _test_several_outputs(self, used: str, device: str) -> None:
@@ -210,7 +210,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_keyword_only(self, device):
-        """Beyond upstream: inputs that are given by keyword alone."""
+        """Beyond upstream: inputs that are passed by keyword only."""
 
         def call(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return each(x=x, scale={"by": 2 * x.detach()})
@@ -219,7 +219,7 @@ class TestInputSharded(_InputBase):
 
     @skip_if_lt_x_gpu(2)
     def test_cast_in_containers(self, device):
-        """Beyond upstream: with fp16 parameters floats in containers are cast, by root and unit, and no integers."""
+        """Beyond upstream: with fp16 parameters, root and unit cast floats in containers to fp16, but not integers."""
         self.run_subtests({"is_root": [True, False]}, self._test_cast_in_containers, device=device)
 
     def _test_cast_in_containers(self, is_root: bool, device: str) -> None:
@@ -229,7 +229,7 @@ class TestInputSharded(_InputBase):
         seen = Seen().to(device)
         model = FSDP(seen, mixed_precision=precision)
         if not is_root:
-            # The outer one casts nothing, and the inner one is left to it alone.
+            # The outer instance casts nothing, so the inner one has to do it.
             nowhere = MixedPrecision(cast_forward_inputs=False, cast_root_forward_inputs=False)
             inner, model = model, nn.Module()
             model.inner, model.own = inner, nn.Parameter(torch.ones(3, device=device))
@@ -241,7 +241,7 @@ class TestInputSharded(_InputBase):
         half, long = torch.float16, torch.int64
         self.assertEqual(seen.dtypes, [half, long, half, long, half, half])
         self.assertEqual(output.dtype, half)
-        # The caller's own containers are left as they were.
+        # The caller's own containers are unchanged.
         kept = [given["x"].dtype, given["pair"].first.dtype, given["record"].first.dtype]
         self.assertEqual(kept, [torch.float32] * 3)
 

@@ -1,7 +1,7 @@
-"""What FSDP1 holds in memory in the course of training: what comes, what goes, and when.
+"""The memory that FSDP1 holds during training: when it is allocated and when it is freed.
 
-Where the device has an allocator with statistics, its numbers are followed through the iterations. Everywhere the
-storages that FSDP and the optimizer own are counted by kind, which is exact.
+If the device's allocator has statistics, the test follows them through the iterations. On every device, it also counts
+the storages of FSDP and the optimizer by kind, which is exact.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch_fsdp_tests.fsdp.references import bytes_of
 BYTES = 4  # of a float32
 ITERATIONS = 4
 POINTS = "start", "after fwd", "after loss", "after bwd", "after step", "done"
-# Channels within the model, and width and height of its input: where storages are counted, and where the allocator is
-# asked, whose bounds have been measured with upstream's input.
+# Channels of the model, and image size: SMALL to count storages, LARGE to ask the allocator. The bounds of the latter
+# were measured with upstream's input.
 SMALL, LARGE = (32, 16), (128, 224)
 
 
-Seen = dict[str, Any]  # at each of the POINTS
+Seen = dict[str, Any]  # values at each of the POINTS
 
 
 def get_cur_mem(device: torch.device) -> int:
-    """Millions of bytes that are allocated on the device, without what libraries of matrix products keep."""
+    """MiB allocated on the device, without the workspaces of matrix product libraries."""
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
         clear_workspaces()
@@ -45,13 +45,13 @@ def get_cur_mem(device: torch.device) -> int:
 
 
 def alive() -> int:
-    """The bytes of the storages under all tensors that the garbage collector knows."""
+    """The bytes of the storages of all tensors that the garbage collector tracks."""
     gc.collect()
     return bytes_of(each for each in gc.get_objects() if isinstance(each, torch.Tensor))
 
 
 class Model(nn.Module):
-    """Four convolutions to ten numbers a sample. The norm after each is in FSDP, if requested."""
+    """Four convolutions, then ten numbers per sample. Each norm can be in FSDP."""
 
     def __init__(
         self, hidden_dim: int, with_fsdp: bool = False, with_checkpoint: bool = False, **fsdp_kwargs: Any
@@ -107,7 +107,7 @@ class TestFSDPMemory(FSDPTest):
         look: Callable[[], Any],
         iterations: int = ITERATIONS,
     ) -> list[Seen]:
-        """Train, and return for each iteration what ``look`` sees at each of the points."""
+        """Train, and return for each iteration the value of ``look`` at each point."""
         seen = []
         for _ in range(iterations):
             at = {"start": look()}
@@ -131,12 +131,12 @@ class TestFSDPMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("ckpt", ["no_ckpt", "ckpt"])
     def test_fsdp_memory(self, ckpt):
-        """Shards stay; what is gathered, and gradients, come and go; the momentum comes with the first step."""
+        """Shards stay allocated. Gathered parameters and gradients are freed. Momentum is added in the first step."""
         self._test_storages(ckpt == "ckpt")
         if accelerator.current().has("memory_stats"):
             self._test_allocator(ckpt == "ckpt")
 
-    # What the allocator says.
+    # By the allocator.
 
     def _test_allocator(self, with_checkpoint: bool) -> None:
         hidden_dim, size = LARGE
@@ -148,7 +148,7 @@ class TestFSDPMemory(FSDPTest):
         model = self._sharded(hidden_dim, with_checkpoint)
         seen = self._dist_train(model, self._optimizer(model), self._input(size), look)
 
-        # The activations of both samples have been measured for one kind of device; for others the first forward tells.
+        # The activations were measured for one kind of device. On others, the first forward measures them.
         activations = seen[0]["after fwd"]
         if common_cuda.TEST_CUDA:
             activations = 51 if with_checkpoint else 340
@@ -157,7 +157,7 @@ class TestFSDPMemory(FSDPTest):
         for found, expected in zip(seen, [first, *[later] * (ITERATIONS - 1)], strict=True):
             self.assertEqual(found, dict(zip(POINTS, expected, strict=True)), rtol=0, atol=1)
 
-    # What the storages add up to.
+    # By storages.
 
     def _held(self, model: FSDP, optim: torch.optim.Optimizer) -> dict[str, int]:
         flat_params = internals.flat_params(model)
@@ -171,11 +171,11 @@ class TestFSDPMemory(FSDPTest):
         }
 
     def _gathered(self, model: FSDP) -> list[torch.Tensor]:
-        """The buffers of all units for their gathered parameters; none before the first forward."""
+        """The gather buffers of all units. There are none before the first forward."""
         return [each for flat_param in internals.flat_params(model) for each in internals.gather_buffers(flat_param)]
 
     def _shard_bytes(self, model: FSDP) -> tuple[int, int]:
-        """Of what each unit has, the part of this rank: all ranks have equally much, the last one with padding."""
+        """The bytes of this rank's shards and of all parameters. Shards have equal sizes; the last is padded."""
         numels = [internals.numel_of(flat_param) for flat_param in internals.flat_params(model)]
         self.assertEqual(len(numels), 7)  # stem, blocks, head, and four norms
         self.assertIsNone(internals.handle(model))
@@ -198,7 +198,7 @@ class TestFSDPMemory(FSDPTest):
             expected = [*[forward] * 3, backward, {**backward, "momentum": shard}, {**forward, "momentum": shard}]
             self.assertEqual(found, dict(zip(POINTS, expected, strict=True)))
 
-        # Beyond upstream: on every rank; together the shards hold all parameters, and at most one more a unit.
+        # Beyond upstream: the shards hold all parameters, and less than one element of padding per rank and unit.
         of_all = torch.tensor(shard, device=self.device)
         dist.all_reduce(of_all)
         self.assertGreaterEqual(of_all.item(), total)
@@ -208,7 +208,7 @@ class TestFSDPMemory(FSDPTest):
             self.assertLess(2 * self._saved_bytes(model, x), without)
 
     def _saved_bytes(self, model: FSDP, x: torch.Tensor) -> int:
-        """The bytes that forward keeps for backward, without those of the parameters."""
+        """The bytes that forward saves for backward, without the parameters."""
         saved = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ class TestFSDPMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathered_only_on_the_path(self):
-        """Beyond upstream: in forward a unit is gathered while it runs, and what is within it, and nothing else is."""
+        """Beyond upstream: in forward, a unit is gathered only while it, or a unit inside it, runs."""
         model = self._sharded(SMALL[0])
         units = {name: unit for name, unit in internals.instances(model).items() if internals.handle(unit)}
         self._shard_bytes(model)
@@ -256,7 +256,7 @@ class TestFSDPMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gathered_until_backward(self):
-        """Beyond upstream: with SHARD_GRAD_OP all that forward gathered stays until backward, and then all goes."""
+        """Beyond upstream: with SHARD_GRAD_OP, parameters gathered by forward stay until backward frees them all."""
         self.run_subtests({"with_checkpoint": [False, True]}, self._test_gathered_until_backward)
 
     def _test_gathered_until_backward(self, with_checkpoint: bool) -> None:
@@ -273,15 +273,15 @@ class TestFSDPMemory(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("ckpt", ["no_ckpt", "ckpt"])
     def test_no_growth(self, ckpt):
-        """Beyond upstream: at each point of the last iteration as much is there as in the one before, all told.
+        """Beyond upstream: at each point, the last iteration holds as much memory as the one before.
 
-        By all tensors there are, and where the device has statistics, by the peak of the allocator.
+        The test counts all tensors. If the device has statistics, it also compares the allocator's peaks.
         """
         model = self._sharded(SMALL[0], ckpt == "ckpt")
         x = self._input(SMALL[1])
         seen = self._dist_train(model, self._optimizer(model), x, alive)
         self.assertEqual(seen[3], seen[2])
-        # After forward there are activations more than at the start, or nothing was looked at.
+        # After forward there are activations. This proves that the test counted something.
         self.assertGreater(seen[2]["after fwd"], seen[2]["start"])
         if accelerator.current().has("memory_stats"):
             hidden_dim, size = LARGE
@@ -298,9 +298,9 @@ class TestFSDPMemory(FSDPTest):
     @needs(torch_facts.RECORDS_STREAM_OF_UNSHARDED_COPIES)
     @skip_if_lt_x_gpu(2)
     def test_readers_of_offloaded_parameters(self):
-        """Beyond upstream: nobody reuses the copy of an offloaded flat parameter before what reads it has run.
+        """Beyond upstream: the copy of an offloaded flat parameter is not reused before its readers have run.
 
-        Without sharding there is no all-gather between the copy and its reader.
+        Without sharding, there is no all-gather between the copy and its readers.
         """
         layer = nn.Linear(4, 4, device=self.device)
         model = FSDP(layer, sharding_strategy=ShardingStrategy.NO_SHARD, cpu_offload=CPUOffload(offload_params=True))

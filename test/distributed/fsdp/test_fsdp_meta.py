@@ -1,4 +1,4 @@
-"""A model on the meta device, or deferred by torchdistX, becomes in FSDP1 the model that it would have been without."""
+"""A model on the meta device, or deferred by torchdistX, gets the same values in FSDP1 as it would without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _states(module: nn.Module, recurse: bool = True) -> list[torch.Tensor]:
 
 
 class MyLinear(nn.Linear):
-    """Without a bias. Whenever it is initialized, its weight is the same."""
+    """A layer without a bias. Every initialization gives the same weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, bias=False, **kwargs)
@@ -68,7 +68,7 @@ class MyModel(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """Two of its three parts are wrapped, if it is built under ``enable_wrap``."""
+    """Two of its three parts are wrapped if it is built under ``enable_wrap``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class NestedModel(nn.Module):
 
 
 class OwnWeight(nn.Module):
-    """A parameter of its own, and no ``reset_parameters``."""
+    """A module with a parameter of its own, but without ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
     world_size = 2
 
     def _compare_fsdp(self, *models: nn.Module) -> None:
-        """Parameters and buffers are alike, and all are where they can compute."""
+        """Parameters and buffers are the same in all models, and those of the first are on the compute device."""
         with contextlib.ExitStack() as stack:
             for model in models:
                 if isinstance(model, FSDP):
@@ -127,7 +127,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
             self.assertEqual(found, other)
 
     def _check_training(self, from_meta: nn.Module, regular: nn.Module, plain: nn.Module) -> None:
-        """They are alike before and after a step, and like a model without FSDP that has the data of all ranks."""
+        """Compare before and after a step, and with a model without FSDP that gets the data of all ranks."""
         models = from_meta, regular, plain
         optims = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
         self._compare_fsdp(*models)
@@ -154,7 +154,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
     def _test_nested_model_with_meta_device(
         self, build: Callable[[], nn.Module], auto_wrap: bool, init_fn: Init | None = None
     ) -> None:
-        """With ``auto_wrap`` all modules of both are in FSDP; else the first and last layer, and the whole."""
+        """With ``auto_wrap`` all modules are in FSDP. Otherwise the first layer, the last layer and the whole are."""
         is_meta = next(build().parameters()).is_meta
         plain = NestedModel(self.device)
         if is_meta:
@@ -175,51 +175,51 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_simple_model_with_meta_device_reset_params(self):
-        """From the meta device, by a function that calls ``reset_parameters``."""
+        """From the meta device, with a function that calls ``reset_parameters``."""
         self._test_simple_model_with_meta_device(functools.partial(MyModel, META), _init_with_reset_params)
 
     @skip_if_lt_x_gpu(2)
     def test_simple_model_with_meta_device_default_init(self):
-        """From the meta device, by what FSDP does when no function is given."""
+        """From the meta device, with FSDP's default initialization."""
         self._test_simple_model_with_meta_device(functools.partial(MyModel, META))
 
     @needs_torchdistx
     @skip_if_lt_x_gpu(2)
     def test_simple_model_with_torchdistX_default_init(self):
-        """Deferred, and materialized by FSDP."""
+        """Deferred by torchdistX, and materialized by FSDP."""
         self._test_simple_model_with_meta_device(functools.partial(_deferred, MyModel))
 
     @needs_torchdistx
     @skip_if_lt_x_gpu(2)
     def test_simple_model_with_torchdistX_init_fn(self):
-        """Deferred, and materialized by a function."""
+        """Deferred by torchdistX, and materialized by a function."""
         self._test_simple_model_with_meta_device(functools.partial(_deferred, MyModel), _init_with_torchdistX)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("auto_wrap", [True, False])
     def test_nested_model_with_meta_device_reset_params(self, auto_wrap):
-        """FSDP in FSDP, by a function that calls ``reset_parameters``."""
+        """Nested FSDP instances, with a function that calls ``reset_parameters``."""
         build = functools.partial(NestedModel, META)
         self._test_nested_model_with_meta_device(build, auto_wrap, _init_with_reset_params)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("auto_wrap", [True, False])
     def test_nested_model_with_meta_device_default_init(self, auto_wrap):
-        """FSDP in FSDP, by what FSDP does when no function is given."""
+        """Nested FSDP instances, with FSDP's default initialization."""
         self._test_nested_model_with_meta_device(functools.partial(NestedModel, META), auto_wrap)
 
     @needs_torchdistx
     @skip_if_lt_x_gpu(2)
     @parametrize("auto_wrap", [True, False])
     def test_nested_model_with_torchdistX_default_init(self, auto_wrap):
-        """FSDP in FSDP, deferred."""
+        """Nested FSDP instances, deferred by torchdistX."""
         self._test_nested_model_with_meta_device(functools.partial(_deferred, NestedModel), auto_wrap)
 
     @needs_torchdistx
     @skip_if_lt_x_gpu(2)
     @parametrize("auto_wrap", [True, False])
     def test_nested_model_with_torchdistX_init_fn(self, auto_wrap):
-        """FSDP in FSDP, deferred and materialized by a function."""
+        """Nested FSDP instances, deferred by torchdistX and materialized by a function."""
         build = functools.partial(_deferred, NestedModel)
         self._test_nested_model_with_meta_device(build, auto_wrap, _init_with_torchdistX)
 
@@ -230,17 +230,17 @@ class TestFSDPWithMetaDevice(FSDPTest):
     @needs_torchdistx
     @skip_if_lt_x_gpu(2)
     def test_bad_arg_torchdistx(self):
-        """What is no function cannot materialize a deferred model."""
+        """``param_init_fn`` must be callable to materialize a deferred model."""
         self._test_bad_arg(_deferred(NestedModel))
 
     @skip_if_lt_x_gpu(2)
     def test_bad_arg_meta(self):
-        """What is no function cannot materialize a model from the meta device."""
+        """``param_init_fn`` must be callable to materialize a model from the meta device."""
         self._test_bad_arg(NestedModel(META))
 
     @skip_if_lt_x_gpu(2)
     def test_meta_device_with_mixed_precision(self):
-        """With mixed precision the layer and what is around it can be materialized, each with parameters of its own."""
+        """With mixed precision, a layer and the module around it can be materialized, each with own parameters."""
 
         def init_layers(module: nn.Module) -> None:
             if isinstance(module, nn.Linear):
@@ -269,7 +269,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_each_rank_initializes_its_own_shard(self):
-        """Beyond upstream: a shard is of its rank's own initialization, and with ``sync_module_states`` of rank 0's."""
+        """Beyond upstream: each rank initializes its own shard. With ``sync_module_states`` the values are rank 0's."""
         self.run_subtests({"sync": [False, True], "use_orig_params": [False, True]}, self._test_each_rank_initializes)
 
     def _test_each_rank_initializes(self, sync: bool, use_orig_params: bool) -> None:
@@ -293,7 +293,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_init_fn_is_called_once_for_each_module(self):
-        """Beyond upstream: no module twice, and none that a nested FSDP has taken care of."""
+        """Beyond upstream: each module is initialized once. An outer instance skips modules of a nested one."""
         called: collections.Counter[nn.Module] = collections.Counter()
 
         def init(module: nn.Module) -> None:
@@ -311,12 +311,12 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
         called.clear()
         model = FSDP(NestedModel(META), auto_wrap_policy=always_wrap_policy, param_init_fn=init)
-        # Around the leaves nothing is left on the meta device.
+        # Nothing is left on the meta device when the modules around the leaves are wrapped.
         self.assertEqual(times_by_name(model), dict.fromkeys(leaves, 1))
 
     @skip_if_lt_x_gpu(2)
     def test_nested_fsdp_keeps_its_values(self):
-        """Beyond upstream: what is initialized around an instance of FSDP leaves that one's parameters alone."""
+        """Beyond upstream: initializing a module around an FSDP instance leaves that instance's parameters alone."""
 
         class Around(nn.Module):
             def __init__(self, inner: nn.Module) -> None:
@@ -335,7 +335,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_module_without_reset_parameters(self):
-        """Beyond upstream: what has parameters and cannot initialize them is refused, and a warning names it."""
+        """Beyond upstream: a module with parameters but without ``reset_parameters`` is refused, with a warning."""
         with META:
             model = nn.Sequential(nn.Linear(5, 5), OwnWeight())
         with self.assertWarnsRegex(UserWarning, r"(?s)^Unable to call `reset_parameters\(\)`.*OwnWeight"):

@@ -1,7 +1,7 @@
-"""FSDP1 where no other file looks: devices, unused outputs, optimizers in backward, refusals of its constructor.
+"""FSDP1 tests that fit no other file: devices, unused outputs, optimizers in backward, constructor errors.
 
-What asks for two kinds of device is asked on every device, with the meta device in the place of an accelerator: of the
-function that decides, with devices that are only named, or of the whole constructor, in :func:`_meta_computes`.
+Tests that need two kinds of device run on every device: the meta device stands for an accelerator. They call FSDP's
+functions with device names only, or its whole constructor in :func:`_meta_computes`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HOST = torch.device("cpu")  # the CPU is the subject
 META = torch.device("meta")
 SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
-# Warnings and the environment belong to the process: ranks that are threads look at them one at a time.
+# Warnings and the environment belong to the process, so ranks that are threads use them one at a time.
 _in_turn = threading.Lock()
 
 
@@ -89,9 +89,9 @@ class MyModel(nn.Module):
 
 
 class MnistNet(nn.Module):
-    """Two convolutions, pooling, norm and two layers over (8, 1, 10, 10), to the loss of the labels.
+    """Two convolutions, pooling, norm and two layers over (8, 1, 10, 10). Returns the loss for the given labels.
 
-    Narrower than the usual network for that task, since width proves nothing here and costs time.
+    It is narrower than the usual network for this task: more width would cost time and prove nothing.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class MnistNet(nn.Module):
 
 
 class TwoLayers(nn.Module):
-    """``b`` runs on what ``a`` returns, or does not run at all."""
+    """``b`` runs on the output of ``a``, or does not run at all."""
 
     def __init__(self, use_second_layer: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class SideBySide(nn.Module):
 
 
 class CountingSGD(torch.optim.SGD):
-    """Counts its steps, by parameter."""
+    """An optimizer that counts its steps for each parameter."""
 
     steps: collections.Counter[int] = collections.Counter()
 
@@ -147,15 +147,15 @@ class CountingSGD(torch.optim.SGD):
 
 
 def _stub_handle(current: torch.device) -> Any:
-    """Of a device's runtime, all that FSDP asks when it decides on the device to compute on."""
+    """A stub of a device's runtime, with all that FSDP needs to choose its compute device."""
     return types.SimpleNamespace(current_device=lambda: current)
 
 
 class _MovesToMeta(TorchFunctionMode):
-    """Tensors can be moved between the meta device and others as between a host and its accelerator.
+    """Lets tensors move between the meta device and others, as they do between a host and its accelerator.
 
-    Otherwise torch refuses to set a tensor's data to that of another kind of device, and has nothing to copy from the
-    meta device: what comes back from there is empty.
+    Without this mode, torch refuses to set a tensor's data to a tensor on another kind of device, and cannot copy from
+    the meta device. Tensors that come back from the meta device are empty.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -169,9 +169,9 @@ class _MovesToMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _meta_computes() -> Iterator[None]:
-    """A ``device_id`` may be the meta device, which only a constructor can do: FSDP finds a runtime for it.
+    """Let FSDP find a runtime for the meta device, so that ``device_id`` may be meta. Only the constructor works.
 
-    So it is seen what FSDP moves, and what it leaves, also where the device under test is the host. For all ranks.
+    This shows what FSDP moves, and what it leaves, even if the device under test is the host. It applies to all ranks.
     """
 
     def register(runtime: Any) -> None:
@@ -185,13 +185,13 @@ def _meta_computes() -> Iterator[None]:
 
 
 def _without_default_device_id() -> AbstractContextManager[None]:
-    """FSDP as it is, which some devices are otherwise spared: what it does when no device is given."""
+    """Restore FSDP's own constructor: the harness gives some devices a default ``device_id``."""
     original = FSDP.__init__
     return swapped(functools.partial(setattr, FSDP, "__init__"), original, inspect.unwrap(original))
 
 
 def _add_buffers_of(rank: int, model: Any) -> None:
-    """In what will be the root, in a module within it that will not be in FSDP of its own, and in one that will."""
+    """Register buffers in the future root, in an inner module that stays unwrapped, and in one to be wrapped."""
     for module, shape in ((model, (2, 2)), (model.module, (4,)), (model.module[0], (3, 2))):
         module.register_buffer("buffer", torch.full(shape, float(rank)))
 
@@ -202,7 +202,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         return get_required_world_size(self, 2)
 
     def _assert_alike(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """The tensor must be the same on all ranks of the group, bit for bit."""
+        """The tensor must be bitwise the same on all ranks of the group."""
         everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everywhere, tensor.contiguous(), group=group)
         for other in everywhere:
@@ -211,7 +211,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("use_index", [True, False])
     def test_fsdp_device_id(self, use_index):
-        """The module is brought to the device that ``device_id`` names, in either spelling, or is there already."""
+        """FSDP moves the module to ``device_id``, given as an index or as a device, or finds it there already."""
         device = self.device
         if device.index is None:
             device_id = device if use_index else str(device)
@@ -235,7 +235,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             check(META if use_index else str(META), DEVICEInitMode.DEVICE_NEVER, META)
 
     def test_device_id_without_index(self):
-        """A device without an index stands for the current one, with a warning; the host has no index to miss."""
+        """A device without an index means the current one, and gives a warning. The host needs no index."""
         current = torch.device("meta", self.rank)
         with self.assertWarnsRegex(UserWarning, "does not have an explicit index"):
             found = internals.fsdp1_init._get_device_from_device_id(META, self.rank, _stub_handle(current))
@@ -249,8 +249,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @requires(lambda: None if accelerator.current().is_host else "needs a host without an accelerator")
     def test_device_id_that_is_not_there(self):
-        """Without an accelerator its number means nothing, and the host is not numbered."""
-        # A torch that was built for an accelerator says that it finds no driver.
+        """Without an accelerator, an accelerator index is refused, and so is an index for the host."""
+        # A torch build for an accelerator reports a missing driver.
         with self.assertRaisesRegex(RuntimeError, "Cannot access accelerator device|Found no .* driver"):
             FSDP(nn.Linear(2, 2), device_id=0)
         with self.assertRaisesRegex(ValueError, f"Inconsistent compute device.* on rank {self.rank}: {HOST} vs"):
@@ -258,7 +258,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_zero2_eval_with_prefetch(self):
-        """Training, evaluation and training again are those of DDP, with SHARD_GRAD_OP and prefetches in forward."""
+        """Training, evaluation and more training match DDP, with SHARD_GRAD_OP and forward prefetch."""
         torch.manual_seed(0)
         plain = MnistNet()
         fsdp = FSDP(
@@ -270,7 +270,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         )
         ddp = data_parallel(plain.to(self.device))
         models = fsdp, ddp
-        # Large enough for a step to be seen in the next loss, should a forward use what was gathered before the step.
+        # The learning rate is large enough for a step to change the next loss. So it shows if a forward uses parameters
+        # that were gathered before the step.
         optims = [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) for model in models]
         torch.manual_seed(self.rank + 20231010)
         data = [(torch.randn(8, 1, 10, 10), torch.randint(0, 9, (8,))) for _ in range(15)]
@@ -298,7 +299,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @parametrize("use_second_layer", [True, False])
     @parametrize("sharding_strategy", [ShardingStrategy.NO_SHARD, None])
     def test_fsdp_module_no_compute_grad(self, use_second_layer, sharding_strategy):
-        """A layer whose output is not used, or that does not run, gets no gradient; the other gets its own."""
+        """A layer with an unused output, or one that does not run, gets no gradient. The other layer gets its own."""
         self._test_fsdp_module_no_compute_grad(use_second_layer, sharding_strategy)
 
     def _test_fsdp_module_no_compute_grad(
@@ -314,7 +315,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         before = [flat_param.detach().clone() for flat_param in (a, b)]
         is_sharded = sharding_strategy is not ShardingStrategy.NO_SHARD
         inputs = [torch.randn(5, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
-        # The gradient of a sum: of each row of the weight the sum of the inputs, and of the bias their number.
+        # The loss is a sum. Each row of the weight's gradient is the sum of all inputs. Each element of the bias's
+        # gradient is the number of inputs.
         of_ranks = torch.stack([torch.cat([x.sum(0).repeat(10), torch.full((10,), 5.0)]) for x in inputs])
         mean = of_ranks.mean(0)
         mine = mean.chunk(self.world_size)[self.rank] if is_sharded else mean
@@ -333,18 +335,18 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_module_that_stayed_gathered(self):
-        """Beyond upstream: a unit that forward leaves gathered is freed, though its own backward never comes."""
+        """Beyond upstream: a unit that stays gathered after forward is freed, even if its own backward never runs."""
         self._test_unused_module_that_stayed_gathered(use_orig_params=True)
 
     @torch_defect("fsdp1_unused_unit_computes_with_old_weights")
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
-        """Beyond upstream: the same without the original parameters, where what forward gathered stays.
+        """Beyond upstream: the same without original parameters. The unit stays gathered, which is a defect.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0. A unit under SHARD_GRAD_OP that ran in forward, and whose output no
-        loss uses, is not freed at the end of backward: ``_catch_all_reshard`` takes a flat parameter that points to
-        its shard for one that was freed. When the optimizer moves it nevertheless, by momentum here, the next forward
-        computes with the old values::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0. A SHARD_GRAD_OP unit that ran in forward, and whose output no loss uses,
+        is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter that points to its
+        shard has been freed. If the optimizer still moves the parameter, here by momentum, the next forward computes
+        with the old values::
 
             model = FSDP(TwoLayers(True), auto_wrap_policy=always_wrap_policy, sharding_strategy=SHARD_GRAD_OP)
             model(x)[0].sum().backward()  # model.b ran, and is not used
@@ -383,7 +385,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_not_all_outputs_used_in_loss(self):
-        """An output that some losses use and others do not: parameters as without FSDP, and all is freed each time."""
+        """Only some losses use an output. Parameters match a model without FSDP, and units are freed each time."""
         self.run_subtests(
             {"sharding_strategy": [*SHARDED, ShardingStrategy.NO_SHARD]},
             self._test_fsdp_not_all_outputs_used_in_loss,
@@ -420,7 +422,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_optim_overlap_no_use_orig_params_error(self):
-        """An optimizer in backward needs the original parameters, which the first forward says."""
+        """An optimizer in backward needs the original parameters. Otherwise the first forward raises an error."""
         model = FSDP(MyModel().to(self.device), auto_wrap_policy=always_wrap_policy, use_orig_params=False)
         distributed_optim._apply_optimizer_in_backward(
             optimizer_class=torch.optim.SGD,
@@ -434,7 +436,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_optimizer_overlap(self):
-        """An optimizer that steps in backward does what it does afterwards, and keeps no gradient."""
+        """An optimizer that steps in backward gives the same result as one that steps later, and keeps no gradient."""
         self.run_subtests({"cpu_offload": [True, False]}, self._test_fsdp_optimizer_overlap)
 
     def _test_fsdp_optimizer_overlap(self, cpu_offload: bool) -> None:
@@ -472,7 +474,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
                 optim.step()
             for handle in internals.handles(overlap):
                 self.assertIsNone(handle.sharded_grad)
-            # Beyond upstream: once for each parameter of which something is in this rank's shard.
+            # Beyond upstream: one step for each parameter that has elements in this rank's shard.
             owned = {id(param): 1 for param in overlap.parameters() if param.numel() > 0}
             self.assertEqual(dict(CountingSGD.steps), owned)
 
@@ -491,7 +493,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     def _groups_of_the_host(
         self, sharding_strategy: ShardingStrategy, shards: int
     ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """What to shard over, and what to replicate over if the strategy is hybrid. All ranks make all groups."""
+        """The shard group and, for hybrid strategies, the replicate group of this rank. All ranks make all groups."""
         if sharding_strategy not in internals.hybrid_strategies():
             return dist.new_group(backend="gloo"), None
         ranks = range(self.world_size)
@@ -501,9 +503,9 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_cpu_training(self):
-        """On the host every strategy trains as DDP does, loss by loss and parameter by parameter.
+        """On the host, every strategy trains as DDP does. Each loss and each parameter is compared.
 
-        Adam forgives a wrong size of the gradients, so SGD trains too.
+        Adam hides gradients of a wrong size, so SGD trains too.
         """
         self.run_subtests(
             {
@@ -516,7 +518,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @requires_world_size(4)
     def test_fsdp_cpu_training_with_replicas(self):
-        """Beyond upstream: hybrid strategies over two groups of two ranks, whose shards stay alike."""
+        """Beyond upstream: hybrid strategies over two groups of two ranks keep the replicas the same."""
         self.run_subtests(
             {
                 "sharding_strategy": internals.hybrid_strategies(),
@@ -563,7 +565,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     def test_fsdp_cpu_init_stays_on_cpu(self):
         """Without a ``device_id`` the module stays in host memory, with a warning, until it is moved by hand.
 
-        A host without an accelerator is refused then, and trains with the ``device_id`` that it is given here.
+        A host without an accelerator refuses this. There the test trains with an explicit ``device_id``.
         """
 
         def build(**fsdp_kwargs: Any) -> FSDP:
@@ -592,7 +594,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             self.assertGreater(flat_param.grad.abs().sum().item(), 0)
 
     def test_warning_about_module_on_cpu(self):
-        """What is in host memory is warned about, unless FSDP is told where to move it."""
+        """A module in host memory gives a warning, unless FSDP is told where to move it."""
         module = nn.Linear(2, 2, device=HOST)
         with self.assertWarnsRegex(UserWarning, "passed-in `module` is on CPU"):
             internals.fsdp1_init._move_module_to_device(module, set(), set(), None)
@@ -605,7 +607,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_cpu_init_with_sync_module_states(self):
-        """``sync_module_states`` needs the module on the device, to which ``device_id`` brings it."""
+        """``sync_module_states`` needs the module on the device. ``device_id`` moves it there."""
 
         def build() -> nn.Module:
             mode = DEVICEInitMode.DEVICE_NEVER
@@ -634,7 +636,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             )
         expected_buffers = [torch.zeros(shape, device=self.device) for shape in ((2, 2), (4,), (3, 2))]
         self.assertEqual(list(model.buffers()), expected_buffers)
-        # Beyond upstream: the parameters as well, which are compared with those that rank 0 began with.
+        # Beyond upstream: the parameters, too, are those that rank 0 began with.
         self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
 
 
@@ -647,7 +649,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_namedtuple(self):
-        """FSDP finds the tensors in a namedtuple, each of which gets the hook that starts backward."""
+        """FSDP finds the tensors in a namedtuple and registers the pre-backward hook on each of them."""
         fields = collections.namedtuple("fields", "x1 x2 x3 x4")
         model = FSDP(nn.Identity())
         x = torch.ones(1, device=self.device, requires_grad=True)
@@ -658,7 +660,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_device_id_auto_wrap(self):
-        """``device_id`` reaches what the policy wraps, whether it is an object or a callable, and all of that."""
+        """``device_id`` reaches every module that the policy wraps, whether the policy is an object or a callable."""
         self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap, self.device)
         with _meta_computes():
             self.run_subtests({"use_callable": [False, True]}, self._test_device_id_auto_wrap, META)
@@ -685,7 +687,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_device_id_cpu_offload(self):
-        """With a ``device_id`` for computation, offloaded parameters are in host memory, before and after a step."""
+        """Offloaded parameters stay in host memory before and after a step. ``device_id`` is used for computation."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_fsdp_device_id_cpu_offload)
 
     def _test_fsdp_device_id_cpu_offload(self, use_orig_params: bool) -> None:
@@ -712,7 +714,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             build(META)
         model = build(self.device)
 
-        # Beyond upstream: and it trains.
+        # Beyond upstream: the model also trains.
         inputs = [torch.rand(3, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
         model(inputs[self.rank].to(self.device)).square().sum().backward()
         torch.stack([local(x).square().sum() for x in inputs]).mean().backward()
@@ -723,7 +725,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_module_device_mismatches_device_id(self):
-        """Parameters on another device than ``device_id`` names are refused."""
+        """Parameters on another device than ``device_id`` are refused."""
         device = self.device
         if device.index is not None:
             expected = ValueError, f"{device.type}:{device.index} vs {device.type}:0"
@@ -737,7 +739,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
         decide = internals.fsdp1_init._get_compute_device
         on_host, on_meta = nn.Linear(1, 1, device=HOST), nn.Linear(1, 1, device=META)
         current = _stub_handle(torch.device("meta", 1))
-        # In host memory: the current device decides. Elsewhere: the parameters do, unless they are ignored.
+        # For parameters in host memory, the current device decides. Others decide themselves, unless ignored.
         self.assertEqual(decide(on_host, set(), None, self.rank, current), torch.device("meta", 1))
         self.assertEqual(decide(on_meta, set(), META, self.rank, current), META)
         self.assertEqual(decide(on_meta, set(on_meta.parameters()), None, self.rank, current), torch.device("meta", 1))
@@ -747,7 +749,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_cpu_gpu_module(self):
-        """A module half in host memory and half on a device needs a ``device_id``."""
+        """A module that is half in host memory and half on a device needs a ``device_id``."""
         device = self.device
         if accelerator.current().has("device_memory"):
             module = MyModel()
@@ -766,7 +768,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_ignored_module_meta(self):
-        """An ignored module on the meta device stays there, and nobody initializes it."""
+        """An ignored module on the meta device stays there and is not initialized."""
 
         initialized: list[nn.Module] = []
 
@@ -786,7 +788,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_device_id_no_move_ignored_params_and_bufs(self):
-        """Ignored parameters and buffers are neither moved nor flattened: they stay the tensors that they were."""
+        """Ignored parameters and buffers are neither moved nor flattened. They stay the same tensors."""
         self._test_fsdp_device_id_no_move_ignored_params_and_bufs(self.device)
         with _meta_computes():
             self._test_fsdp_device_id_no_move_ignored_params_and_bufs(META)
@@ -831,7 +833,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_no_params(self):
-        """A module without parameters is wrapped and computes, wherever it is; a wrong device is found even so."""
+        """A module without parameters can be wrapped and computes on any device. A wrong ``device_id`` is an error."""
         device = self.device
         x = torch.tensor([-1.0, 1.0], device=device)
         models = [FSDP(nn.ReLU()), FSDP(nn.ReLU().to(device)), FSDP(nn.ReLU(), device_id=device)]
@@ -845,7 +847,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_same_model_across_ranks(self):
-        """``sync_module_states`` makes all states those of rank 0, from the device or brought there first."""
+        """``sync_module_states`` copies rank 0's states to all ranks. ``device_id`` first moves them to the device."""
         self.run_subtests({"device_id": [None, self.device]}, self._test_fsdp_same_model_across_ranks)
 
     def _test_fsdp_same_model_across_ranks(self, device_id: torch.device | None) -> None:
@@ -862,13 +864,13 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             model = FSDP(module, sync_module_states=True, device_id=device_id)
         with FSDP.summon_full_params(model):
             _assert_module_states(model, self.process_group, self.assertEqual)
-            # Beyond upstream: gathered parameters are alike on all ranks in any case; these are rank 0's.
+            # Beyond upstream: gathered parameters are the same on all ranks in any case. These must be rank 0's.
             self.assertEqual(model.module.weight.detach(), weight_of(0).to(self.device), rtol=0, atol=0)
         self.assertEqual(model.module.buffer, torch.zeros(3, device=self.device))
 
     @skip_if_lt_x_gpu(2)
     def test_homogeneous_attributes(self):
-        """What must be the same for all of a tree is compared at the first forward."""
+        """Some attributes must be the same in all instances of a tree. The first forward checks them."""
         names = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
         self.assertEqual(list(internals.fsdp1_runtime.HOMOGENEOUS_ATTR_NAMES), names)
         self.run_subtests({"attr_name": names}, self._test_homogeneous_attributes)
@@ -892,7 +894,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_unsupported_module_cls(self):
-        """Containers have no forward in which FSDP could gather, so a warning comes with them, and with no other."""
+        """A container has no forward in which FSDP could gather, so it gives a warning. Other modules give none."""
         mlps = [MLP(8, self.device) for _ in range(3)]
         message = "FSDP will not all-gather parameters for containers that do not implement forward"
         with _in_turn:
@@ -907,7 +909,7 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
 
 
 class _RecordsSetattr(nn.Module):
-    """A 5 by 5 weight, and a ``__setattr__`` of its own that tells of its calls."""
+    """A module with a 5 by 5 weight and a ``__setattr__`` that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -928,7 +930,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_world_size_1_sharding_strategy_warning(self):
-        """Over one rank there is nothing to shard: what was asked for becomes NO_SHARD, and a warning says so."""
+        """One rank has nothing to shard: any strategy becomes NO_SHARD, with a warning."""
         self.run_subtests(
             {"sharding_strategy": [ShardingStrategy.NO_SHARD, None, *SHARDED]},
             self._test_world_size_1_sharding_strategy_warning,
@@ -947,7 +949,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_training_device_mismatch_errors(self):
-        """Parameters that are not where FSDP computes, or offloads, are found at the first forward."""
+        """The first forward finds parameters that are not on the compute device, or not on the host when offloaded."""
         device = self.device
         x = torch.randn(2, 10, device=device)
         in_host = "An FSDP-managed module unexpectedly has parameters on {}. Make sure to move the module to {} before"
@@ -972,7 +974,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     def test_unsafe_setattr(self):
-        """By default FSDP sets parameters through the module's own ``__setattr__``; a variable lets it go past that."""
+        """By default, FSDP sets parameters with the module's own ``__setattr__``. A variable bypasses it."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_unsafe_setattr)
 
     def _test_unsafe_setattr(self, use_orig_params: bool) -> None:
@@ -986,7 +988,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
                 model = FSDP(module, use_orig_params=use_orig_params)
             expected = (x := torch.randn(8, 5, device=self.device)) @ module.weight
             module.calls.clear()
-            self.assertEqual(model(x), expected)  # outside of the context: the constructor has read the variable
+            self.assertEqual(model(x), expected)  # outside the context: the constructor has already read the variable
             self.assertEqual(len(module.calls) > 0, calls)
 
 

@@ -1,8 +1,8 @@
-"""FSDP1's ``MixedPrecision``: the dtypes of inputs, parameters, buffers, gradients and of what ranks send each other.
+"""FSDP1's ``MixedPrecision``: the dtypes of inputs, parameters, buffers, gradients and collectives.
 
-In forward and backward, with full parameters summoned, in state dicts, in eval mode, around modules that stay in full
-precision, and with a precision of a submodule's own. The trainings are compared with a model that casts by hand. They
-use two ranks: a sum of two numbers does not depend on the order of the summands, in any precision.
+The tests cover forward and backward, summoned parameters, state dicts, eval mode, modules that stay in full precision,
+and submodules with their own precision. Training is compared with a model that casts by hand. It uses two ranks,
+because a sum of two numbers does not depend on their order in any precision.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POS
 LOW_DTYPES = [torch.float16, torch.bfloat16]
 BUFFER_DTYPE = torch.float64
 ITERATIONS = 3
-INIT_SCALE = 16.0  # with it nothing here overflows in float16, so every step is taken
+INIT_SCALE = 16.0  # small enough that nothing overflows in float16, so every step is taken
 SAME_DTYPE = "mat1 and mat2 must have the same dtype"
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 IN_EVAL = {"cast_forward_inputs": [True, False], "full_precision": [True, False]}
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of an FSDP model: of the optimizer's parameters, in forward, of buffers, and of what is reduced."""
+    """The dtypes of an FSDP model: of sharded parameters, of parameters in forward, of buffers and of reductions."""
 
     full: torch.dtype
     param: torch.dtype
@@ -107,7 +107,7 @@ class Dtypes(NamedTuple):
 
 
 class LinearMixedPrecision(nn.Module):
-    """A layer without bias, and a buffer in a dtype of its own. It takes and returns a tensor in a tuple."""
+    """A layer without bias, and a buffer with its own dtype. Input and output are a tensor in a tuple."""
 
     def __init__(self, param_dtype: torch.dtype, buffer_name: str = "buffer") -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class LinearMixedPrecision(nn.Module):
 
 
 class TestFSDPMixedPrecision(FSDPTest):
-    """What the sharded and the unsharded case have in common."""
+    """The code that the sharded and the unsharded tests share."""
 
     def _get_simple_model(self, param_dtype: torch.dtype, **fsdp_kwargs: Any) -> FSDP:
         return FSDP(LinearMixedPrecision(param_dtype).to(self.device), **fsdp_kwargs)
@@ -157,13 +157,13 @@ class TestFSDPMixedPrecision(FSDPTest):
         }
         torch.manual_seed(0)
         models = [self._get_simple_nested_model(full_precision_param_dtype, **fsdp_kwargs)]
-        if backward_prefetch is None and not forward_prefetch:  # a single instance has none to prefetch
+        if backward_prefetch is None and not forward_prefetch:  # a single instance has nothing to prefetch
             models.append(self._get_simple_model(full_precision_param_dtype, **fsdp_kwargs))
         for model in models:
             self._check_training(model, mp_config, full_precision_param_dtype, enable_sharded_grad_scaler is not None)
 
     def _check_training(self, model: FSDP, config: MixedPrecision, full: torch.dtype, scales: bool) -> None:
-        """Train for some steps, and look at the dtypes of everything wherever they can be seen."""
+        """Train for some steps and check dtypes in all places where they are visible."""
         param = config.param_dtype or full
         dtypes = Dtypes(full, param, config.buffer_dtype or BUFFER_DTYPE, config.reduce_dtype or param)
         for layer in model.modules():
@@ -200,7 +200,7 @@ class TestFSDPMixedPrecision(FSDPTest):
             with FSDP.summon_full_params(model):
                 self._check_low_shards_and_buffers(model, dtypes)
                 self.assertEqual({param.dtype for param in model.parameters()}, {dtypes.full})
-            # A state dict has the dtypes that the model was made with; the buffers in use stay as they are.
+            # State dicts have the model's original dtypes. The buffers in use keep their low dtype.
             buffers = {internals.clean_name(name) for name, _ in model.named_buffers()}
             state_dict = model.state_dict()
             self.assertLessEqual(buffers, set(state_dict))
@@ -223,7 +223,7 @@ class TestFSDPMixedPrecision(FSDPTest):
         self._check_low_shards_and_buffers(model, dtypes)
 
     def _check_low_shards_and_buffers(self, model: FSDP, dtypes: Dtypes) -> None:
-        """Flat parameters have a shard in the low dtype if there is one, empty unless gathered. Buffers are low."""
+        """Flat parameters have a freed low precision shard if the dtypes differ. Buffers have the low dtype."""
         for flat_param in internals.flat_params(model):
             is_low = dtypes.param != dtypes.full
             self.assertEqual(internals.has_low_precision_shard(flat_param), is_low)
@@ -234,7 +234,7 @@ class TestFSDPMixedPrecision(FSDPTest):
         self.assertEqual(buffers, [dtypes.buffer] * len(internals.handles(model)))
 
     def _test_grads_reduced_precision(self, offload_params: bool, use_orig_params: bool) -> None:
-        """The gradients, which are added up over iterations, are and stay low. Offloading starts again each time."""
+        """Accumulated gradients stay in low precision. With offloading, each iteration starts with new gradients."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)).to(self.device)
         reference = copy.deepcopy(layers).half()
@@ -264,7 +264,7 @@ class TestFSDPMixedPrecision(FSDPTest):
                 self._check_low_grads(model, [grad * times for grad in expected], times)
 
     def _check_low_grads(self, model: FSDP, expected: list[torch.Tensor], additions: int) -> None:
-        """Each shard that this rank holds has its part of the expected gradients, one rounding for each addition."""
+        """Each local gradient is this rank's part of the expected one, up to one rounding for each addition."""
         found = {name: param.grad for name, param in named(model).items()}
         tolerance = additions * torch.finfo(torch.float16).eps
         for handle in internals.handles(model):
@@ -280,7 +280,7 @@ class TestFSDPMixedPrecision(FSDPTest):
 
 
 def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean in the dtype of the tensor. Halved before it is added, since the sum may not fit into float16."""
+    """The mean in the tensor's dtype. It divides before it adds, since the sum may not fit into float16."""
     total = tensor.clone() / dist.get_world_size()
     dist.all_reduce(total)
     return total
@@ -291,7 +291,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_no_reshard_after_forward(self):
-        """What is not freed after forward is low, too, and gathered once."""
+        """Parameters that stay gathered after forward also have the low dtype. They are gathered once."""
         self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
     @skip_if_lt_x_gpu(2)
@@ -299,8 +299,8 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     def test_mixed_precision_e2e_full_shard(
         self, mp_config, cpu_offload, full_precision_param_dtype, enable_sharded_grad_scaler
     ):
-        """The dtypes of everything, wherever they can be seen, over three steps."""
-        # Without streams a prefetch is a gather at another place in the order: each of them is tried, not each pair.
+        """Check dtypes in all places where they are visible, over three steps."""
+        # Without streams, a prefetch only moves a gather. So each value is tested, but not each pair.
         pairs = list(itertools.product([False, True], PREFETCHES))
         if not accelerator.current().has("streams"):
             pairs = list(zip([False, True, False], PREFETCHES))
@@ -316,7 +316,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_e2e_bf16(self):
-        """Beyond upstream: the same in bfloat16, alone and with gradients reduced in full precision."""
+        """Beyond upstream: the same in bfloat16, also with gradients reduced in full precision."""
         self.run_subtests(
             {
                 "mp_config": [
@@ -332,7 +332,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         )
 
     def _check_embedding(self, mp_config: MixedPrecision) -> None:
-        """Tokens stay integers, else the embedding would raise; gradients travel in the low dtype."""
+        """Tokens stay integers, otherwise the embedding would raise. Gradients are reduced in the low dtype."""
         model = self._transformer(FSDPInitMode.NO_FSDP)
         model = FSDP(model, mixed_precision=mp_config)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -371,7 +371,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         )
 
     def _residual_network(self) -> tuple[nn.Module, torch.Tensor]:
-        """torchvision's ResNet-50 where it is installed and a device computes, else a small relation of it."""
+        """torchvision's ResNet-50 on an accelerator if it is installed, otherwise a small residual network."""
         if not accelerator.current().is_host and importlib.util.find_spec("torchvision") is not None:
             resnet50 = importlib.import_module("torchvision.models").resnet50
             return resnet50(), torch.ones(1, 3, 1000, 1000, device=self.device)
@@ -379,9 +379,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_resnet(self):
-        """Every batch norm of a network of convolutions is an instance of its own, and in full precision.
+        """Every batch norm of a convolutional network becomes an FSDP instance in full precision.
 
-        A batch norm that synchronizes does not compute on the host; there the plain one is tested.
+        SyncBatchNorm does not run on the host, so the plain batch norm is tested there.
         """
         network, x = self._residual_network()
         if not accelerator.current().is_host:
@@ -395,14 +395,14 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         instances = FSDP.fsdp_modules(model)
         apart = [each for each in instances if isinstance(each.module, batchnorm._BatchNorm)]
         self.assertEqual(len(apart), norms)
-        self.assertGreater(len(instances), norms + 1)  # the policy itself has wrapped some
+        self.assertGreater(len(instances), norms + 1)  # the policy has wrapped other modules, too
         with recorded() as calls:
             output = model(x)
             output.sum().backward()
         reduced = calls.dtypes("reduce_scatter", "all_reduce")
         self.assertEqual(output.dtype, torch.float16)
         with_parameters = len(internals.handles(model))
-        # Each gradient once, and of a norm that synchronizes also what it sums over the ranks in its own backward.
+        # Each gradient is reduced once. SyncBatchNorm also reduces sums in its own backward.
         self.assertEqual(reduced.count(torch.float32), norms + synced)
         self.assertEqual(reduced.count(torch.float16), with_parameters - norms)
         for norm in apart:
@@ -417,12 +417,12 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @torch_defect("fsdp1_unused_forward_costs_reduction")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward(self):
-        """Beyond upstream: a forward whose backward never comes does not change the gradients of the next iteration.
+        """Beyond upstream: a forward without a backward does not change the gradients of the next iteration.
 
-        It does, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0 and a low ``param_dtype``, in training and in eval
-        mode unless under ``no_grad``: the gradients are not reduced at all, and remain unsharded and low. The first
-        forward leaves its post-backward hook registered, on an accumulator of gradients that autograd replaces when the
-        parameter's dtype changes, and while it is there ``_register_post_backward_hook`` registers no other. In ranks::
+        It does change them, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0 and a low ``param_dtype``, in training
+        and in eval mode, except under ``no_grad``: the gradients are not reduced, and stay unsharded and low. The first
+        forward leaves its post-backward hook on a gradient accumulator that autograd replaces when the parameter's
+        dtype changes. As long as that hook exists, ``_register_post_backward_hook`` registers no other. In ranks::
 
             model = FSDP(nn.Linear(4, 4), mixed_precision=MixedPrecision(param_dtype=torch.float16))
             model(torch.ones(1, 4))
@@ -445,11 +445,11 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @torch_defect("fsdp1_low_gradients_offloaded_raise")
     @skip_if_lt_x_gpu(2)
     def test_offloaded_low_grads_after_zero_grad(self):
-        """Beyond upstream: low, offloaded gradients that were set to None come again in the next backward.
+        """Beyond upstream: offloaded low precision gradients that were set to None are there again after backward.
 
-        They do not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0: the pinned gradient of the flat parameter
-        itself is made low, and made full again only if the parameter still has a gradient. The second backward raises
-        when it assigns a gradient of another dtype. In ranks, on any device::
+        They are not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0: the flat parameter's own pinned gradient is
+        cast to the low dtype, and cast back only if the parameter still has a gradient. The second backward raises when
+        it assigns a gradient of another dtype. In ranks, on any device::
 
             config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
             model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=CPUOffload(offload_params=True))
@@ -471,10 +471,10 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         return FSDP(layer, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=mixed_precision)
 
     def _check_conversion(self, model: FSDP, conversion: str) -> None:
-        """After a conversion the parameters stay what they became, and steps compute with what is written to them."""
+        """After a conversion, parameters keep the new dtype, and forward uses the values that are written to them."""
         self._convert(model, conversion)
         dtype = {"half": torch.float16, "double": torch.float64}.get(conversion, torch.float32)
-        model.zero_grad()  # since a conversion brings back gradients, as a test below shows
+        model.zero_grad()  # a conversion brings back gradients, as a test below shows
         inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
         for value in (1.0, 2.0):
             with torch.no_grad():
@@ -496,14 +496,14 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion(self, strategy, use_orig_params, low, conversion):
-        """Beyond upstream: ``half`` and the like work before the first step, with mixed precision and without."""
+        """Beyond upstream: ``half`` and similar methods work before the first step, also with mixed precision."""
         self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
 
     @torch_defect("fsdp1_conversion_is_undone")
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
-        """Beyond upstream: between steps they work as well or are refused, and no step computes with an old shard."""
+        """Beyond upstream: between steps they work or are refused. No step computes with an old shard."""
         model = self._layer_to_convert(strategy, use_orig_params, low)
         model(torch.ones(1, 4, device=self.device)).sum().backward()
         with contextlib.suppress(RuntimeError, ValueError):
@@ -512,7 +512,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(strategy=STRATEGIES[:2], use_orig_params=[False, True], conversion=["half", "double"])
     def test_other_dtype_between_steps_is_refused(self, strategy, use_orig_params, conversion):
-        """Beyond upstream: what has been gathered in one dtype is not gathered in another. The next forward says so."""
+        """Beyond upstream: parameters gathered in one dtype cannot be gathered in another. The next forward raises."""
         model = self._layer_to_convert(strategy, use_orig_params, None)
         for _ in range(2):
             model(torch.ones(1, 4, device=self.device)).sum().backward()
@@ -535,7 +535,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion(self, conversion):
-        """Beyond upstream: a conversion keeps gradients, and keeps them cleared, also one that changes nothing."""
+        """Beyond upstream: a conversion keeps gradients, and cleared ones stay cleared, even if no dtype changes."""
         self._test_gradients_after_conversion(conversion, use_orig_params=False)
 
     @torch_defect("fsdp1_conversion_brings_back_gradients")
@@ -548,7 +548,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @parametrize("convert_sync_bn", [True, False])
     def test_mp_batchnorm(self, convert_sync_bn):
-        """Norms that the config ignores become instances of their own, without mixed precision, and get float32."""
+        """Norms that the config ignores become FSDP instances without mixed precision and get float32 inputs."""
 
         def never_wrap_policy(*args: Any, **kwargs: Any) -> bool:
             return False
@@ -585,7 +585,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(full_precision=[True, False])
     def test_eval_root_cast_inputs(self, full_precision):
-        """A root without parameters casts its inputs in eval mode, unless that is to be in full precision."""
+        """In eval mode, a root without parameters casts its inputs, unless eval mode uses full precision."""
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             root = SeesInput(FSDP(nn.Linear(5, 5).to(self.device), mixed_precision=default_mp))
             model = FSDP(root, mixed_precision=default_mp).eval()
@@ -599,7 +599,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(**IN_EVAL)
     def test_full_precision_in_eval(self, cast_forward_inputs, full_precision):
-        """Eval mode computes in full precision where that is asked for, and training in low precision after it."""
+        """Eval mode uses full precision if requested. Training after it uses low precision again."""
         config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._transformer(mixed_precision=config)
@@ -616,7 +616,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             with torch.no_grad():  # see test_forward_without_backward
                 output = model(*inputs)
             self.assertEqual(output.dtype, torch.float32 if full_precision else torch.float16)
-            if full_precision:  # beyond upstream: not a bit is lost on the way through low precision
+            if full_precision:  # beyond upstream: the result is exactly that of full precision
                 reference.bn.running_mean.copy_(model.bn.running_mean)
                 reference.bn.running_var.copy_(model.bn.running_var)
                 self.assertEqual(output, reference(*inputs))
@@ -624,7 +624,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(**IN_EVAL)
     def test_full_precision_in_eval_buffers(self, cast_forward_inputs, full_precision):
-        """So do buffers, which are low again in training."""
+        """In eval mode, buffers have full precision if requested. In training they have low precision again."""
         config = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=cast_forward_inputs)
         with internals.switched(FULL_PRECISION_IN_EVAL, full_precision):
             model = self._get_simple_nested_model(torch.float32, mixed_precision=config)
@@ -642,7 +642,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_full_precision_in_eval_buffers_under_any_root(self):
-        """Beyond upstream: a root without parameters casts all buffers if any of its instances has mixed precision."""
+        """Beyond upstream: a root without parameters casts buffers if any of its instances uses mixed precision."""
         with internals.switched(FULL_PRECISION_IN_EVAL, True):
             layers = [LinearMixedPrecision(torch.float32, f"buffer{index}").to(self.device) for index in (0, 1)]
             half = MixedPrecision(torch.float16, torch.float16, torch.float16, cast_forward_inputs=True)
@@ -658,7 +658,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(**IN_EVAL)
     def test_full_precision_in_eval_comm(self, cast_forward_inputs, full_precision):
-        """And gradients of a model in eval mode are reduced in full precision where that is asked for."""
+        """In eval mode, gradients are reduced in full precision if requested."""
         config = MixedPrecision(
             param_dtype=torch.float32,
             buffer_dtype=torch.float32,
@@ -678,7 +678,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
     def test_input_grads_with_param_mixed_precision(self, sharding_strategy, use_orig_params):
-        """The gradient of a float32 input is float32, though it was computed in half of that."""
+        """The gradient of a float32 input is float32, even if it was computed in float16."""
         torch.manual_seed(0)
         layer = nn.Linear(16, 16, bias=False, device=self.device)
         expected = layer.weight.detach().half()
@@ -704,14 +704,14 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             (torch.bfloat16, torch.float16),
             (None, torch.float16),
         ],
-        # Gradients are compared with the original parameters in use; without, only parameters.
+        # With original parameters, gradients are compared; without them, only parameters.
         layout=[*((strategy, True) for strategy in STRATEGIES), (ShardingStrategy.FULL_SHARD, False)],
     )
     def test_parity_with_casts_by_hand(self, dtypes, layout):
-        """Beyond upstream: on each rank all gradients, parameters and losses are, bit for bit, those of casts by hand.
+        """Beyond upstream: on each rank, gradients, parameters and losses bitwise match a model that casts by hand.
 
-        The reference computes with a copy in ``param_dtype``, averages its gradients in ``reduce_dtype`` over the ranks
-        and steps in float32. Inputs differ by rank; after the first of the three steps so do Adam's moments.
+        The reference computes with a copy in ``param_dtype``, averages gradients over the ranks in ``reduce_dtype`` and
+        steps in float32. Inputs differ by rank, and so do Adam's moments after the first of the three steps.
         """
         param_dtype, reduce_dtype = dtypes
         sharding_strategy, use_orig_params = layout
@@ -749,10 +749,10 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     @subtests(overflows=["loss", "output"], on_rank=[0, 1], reduce_dtype=[torch.float16, torch.float32])
     def test_overflow_on_one_rank(self, overflows, on_rank, reduce_dtype):
-        """Beyond upstream: where one rank's scaled loss, or a part of it, overflows, all ranks skip the step.
+        """Beyond upstream: if one rank's scaled loss or output overflows, all ranks skip the step.
 
-        A loss that is inf spoils all of the gradient. An output that is spoils a row of it, which a single rank holds,
-        and only the scaler tells the others.
+        An infinite loss makes the whole gradient infinite. An infinite output affects one row of the gradient. Only one
+        rank has that row, and only the scaler tells the other ranks.
         """
         torch.manual_seed(0)
         config = MixedPrecision(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
@@ -782,7 +782,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
 
 class ResidualNetwork(nn.Module):
-    """Convolutions and batch norms, with a shortcut, and a layer on top."""
+    """Convolutions and batch norms with a shortcut, and a linear layer at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -826,7 +826,7 @@ class SeesInput(nn.Module):
 
 
 class ResidualLayers(nn.Module):
-    """Three layers of odd sizes, two of them in a shortcut, a parameter of the root's own, and a buffer in use."""
+    """Three layers of odd sizes, two of them in a shortcut. The root has a parameter and a buffer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -840,7 +840,7 @@ class ResidualLayers(nn.Module):
 
 
 class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
-    """On one rank, for which every strategy becomes NO_SHARD."""
+    """One rank, for which every strategy becomes NO_SHARD."""
 
     world_size = 1
 
@@ -884,7 +884,7 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_with_ignored_module(self):
-        """An ignored module stays in full precision, and so refuses what comes from a low one."""
+        """An ignored module stays in full precision, so it refuses a low precision input."""
         model = ModelWithIgnoredModule().to(self.device)
         float16 = MixedPrecision(param_dtype=torch.float16)
         model = FSDP(model, ignored_modules=[model.ignored], mixed_precision=float16)
@@ -895,9 +895,9 @@ class TestFSDPMixedPrecisionIgnoredModules(FSDPTest):
 
 
 class TestFSDPDifferentSubmodulePrecision(FSDPTest):
-    """Which dtypes a model and its two submodules see, with a precision for one of them, or for each.
+    """The dtypes that a model and its two submodules see if one or both of them have their own precision.
 
-    Beyond upstream: in bfloat16 as in float16, and the gradients are those of the original dtype.
+    Beyond upstream: in bfloat16 as well as float16, and gradients have the original dtype.
     """
 
     world_size = 2
@@ -910,9 +910,9 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
         c2: MixedPrecision | None = None,
         root: MixedPrecision | None = None,
     ) -> tuple[nn.Module, nn.Module, nn.Module, FSDP]:
-        """The model and its submodules c1 and c2, and all of it in FSDP, as is each submodule with a precision.
+        """The model, its submodules c1 and c2, and the model in FSDP. A submodule with a precision is also in FSDP.
 
-        ``seen`` gets the inputs of all three. With ``cast_forward_inputs`` the submodules cast theirs themselves.
+        ``seen`` gets the inputs of all three. With ``cast_forward_inputs`` the submodules cast their own inputs.
         """
         model = SaveForwardInputsModel(seen, cast_forward_inputs).to(self.device)
         plain = model, model.c1, model.c2
@@ -964,7 +964,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(low=LOW_DTYPES)
     def test_submodules_with_different_precisions_error(self, low):
-        """The root casts its own input only: what its first submodule makes of it reaches the second in fp16."""
+        """The root casts only its own input, so the first submodule's low precision output reaches the second one."""
         casts, root = (MixedPrecision(dtype, cast_forward_inputs=True) for dtype in (low, torch.float32))
         *_, sharded = self._build({}, cast_forward_inputs=False, c1=casts, root=root)
         with self.assertRaisesRegex(RuntimeError, SAME_DTYPE):
@@ -983,7 +983,7 @@ class TestFSDPDifferentSubmodulePrecision(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(low=LOW_DTYPES)
     def test_submodules_with_external_inputs(self, low):
-        """A submodule's inputs are cast by the root if they come from outside, and not if the model makes them."""
+        """The submodule does not cast its inputs, so a tensor that the model creates stays float32."""
         seen: dict[str, torch.dtype] = {}
         model = MakesAnInput(seen).to(self.device)
         l2 = model.l2
@@ -1007,7 +1007,7 @@ class TakesTwo(nn.Module):
 
 
 class MakesAnInput(nn.Module):
-    """Calls its second layer with an output of the first and a tensor that it makes by itself."""
+    """Calls its second layer with an output of the first and with a tensor that it creates."""
 
     def __init__(self, seen: dict[str, torch.dtype]) -> None:
         super().__init__()
@@ -1021,12 +1021,12 @@ class MakesAnInput(nn.Module):
 
 
 class TransformerWithEMA(nn.Module):
-    """Trains a transformer, and evaluates a moving average of one."""
+    """Trains a transformer and evaluates a moving average."""
 
     def __init__(self) -> None:
         super().__init__()
         self.module = self._transformer()
-        # A short memory: what a step changes has to be seen in half precision.
+        # The decay is small, so that a step's effect is visible in half precision.
         self.ema_module = AveragedModel(self._transformer(), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
     def _transformer(self) -> nn.Module:
@@ -1042,7 +1042,7 @@ class TestFSDPTrainEval(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES)
     def test_train_ema_eval_flow(self, sharding_strategy):
-        """Training one part of a model, averaging it into the other, and evaluating that, in turn."""
+        """In turn, train one part of a model, average it into the other part, and evaluate that part."""
         device = self.device
         torch.manual_seed(0)
         model = FSDP(

@@ -1,4 +1,4 @@
-"""An FSDP1 unit that runs twice in one forward of its parent: both runs count in its gradient."""
+"""An FSDP1 unit that runs twice in one forward of its parent gets the gradients of both runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
 
 
 class Model(nn.Module):
-    """The inner layer twice, (4) to (4), and the outer one on the sum, to (5)."""
+    """The inner layer runs twice, (4) to (4). The outer one, to (5), gets the sum."""
 
     def __init__(self, wrap_fsdp: bool, **fsdp_kwargs: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_multi_forward(self):
-        """FSDP ends with the parameters of DDP."""
+        """FSDP ends with the same parameters as DDP."""
         model = FSDP(Model(wrap_fsdp=True))
         reference = data_parallel(Model(wrap_fsdp=False))
         before = [param.detach().clone() for param in reference.parameters()]
@@ -60,7 +60,7 @@ class TestMultiForward(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_gradients_of_each_step(self):
-        """Beyond upstream: on data that differs by rank, gradients of parameters and inputs at every step."""
+        """Beyond upstream: parameter and input gradients at every step, with data that differs by rank."""
         self.run_subtests(
             {
                 "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
@@ -73,7 +73,7 @@ class TestMultiForward(FewRanksTest):
         reference = Model(wrap_fsdp=False)
         model = FSDP(Model(wrap_fsdp=True, **fsdp_kwargs), **fsdp_kwargs)
         models = [reference, model]
-        # With a larger rate training diverges, and enlarges the rounding in the sum of more than two ranks.
+        # With a larger rate, training diverges and enlarges rounding errors in sums over more than two ranks.
         optims = [torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in models]
         torch.manual_seed(10 + self.rank)
         for _ in range(3):
@@ -84,7 +84,7 @@ class TestMultiForward(FewRanksTest):
                 each(mine).square().sum().backward()
             average_gradients(reference)
             self.assertEqual(inputs[1].grad, inputs[0].grad)
-            # Flattened as FSDP does it; the last rank's shard ends in padding, if it has any.
+            # Flattened as in FSDP. The last rank's shard may end in padding.
             for unit, layer in ((model.module.inner, reference.inner), (model, reference.outer)):
                 flat_param = internals.flat_param_of(unit)
                 full = torch.cat([param.grad.flatten() for param in layer.parameters()])
@@ -98,13 +98,13 @@ class TestMultiForward(FewRanksTest):
     def test_gathers_of_each_pass(self):
         """Beyond upstream: FULL_SHARD gathers the inner unit for each run and for backward, SHARD_GRAD_OP once.
 
-        Its post-backward logic runs once, after both of the runs.
+        Its post-backward logic runs once, after both runs.
         """
         for strategy, expected in ((ShardingStrategy.FULL_SHARD, [2, 1]), (ShardingStrategy.SHARD_GRAD_OP, [1, 0])):
             with self.subTest(strategy=strategy):
                 model = FSDP(Model(wrap_fsdp=True, sharding_strategy=strategy), sharding_strategy=strategy)
                 outer, inner = (internals.flat_param_of(unit).numel() for unit in (model, model.module.inner))
-                self.assertNotEqual(outer, inner)  # by which they are told apart
+                self.assertNotEqual(outer, inner)  # so that their gathers can be distinguished
                 for _ in range(2):
                     hook = mock.Mock(side_effect=internals.fsdp1_runtime._post_backward_hook)
                     with torch_names.patched(internals.fsdp1_runtime, "_post_backward_hook", hook):

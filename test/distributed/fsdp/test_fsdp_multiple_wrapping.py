@@ -1,4 +1,4 @@
-"""A module that ran under one FSDP1 root may be wrapped by a second one; a root that ran may not."""
+"""A module that ran under one FSDP1 root can be wrapped by a second root. A root that ran cannot be wrapped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients
 
 
 class InnerModel(nn.Module):
-    """One layer, (5) to (5), in FSDP; the module itself is not."""
+    """One layer, (5) to (5), in FSDP. The module itself is not in FSDP."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class InnerModel(nn.Module):
 
 class TestMultipleWrapping(FewRanksTest):
     def _train_under_root(self, inner: InnerModel, device: str) -> FSDP:
-        """Three steps through a root over the module; the root is returned."""
+        """Wrap the module in a root, train it for three steps, and return the root."""
         torch.manual_seed(10 + self.rank)
         model = FSDP(inner, device_id=torch.device(device))
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -41,7 +41,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_multiple_wrapping(self, device):
-        """The second root computes with what the first one trained."""
+        """The second root computes with the parameters that the first one trained."""
         inner = InnerModel(device)
         first = self._train_under_root(inner, device)
         x = torch.rand(1, 5, device=device)
@@ -51,7 +51,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_second_root_owns_shared_state(self, device):
-        """Beyond upstream: after its first forward the second root's streams and order are those of the inner unit."""
+        """Beyond upstream: after its first forward, the second root shares streams and order with the inner unit."""
         inner = InnerModel(device)
         first = self._train_under_root(inner, device)
         (unit,) = inner.layers
@@ -70,7 +70,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_through_second_root(self, device):
-        """Beyond upstream: steps through the second root are those of a local copy with averaged gradients."""
+        """Beyond upstream: steps through the second root match a local copy with averaged gradients."""
         inner = InnerModel(device)
         self._train_under_root(inner, device)
         reference = nn.Linear(5, 5).to(device)
@@ -93,7 +93,7 @@ class TestMultipleWrapping(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_root_that_ran_is_refused(self, device):
-        """Beyond upstream: what ran as a root stays one, and no other root takes it in."""
+        """Beyond upstream: an instance that ran as a root cannot run inside another root."""
         first = self._train_under_root(InnerModel(device), device)
         second = FSDP(first, device_id=torch.device(device))
         with self.assertRaisesRegex(AssertionError, "Non-root FSDP instance's `_is_root` should not have been set yet"):

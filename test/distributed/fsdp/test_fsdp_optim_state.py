@@ -1,8 +1,8 @@
-"""Optimizer state of FSDP1: saved with the parameters' own names and shapes, and cut again for another wrapping,
-other parameter groups, another order of parameters or another number of ranks.
+"""Optimizer state of FSDP1 is saved with the original parameter names and shapes, and can be sharded again.
 
-What FSDP saves is compared, by name, with an unwrapped model that was trained alone on the whole batch. Each rank of
-FSDP sees its rows of the batch only.
+The new model may have another wrapping, other parameter groups, another parameter order or another number of ranks. The
+saved state is compared by name with an unwrapped model that trains alone on the whole batch. With FSDP each rank sees
+only its rows of the batch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TYPES = parametrize("state_dict_type", [FULL, SHARDED])
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Random numbers from a generator of their own: ``torch.manual_seed`` notes the stack of each of its many calls."""
+    """Random numbers from a separate generator: ``torch.manual_seed`` records the stack of each of its many calls."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -112,7 +112,7 @@ class BlockB(_Block):
 
 
 class NestedModel(nn.Module):
-    """Blocks of odd sizes, which may be wrapped in several ways, and a parameter that no FSDP instance holds."""
+    """Blocks of odd sizes that can be wrapped in several ways, and one parameter outside every FSDP instance."""
 
     features = 5
 
@@ -142,14 +142,14 @@ class NestedModel(nn.Module):
         self.block0 = FSDP(self.block0, **kwargs)
 
     def wrap_with_unmanaged_params(self, add_to_fsdp_module: bool, **kwargs: Any) -> None:
-        """``wrap``, after a parameter that is in no saved state has come to an FSDP instance or to the root."""
+        """Register a parameter that has no saved state, in an FSDP instance or in the root, and then ``wrap``."""
         self.unmanaged = nn.Parameter(torch.randn(5, 5, device=self.bias.device))
         (self.block2[2] if add_to_fsdp_module else self).register_parameter("unmanaged_param", self.unmanaged)
         del self.unmanaged
         self.wrap(**kwargs)
 
     def optim_input(self, multiple_groups: bool, reverse: bool) -> list[Any]:
-        """All parameters, or two groups without the root's own bias; each list reversed where asked."""
+        """All parameters, or two groups without the root's own bias. ``reverse`` reverses each list."""
         order = reversed if reverse else iter
         if not multiple_groups:
             return list(order(list(self.parameters())))
@@ -161,7 +161,7 @@ class NestedModel(nn.Module):
 
 
 class TwoBlocks(nn.Sequential):
-    """One block is in FSDP, of the other one bias, and the rest of it is not; four ranks share no part of it evenly."""
+    """One block is in FSDP. Of the other, only one bias is. Four ranks cannot share any part of it evenly."""
 
     features = 5
 
@@ -174,7 +174,7 @@ class TwoBlocks(nn.Sequential):
 
 
 class TestDummyModel(nn.Module):
-    """Four small linear layers, the first of them frozen where asked."""
+    """Four small linear layers. ``no_grad`` freezes the first one."""
 
     __test__ = False
     features = 8
@@ -194,7 +194,7 @@ class TestDummyModel(nn.Module):
 
 @dataclasses.dataclass
 class Training:
-    """A model, its optimizer, the input of the optimizer, and the number of iterations so far."""
+    """A model, its optimizer, the parameters or groups given to the optimizer, and the iterations so far."""
 
     model: nn.Module
     optim: torch.optim.Optimizer
@@ -202,14 +202,14 @@ class Training:
     iteration: int = 0
 
     def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
-        """The optimizer as an argument of FSDP's older functions: itself, or its input."""
+        """The argument that tells FSDP's older functions about the optimizer: the optimizer itself, or its input."""
         return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
 
 
 class Interface:
-    """Two functions of FSDP: one saves an optimizer's state, one converts it for the optimizer of another model."""
+    """A pair of FSDP functions: one saves optimizer state, the other converts it for another model's optimizer."""
 
-    rank0_only = False  # whether other ranks save nothing
+    rank0_only = False  # whether the other ranks save nothing
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {vars(self)}"
@@ -222,7 +222,7 @@ class Interface:
 
 
 class OptimStateDict(Interface):
-    """``optim_state_dict`` and ``optim_state_dict_to_load``, with state dicts of this kind."""
+    """``optim_state_dict`` and ``optim_state_dict_to_load``, with these state dict settings."""
 
     def __init__(self, settings: StateDictSettings) -> None:
         self.settings = settings
@@ -237,7 +237,7 @@ class OptimStateDict(Interface):
 
 
 class ShardFull(Interface):
-    """The older functions for a full state: rank 0 saves and broadcasts it, and each rank cuts its own part."""
+    """The older functions for a full state: rank 0 saves and broadcasts it, and each rank takes its own part."""
 
     rank0_only = True
 
@@ -254,7 +254,7 @@ class ShardFull(Interface):
 
 
 class ScatterFull(ShardFull):
-    """As :class:`ShardFull`, but rank 0 cuts the state and scatters the parts."""
+    """Like :class:`ShardFull`, but rank 0 cuts the state and scatters the parts."""
 
     def convert(self, osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
         on_rank_0 = osd if dist.get_rank(group) == 0 else None
@@ -279,32 +279,32 @@ def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
 
 
 def full_of_original_parameters(rank0_only: bool = False) -> StateDictSettings:
-    """Offloaded only where that copies; see ``test_offloaded_state_of_original_parameters``."""
+    """Full state, offloaded only if that copies; see ``test_offloaded_state_of_original_parameters``."""
     offload = accelerator.current().has("device_memory")
     optim_config = FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
     return StateDictSettings(FULL, FullStateDictConfig(), optim_config)
 
 
 def group_of(ranks: range) -> Group:
-    """A new group, made by all ranks; None for all of them."""
+    """A new group, which all ranks create. None if it would have all ranks."""
     return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
 def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
-    """The state that rank 0 passes, on every rank."""
+    """Rank 0's state, on every rank."""
     objects = [osd]
     dist.broadcast_object_list(objects, src=0, group=group)
     return objects[0]
 
 
 def moments_of(osd: dict[str, Any]) -> list[Any]:
-    """The states that have their parameter's shape, which is all but the step counts."""
+    """The states with the shape of their parameter: all but the step counts."""
     values = [value for states in osd["state"].values() for value in states.values()]
     return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
 
 
 def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
-    """Replace the optimizer's state by copies of the given one; for the reason see ``test_steps_are_apart``."""
+    """Replace the optimizer's state by copies of the given one. ``test_steps_are_apart`` says why copies are needed."""
     state = {
         key: {name: value.clone() if torch.is_tensor(value) else value for name, value in each.items()}
         for key, each in osd["state"].items()
@@ -322,7 +322,7 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 
 class TestFSDPOptimState(FSDPTest):
-    # The older functions, called with the optimizer and with its input, and then the functions that replace them.
+    # The older functions, called with the optimizer and with its input, and then the functions that replaced them.
     SHARD_FULL = (ShardFull(use_optim_input=False), ShardFull(use_optim_input=True), OptimStateDict(FULL_EVERYWHERE))
     SCATTER_FULL = (
         ScatterFull(use_optim_input=False),
@@ -342,11 +342,11 @@ class TestFSDPOptimState(FSDPTest):
 
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
-        # All of the older interfaces call themselves deprecated. The test of such a warning listens for it itself.
+        # The older interfaces give deprecation warnings. The test of such a warning catches it itself.
         warnings.filterwarnings("ignore", category=FutureWarning)
         super()._run(*args, **kwargs)
 
-    # What is trained
+    # Training
 
     def _init_nested_model(
         self,
@@ -356,7 +356,7 @@ class TestFSDPOptimState(FSDPTest):
         use_diff_optim_inputs: bool = False,
         **fsdp_kwargs: Any,
     ) -> Training:
-        """A nested model, in FSDP as its method ``wrap`` says, and Adam; odd ranks may take parameters in reverse."""
+        """A nested model with Adam, wrapped by the method ``wrap``. Odd ranks may reverse their parameters."""
         model = NestedModel().to(self.device)
         if wrap is not None:
             getattr(model, wrap)(process_group=group, **fsdp_kwargs)
@@ -369,14 +369,14 @@ class TestFSDPOptimState(FSDPTest):
             FSDPInitMode.NO_FSDP if wrap is None else FSDPInitMode.RECURSIVE,
             DEVICEInitMode.DEVICE_BEFORE,
             deterministic=True,
-            add_bn=False,  # over the batch, of which each rank has a part
+            add_bn=False,  # its statistics would depend on the batch, and each rank has only a part of it
         )
         params = list(model.parameters())
-        # The bias of attention's keys has no gradient but for rounding, of which a smaller eps would make whole steps.
+        # The gradient of the attention's key bias is only rounding errors. A smaller eps would enlarge them.
         return Training(model, torch.optim.Adam(params, lr=0.01, eps=1e-3), params)
 
     def _loss(self, model: nn.Module, iteration: int, rank: int, size: int) -> torch.Tensor:
-        """The mean over a rank's rows of the iteration's batch, of which ``size`` ranks have equal parts."""
+        """The mean loss over this rank's rows of the batch. Each of the ``size`` ranks has the same number of rows."""
         seed = 1000 + iteration
         if isinstance(getattr(model, "module", model), TransformerWithSharedParams):
             source, target = torch.randint(23, (10, BATCH), generator=torch.Generator().manual_seed(seed)).split([6, 4])
@@ -386,9 +386,9 @@ class TestFSDPOptimState(FSDPTest):
         return model(rows).sum() / len(rows)
 
     def _train(self, training: Training, iterations: int = 1, group: Group = None) -> list[torch.Tensor]:
-        """Train a model in FSDP on this rank's rows, any other model alone on all rows. Returns the losses.
+        """Train a model in FSDP on this rank's rows, or any other model alone on all rows. Returns the losses.
 
-        FSDP leaves the gradients of parameters that it does not manage alone, so they are averaged here.
+        FSDP does not reduce gradients of parameters outside it, so they are averaged here.
         """
         model, instances = training.model, FSDP.fsdp_modules(training.model)
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if instances else (0, 1)
@@ -412,10 +412,10 @@ class TestFSDPOptimState(FSDPTest):
         self._train(reference, iterations)
         self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
 
-    # What is compared
+    # Comparisons
 
     def _check_same_osd(self, found: dict[str, Any], wanted: dict[str, Any], **tolerance: Any) -> None:
-        """The same keys, states and parameter groups."""
+        """Both must have the same keys, states and parameter groups."""
         self.assertGreater(len(wanted["state"]), 0)
         self.assertEqual(found["state"], wanted["state"], exact_device=False, **tolerance)
         self.assertEqual(found["param_groups"], wanted["param_groups"])
@@ -427,7 +427,7 @@ class TestFSDPOptimState(FSDPTest):
         group: Group = None,
         rank0_only: bool = False,
     ) -> None:
-        """States and parameter groups are the reference's, by name. With ``rank0_only`` other ranks have nothing."""
+        """States and parameter groups match the reference by name. With ``rank0_only`` other ranks have nothing."""
         if rank0_only and dist.get_rank(group) > 0:
             self.assertEqual(osd, {})
             return
@@ -450,10 +450,10 @@ class TestFSDPOptimState(FSDPTest):
         use_multiple_param_groups: bool = False,
         **target_kwargs: bool,
     ) -> None:
-        """Save a model's state, convert it for another model's optimizer, load it there and train on.
+        """Save one model's state, convert it for another model's optimizer, load it there and train on.
 
-        Both models train in FSDP like a reference without it, so their states are that reference's. ``target_kwargs``
-        are for the second model alone.
+        Both models train in FSDP like a reference without FSDP, so the reference's state is the expected one.
+        ``target_kwargs`` are for the second model only.
         """
         groups = {"use_multiple_param_groups": True} if use_multiple_param_groups else {}
         source, reference, target = init("wrap", **groups), init(None, **groups), None
@@ -479,7 +479,7 @@ class TestFSDPOptimState(FSDPTest):
                     wanted = copy.deepcopy(target.optim.state_dict())
                     self._check_same_osd(interface.convert(own, target, group), wanted, rtol=0, atol=0)
                     converted = interface.convert(saved, target, group)
-                    # What was in shards, and belongs to a parameter that is not in FSDP here, has stayed as it was.
+                    # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
                     converted["state"] = state_dict_utils._gather_state_dict(converted["state"], pg=group)
                     self._check_same_osd(converted, wanted)
                     load_into(target.optim, converted)
@@ -496,7 +496,7 @@ class TestFSDPOptimState(FSDPTest):
     def test_optim_state_dict_nested(
         self, state_dict_type, use_multiple_param_groups, rank0_only, use_diff_optim_inputs
     ):
-        """The saved state is that of a model without FSDP, on all ranks, on rank 0 alone, or in shards."""
+        """The saved state matches a model without FSDP: on all ranks, on rank 0 only, or in shards."""
         if state_dict_type is SHARDED and rank0_only:
             return self._check_shards_are_for_all_ranks()
         kwargs = {
@@ -515,7 +515,7 @@ class TestFSDPOptimState(FSDPTest):
                 self._check_saved(osd, reference, rank0_only=rank0_only)
 
     def _check_shards_are_for_all_ranks(self) -> None:
-        """``rank0_only`` belongs to FULL_STATE_DICT."""
+        """``rank0_only`` is only valid for FULL_STATE_DICT."""
         model = NestedModel().to(self.device)
         model.wrap()
         with self.assertRaises(TypeError):
@@ -531,7 +531,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_full_optim_state_dict_keys(self):
-        """States have the names of the model's state dict, whatever is ignored or wrapped for checkpointing."""
+        """States have the names of the model's state dict, even with ignored modules and checkpoint wrappers."""
         model = NestedModel().to(self.device)
         model.wrap(ignore=True)
         checkpoint_wrapping.apply_activation_checkpointing(
@@ -549,7 +549,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_full_optim_state_dict_nested_invalid(self):
-        """All ranks refuse together when one of them lacks a state that rank 0 has."""
+        """All ranks raise an error if one of them lacks a state that rank 0 has."""
         model = NestedModel().to(self.device)
         model.wrap()
         params = list(model.parameters())[: None if self.rank == 0 else -1]
@@ -565,7 +565,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], use_legacy=[False, True])
     def test_rank0_only_leaves_nothing_elsewhere(self, use_orig_params, use_legacy):
-        """Beyond upstream: what was gathered for rank 0 is gone on the others, and not merely out of the dict."""
+        """Beyond upstream: the other ranks free the memory that was gathered for rank 0."""
         run = self._init_nested_model("wrap", use_orig_params=use_orig_params)
         self._train(run, 3)
         set_state_dict_type(run.model, FULL_ON_RANK_0)
@@ -575,13 +575,13 @@ class TestFSDPOptimState(FSDPTest):
         new = live_storages().keys() - before.keys()
         if self.rank > 0:
             self.assertEqual(osd, {})
-            # A thread of the backend may still hold what the last gather took, and what it gave.
+            # A backend thread may still hold the input and output of the last gather.
             self.assertLessEqual(len(new), 2)
         else:
             self.assertGreater(len(osd["state"]), 2)
             self.assertGreater(len(new), 2)
 
-    # Full state, cut by each rank for itself
+    # Full state, sharded by each rank
 
     @skip_if_lt_x_gpu(2)
     @MANY_GROUPS
@@ -619,7 +619,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_nested(self):
-        # Beyond upstream: LOCAL_STATE_DICT, documented as not supported yet for optimizers, is the same to them.
+        # Beyond upstream: LOCAL_STATE_DICT, documented as not supported yet for optimizers, works like shards.
         local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
         interfaces = [FlattenSharded(), OptimStateDict(SHARDS), OptimStateDict(local)]
         self._test_load_optim_state(interfaces, self._init_nested_model, wrap_alt=True)
@@ -631,7 +631,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @requires_world_size(4)
     def test_uneven_shards(self):
-        """Beyond upstream: of 5 rows four ranks have 2, 2, 1 and none; of 3 rows the last rank has none either."""
+        """Beyond upstream: four ranks have 2, 2, 1 and 0 of 5 rows. The last rank also has none of 3 rows."""
         run = self._init_nested_model("wrap")
         self._train(run, 3)
         osd = FSDP.sharded_optim_state_dict(run.model, run.optim)
@@ -648,7 +648,7 @@ class TestFSDPOptimState(FSDPTest):
     @requires_world_size(4)
     @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
     def test_use_orig_params(self, halve_world_size, wrap_alt):
-        """From a model with flat parameters to one with the original ones."""
+        """Save from a model with flat parameters and load into one with original parameters."""
         settings = [full_of_original_parameters(rank0_only) for rank0_only in (False, True)]
         self._test_load_optim_state(
             [OptimStateDict(each) for each in (settings if halve_world_size else [*settings, SHARDS])],
@@ -658,7 +658,7 @@ class TestFSDPOptimState(FSDPTest):
             use_orig_params=True,
         )
 
-    # Parameters that FSDP does not know, other keys
+    # Parameters outside FSDP, and other keys
 
     @skip_if_lt_x_gpu(2)
     @TYPES
@@ -674,7 +674,7 @@ class TestFSDPOptimState(FSDPTest):
     def _test_unmanaged_params(
         self, state_dict_type: StateDictType, add_to_fsdp_module: bool, use_optim_input: bool
     ) -> None:
-        """A parameter without a saved state cannot be part of a flat one that has; by itself it may be left out."""
+        """A parameter without saved state cannot join a flat parameter with state. Outside FSDP it may."""
         source = self._init_nested_model("wrap")
         self._train(source)
         model = NestedModel().to(self.device)
@@ -702,13 +702,13 @@ class TestFSDPOptimState(FSDPTest):
         self.assertEqual(target.optim.state_dict()["state"], converted["state"])
         self._train(target)
         steps = {int(state["step"]) for state in target.optim.state.values()}
-        self.assertEqual(steps, {2, 1})  # the one that is in no loss has no gradient, and stays at 1
+        self.assertEqual(steps, {2, 1})  # the unmanaged parameter is in no loss, so it has no gradient and stays at 1
 
     @skip_if_lt_x_gpu(2)
     @TYPES
     @MANY_GROUPS
     def test_rekey_optim_state_dict_to_ids(self, state_dict_type, use_multiple_param_groups):
-        """With numbers for names, FSDP's state is one that an optimizer without FSDP loads."""
+        """With numbers in place of names, an optimizer without FSDP loads FSDP's state."""
         groups, full = {"use_multiple_param_groups": use_multiple_param_groups}, state_dict_type is FULL
         run, plain = self._init_nested_model("wrap", **groups), self._init_nested_model(None, **groups)
         self._train_both(run, plain, 3)
@@ -730,7 +730,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_rekey_optim_state_dict_to_names(self):
-        """With names for numbers, the state of an optimizer without FSDP is one that FSDP cuts."""
+        """With names in place of numbers, FSDP shards the state of an optimizer without FSDP."""
         run, plain = self._init_nested_model("wrap"), self._init_nested_model(None)
         self._train_both(run, plain, 3)
         for use_optim_input in (False, True):
@@ -778,7 +778,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @TYPES
     def test_save_load_without_0th_param_state(self, state_dict_type):
-        """The first parameter has no state, since nothing used it."""
+        """The first parameter has no state, since forward does not use it."""
 
         class Model(nn.Module):
             def __init__(self) -> None:
@@ -817,7 +817,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_compatible_with_trec(self):
-        """A root without FSDP, parts that only some ranks have, and an optimizer whose keys are names."""
+        """A root outside FSDP, modules that only some ranks have, and an optimizer that uses names as keys."""
 
         class DenseAndSparse(nn.Module):
             features = 8
@@ -866,7 +866,7 @@ class TestFSDPOptimState(FSDPTest):
         with self.assertRaises(AssertionError):
             check_same()
         converted = FSDP.optim_state_dict_to_load(models[1], named, saved, is_named_optimizer=True)
-        # An optimizer of names wants all of its states, also those of parameters of which this rank has nothing.
+        # A named optimizer needs all of its states, even for parameters of which this rank has no elements.
         self.assertEqual(set(converted["state"]), set(named.state_dict()["state"]))
         named.load_state_dict(converted)
         check_same()
@@ -881,7 +881,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optim_state_without_param_groups(self):
-        """States alone, as some optimizers have them, go both ways."""
+        """State dicts without parameter groups, as some optimizers use, can be saved and loaded."""
         model = FSDP(nn.Sequential(nn.Linear(2, 4), nn.ReLU()).to(self.device))
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
 
@@ -953,7 +953,7 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], optim_class=[torch.optim.Adam, torch.optim.SGD])
     def test_state_dict_with_none_tensor_state(self, use_orig_params, optim_class):
-        """Numbers and None beside or instead of tensors survive."""
+        """Numbers and None are kept in the state, beside or instead of tensors."""
         run = self._dummy(optim_class, use_orig_params=use_orig_params)
         model, optim = run.model, run.optim
         self._train(run)
@@ -985,7 +985,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_no_grad(self):
-        """Parameters that are frozen in every other step keep the state they had, or have none."""
+        """Parameters that are frozen in every other step keep their state, if they have one."""
         model = FSDP(TestDummyModel(no_grad=True).to(self.device), use_orig_params=True)
         set_state_dict_type(model, full_of_original_parameters())
         run = Training(model, torch.optim.Adam(model.parameters(), lr=1e-2))
@@ -1007,11 +1007,11 @@ class TestFSDPOptimState(FSDPTest):
     @torch_defect("fsdp1_step_counts_are_shared")
     @skip_if_lt_x_gpu(2)
     def test_steps_are_apart(self):
-        """Beyond upstream: each parameter of a saved state has a step count of its own, which goes up by one a step.
+        """Beyond upstream: each parameter of a saved state has its own step count, which increases by one per step.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 the parameters of one flat parameter share theirs
-        (``_unflatten_communicated_optim_state``), also after ``torch.save``. An optimizer to which they are several
-        parameters loads one tensor for all, and counts it up once for each. Minimal: this test.
+        In torch 2.9.1, 2.11.0 and 2.13.0 all parameters of one flat parameter share one step tensor
+        (``_unflatten_communicated_optim_state``), also after ``torch.save``. If an optimizer with separate parameters
+        loads it, the tensor stays shared and is increased once for each parameter. Minimal: this test.
         """
         model, plain = FSDP(nn.Linear(2, 3, device=self.device)), nn.Linear(2, 3, device=self.device)
         optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
@@ -1027,7 +1027,7 @@ class TestFSDPOptimState(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_damaged_state_is_refused(self):
-        """Beyond upstream: what cannot be the model's is refused with its fault, and the optimizer stays as is."""
+        """Beyond upstream: a damaged state raises an error that names the fault. The optimizer does not change."""
         run = self._init_nested_model("wrap")
         self._train(run, 3)
         model, optim = run.model, run.optim
@@ -1081,12 +1081,12 @@ class TestFSDPOptimState(FSDPTest):
     @torch_defect("fsdp1_transposed_optim_state_is_loaded")
     @skip_if_lt_x_gpu(2)
     def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
-        """Beyond upstream: as with flat parameters, a state of another shape is an error, and no part of it is loaded.
+        """Beyond upstream: a state of the wrong shape is an error, as with flat parameters, and is not loaded.
 
-        torch 2.9.1, 2.11.0 and 2.13.0 cut what they are given (``_shard_orig_param_state``) and never look at its
-        shape: a transposed state is loaded in the wrong order. Minimal: ``FSDP(nn.Linear(2, 3),
-        use_orig_params=True)``, one step of Adam, ``osd = FSDP.optim_state_dict(model, optim)``, transpose
-        ``osd["state"]["weight"]["exp_avg"]`` and call ``FSDP.optim_state_dict_to_load(model, optim, osd)``.
+        torch 2.9.1, 2.11.0 and 2.13.0 cut the given state (``_shard_orig_param_state``) without a look at its shape, so
+        a transposed state is loaded in the wrong order. Minimal: ``FSDP(nn.Linear(2, 3), use_orig_params=True)``, one
+        step of Adam, ``osd = FSDP.optim_state_dict(model, optim)``, transpose ``osd["state"]["weight"]["exp_avg"]`` and
+        call ``FSDP.optim_state_dict_to_load(model, optim, osd)``.
         """
         model = FSDP(nn.Linear(2, 3, device=self.device), use_orig_params=True)
         optim = torch.optim.Adam(model.parameters())
@@ -1101,11 +1101,11 @@ class TestFSDPOptimState(FSDPTest):
     @torch_defect("fsdp1_offloaded_optim_states_are_one")
     @requires(lambda: "here offloading copies" if accelerator.current().has("device_memory") else None)
     def test_offloaded_state_of_original_parameters(self):
-        """Beyond upstream: offloaded or not, ``exp_avg`` is the average and not what was gathered after it.
+        """Beyond upstream: with or without offloading, ``exp_avg`` is the average, not a state gathered later.
 
-        torch 2.9.1, 2.11.0 and 2.13.0 gather the states of a parameter one after the other in the same tensor
-        (``_allgather_orig_param_states``) and take offloading for a copy, which it is not where FSDP computes on the
-        CPU: all states are then the last one. Offloading is the default. Minimal: ``FSDP(nn.Linear(2, 3),
+        torch 2.9.1, 2.11.0 and 2.13.0 gather the states of a parameter one after another into the same tensor
+        (``_allgather_orig_param_states``) and rely on offloading to copy it. On the CPU offloading does not copy, so
+        all states equal the last one. Offloading is the default. Minimal: ``FSDP(nn.Linear(2, 3),
         use_orig_params=True)`` on two ranks, one step of Adam, and ``FSDP.optim_state_dict(model, optim)``.
         """
         model = FSDP(nn.Linear(2, 3, device=self.device), use_orig_params=True)
@@ -1124,10 +1124,10 @@ class TestFSDPOptimState(FSDPTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_checkpoint_on_disk(self):
-        """Beyond upstream: saved by some ranks, loaded by as many, more or fewer, trained on as if uninterrupted."""
+        """Beyond upstream: a checkpoint loads on as many, more or fewer ranks, and training goes on unchanged."""
         groups = {size: group_of(range(size)) for size in (4, 2, 1)}
         kinds = [SHARDS, FULL_EVERYWHERE, FULL_ON_RANK_0]
-        # Every two of sizes, kind and parameters meet; all three do where slow tests are asked for.
+        # All pairs of sizes, kind and parameters are tested; all triples only if slow tests are enabled.
         for number, (saved_by, settings) in enumerate(itertools.product([4, 2], kinds)):
             path, orig = os.path.join(self.temp_dir, str(number)), number % 2 == 1
             if self.rank < saved_by:
@@ -1142,10 +1142,10 @@ class TestFSDPOptimState(FSDPTest):
                 self.run_subtests(config, self._test_load_from_disk, path, groups)
 
     def _init_two_blocks(self, use_orig_params: bool | None, group: Group = None) -> Training:
-        """The blocks in FSDP, with original or with flat parameters; without FSDP for None."""
+        """The blocks in FSDP, with original or with flat parameters. None means without FSDP."""
         model = TwoBlocks().to(self.device)
         if use_orig_params is not None:
-            # Offloading goes with flat parameters: neither is known to the other's code.
+            # Only flat parameters are offloaded: the two options are independent, so not all pairs are needed.
             offload = CPUOffload(not use_orig_params)
             model.wrap(use_orig_params=use_orig_params, cpu_offload=offload, process_group=group)
         return Training(model, torch.optim.Adam(model.parameters(), lr=0.01))
@@ -1156,11 +1156,11 @@ class TestFSDPOptimState(FSDPTest):
         settings = copy.deepcopy(settings)
         offload, has_copies = not use_orig_params, accelerator.current().has("device_memory")
         settings.optim_state_dict_config.offload_to_cpu = offload
-        # Where the host itself computes, a full state dict is not copied when offloaded, but freed.
+        # On the host, offloading does not copy a full state dict, and its memory is freed.
         settings.state_dict_config.offload_to_cpu = offload and (settings.state_dict_type is SHARDED or has_copies)
         set_state_dict_type(run.model, settings)
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
-        # Without the parameter groups: see test_load_where_a_rank_has_no_rows.
+        # Without parameter groups; test_load_where_a_rank_has_no_rows says why.
         return {"model": run.model.state_dict(), "optim": osd.get("state", {})}
 
     def _test_load_from_disk(
@@ -1176,7 +1176,7 @@ class TestFSDPOptimState(FSDPTest):
         reference, group = self._init_two_blocks(None), groups[loaded_by]
         self._train(reference, 3)
         run = self._init_two_blocks(use_orig_params, group)
-        run.iteration = 50  # no part of the training: it leads the state astray
+        run.iteration = 50  # not part of the training: these steps must be undone by the load
         self._train(run, 1, group)
         self.assertNotEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
         state = self._state_on_disk(run, settings, use_orig_params, group)
@@ -1196,10 +1196,11 @@ class TestFSDPOptimState(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):
-        """Beyond upstream: a whole optimizer state dict is loaded from disk where some rank has no row of a parameter.
+        """Beyond upstream: an optimizer state dict loads from disk even if a rank has no rows of a parameter.
 
-        In torch 2.9.1, 2.11.0 and 2.13.0 ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard, misses its
-        name, takes the checkpoint for one of torch 2.3, and then misses "optim.param_groups". Minimal: this test.
+        In torch 2.9.1, 2.11.0 and 2.13.0 ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then
+        misses the tensor's name, assumes a checkpoint of torch 2.3, and fails on "optim.param_groups". Minimal: this
+        test.
         """
         model = FSDP(nn.Linear(3, 1, device=self.device))
         optim = torch.optim.Adam(model.parameters())
@@ -1211,17 +1212,17 @@ class TestFSDPOptimState(FSDPTest):
         loaded = {"optim": FSDP.optim_state_dict(model, optim)}
         try:
             dcp.load(loaded, checkpoint_id=self.temp_dir)
-        except CheckpointException as error:  # no Exception, and so nothing that unittest expects
+        except CheckpointException as error:  # a BaseException, which is no expected failure to unittest
             self.fail(str(error))
         self.assertEqual(*(state_dict_utils._gather_state_dict(each["optim"]["state"]) for each in (loaded, saved)))
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_damaged_checkpoint(self):
-        """Beyond upstream: every rank hears of it, and model and optimizer train on as if nothing had been tried."""
+        """Beyond upstream: every rank gets the error. Model and optimizer train on as if nothing had been loaded."""
         model = FSDP(
             self._init_nested_model("wrap").model
-        )  # the rest too: what FSDP does not manage is loaded into the live parameters
+        )  # wraps the rest too: parameters outside FSDP would be loaded in place
         run, reference = Training(model, torch.optim.Adam(model.parameters(), lr=0.01)), self._init_nested_model(None)
         self._train_both(run, reference, 3)
         set_state_dict_type(model, SHARDS)
@@ -1231,7 +1232,7 @@ class TestFSDPOptimState(FSDPTest):
 
         def save(name: str, damage: Callable[[dict[str, Any]], object] = lambda states: None) -> str:
             path, saved = os.path.join(self.temp_dir, name), state()
-            for key in saved["model"]:  # nothing in the file is what the model has
+            for key in saved["model"]:  # every value in the file differs from the model's
                 saved["model"][key] = torch.zeros_like(saved["model"][key])
             damage(saved["optim"]["state"]["block1.weight"])
             dcp.save(saved, checkpoint_id=path)

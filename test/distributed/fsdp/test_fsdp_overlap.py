@@ -1,7 +1,7 @@
-"""FSDP1 issues all-gathers ahead of the computation that they are to run beside, and nothing waits for them early.
+"""FSDP1 issues all-gathers before the computation that they overlap with, and nothing waits for them early.
 
-The order of all-gathers and computation is checked on every device. That time is really saved can be measured only
-where work is queued on streams and a kernel can keep the device busy.
+The order of all-gathers and computation is checked on every device. Real time savings can only be measured on devices
+with streams and a kernel that keeps the device busy.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_t
 from torch_fsdp_tests.fsdp import internals
 
 limiter = torch_names.module("torch.distributed.fsdp._limiter_utils")
-Event = tuple[str, int]  # what happens, and the number of its layer
+Event = tuple[str, int]  # the kind of event, and the number of the layer
 
 LAYERS = 4
-DELAY = 100  # milliseconds; long beside what an iteration costs without one
-FACTOR = 10  # by which short and long times differ at least
+DELAY = 100  # milliseconds; long compared to an iteration without delays
+FACTOR = 10  # the minimum ratio of long and short times
 
 
 class Layer(nn.Module):
-    """Keeps the device busy, and adds a parameter of one element if it has one; tells ``events`` when it computes."""
+    """Keeps the device busy and adds its one-element parameter, if it has one. It records its runs in ``events``."""
 
     def __init__(self, cycles: int, has_params: bool, number: int = 0, events: list[Event] | None = None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
         self.number = number
         self.events = [] if events is None else events
         self.weight = nn.Parameter(torch.full((1,), number + 1.0)) if has_params else None
-        self.timing: tuple[torch.Event, torch.Event] | None = None  # with times, on devices that have them
+        self.timing: tuple[torch.Event, torch.Event] | None = None  # with times, on devices that support them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.events.append(("forward", self.number))
@@ -55,7 +55,7 @@ class Layer(nn.Module):
             self.timing[1].record()
         summed = x if self.weight is None else x + self.weight
         output = summed + 0.0
-        # The gradient is here before FSDP looks at it, and then on its way to the parameter.
+        # "reached": the gradient arrives, before FSDP looks at it. "backward": it is on its way to the parameter.
         output.register_hook(functools.partial(self._tell, "reached"))
         summed.register_hook(functools.partial(self._tell, "backward"))
         return output
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 def _create_model(compute_cycles: int, has_params: bool, events: list[Event] | None = None, **fsdp_kwargs: Any) -> FSDP:
-    """The layers, each in FSDP, and the root around them, which has no parameters of its own."""
+    """Layers that are each in FSDP, and a root around them without own parameters."""
     kwargs = {"limit_all_gathers": False, **fsdp_kwargs}
     device = torch.device(accelerator.current().type)
     layers = (Layer(compute_cycles, has_params, number, events).to(device) for number in range(LAYERS))
@@ -78,7 +78,7 @@ def _create_model(compute_cycles: int, has_params: bool, events: list[Event] | N
 
 
 class Min10:
-    """The average of the ten smallest of the values that were added."""
+    """The average of the ten smallest values."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -91,7 +91,7 @@ class Min10:
 
 
 def _told_all_gathers(events: list[Event], model: FSDP) -> AbstractContextManager[None]:
-    """Inside the context ``events`` learns of each all-gather of a layer's parameters."""
+    """In the context, record each all-gather of a layer's parameters in ``events``."""
     numbers = {internals.handle(layer): layer.module.number for layer in model.module}
     return internals.recorded_gathers(lambda handle: events.append(("all-gather", numbers[handle])))
 
@@ -101,7 +101,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
 
     @skip_if_lt_x_gpu(1)
     def test_forward_overlap(self):
-        """A rank alone gathers nothing; where kernels can be slow, delays are the device's and not the host's."""
+        """A single rank gathers nothing. A slow kernel delays the device and not the host."""
         self._test_forward_overlap()
 
     def _test_forward_overlap(self) -> None:
@@ -124,17 +124,17 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
             events.clear()
             with _told_all_gathers(events, model):
                 output = model(inputs)
-            ahead = int(forward_prefetch and iteration > 0)  # the first iteration is the one that shows the order
+            ahead = int(forward_prefetch and iteration > 0)  # only after the first iteration, which records the order
             self.assertEqual(events, self._expected_forward(ahead) if gathers else self._expected_forward(None))
             self.assertEqual(output.item(), self.rank + (1 + 2 + 3 + 4) * has_params)
             (output * (self.rank + 1)).sum().backward()
             mean = (1 + self.world_size) / 2
             grads = [param.grad.tolist() for param in model.parameters()]
-            # One element, and on the ranks behind the first only padding.
+            # The gradient has one element. All ranks but the first have only padding.
             self.assertEqual(grads, [[mean] if self.rank == 0 else [0.0]] * LAYERS * has_params)
 
     def _expected_forward(self, ahead: int | None) -> list[Event]:
-        """Layers, and before each its all-gather and those of as many as are ``ahead``; None for no all-gathers."""
+        """The layers, each after its own all-gather and those of the ``ahead`` next ones. None: without all-gathers."""
         events: list[Event] = []
         gathered = 0
         for number in range(LAYERS):
@@ -146,7 +146,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         return events
 
     def _measure(self, compute_cycles: int, all_gather_cycles: int) -> dict[str, float]:
-        """Averages in ms: iteration and the wait after it by the host's clock, layers and total by the device's."""
+        """Averages in ms: iteration and final wait by the host's clock, layers and total by the device's."""
         device = accelerator.current().type
         has_params = all_gather_cycles > 0
         model = _create_model(compute_cycles, has_params)
@@ -194,7 +194,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         none, gather, compute, both = (
             self._measure(*delays) for delays in ((0, 0), (0, cycles), (cycles, 0), (cycles, cycles))
         )
-        # Nothing is gathered by a rank alone, so a delay of all-gathers is felt by two or more only.
+        # A single rank gathers nothing, so only two or more ranks notice delayed all-gathers.
         gathers = self.world_size > 1
         short_waits, long_waits = [none["wait"]], [compute["wait"], both["wait"]]
         short = [none["compute"], none["total"], gather["compute"]]
@@ -213,12 +213,12 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
 
     @skip_if_lt_x_gpu(2)
     def test_forward_overlap(self):
-        """The order in which all-gathers and layers run, and where they can overlap, how long they take."""
+        """The order of all-gathers and layers and, on devices where they can overlap, their times."""
         self._test_forward_overlap()
 
     @skip_if_lt_x_gpu(2)
     def test_backward_order(self):
-        """Beyond upstream: the next layer is gathered before this one's gradients, after them, or when needed."""
+        """Beyond upstream: the next layer is gathered before this layer's gradients, after them, or when needed."""
         self.run_subtests(
             {
                 "backward_prefetch": [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
@@ -247,7 +247,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
             with _told_all_gathers(events, model):
                 output.sum().backward()
             expected = self._expected_backward(backward_prefetch)
-            if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:  # all is there still
+            if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP:  # all layers are still gathered
                 expected = [event for event in expected if event[0] != "all-gather"]
             self.assertEqual(events, expected)
 
@@ -268,7 +268,7 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
 
     @skip_if_lt_x_gpu(2)
     def test_limit_of_all_gathers(self):
-        """Beyond upstream: an unshard waits for one of two outstanding frees; without the limit nobody asks."""
+        """Beyond upstream: with two outstanding frees, an unshard waits for one. Without the limit, none waits."""
         self.run_subtests(
             {
                 "limit_all_gathers": [True, False],
@@ -302,14 +302,14 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
             return
         self.assertGreaterEqual(len(pending), 3 * 2 * LAYERS)
         self.assertEqual(pending[:LAYERS], [0, 1, 2, 2])
-        # An unshard ahead of time comes without a free before it, which leaves one more to later ones, and no two.
+        # A prefetched unshard comes before the next free, so one later unshard may find a third pending free.
         self.assertEqual(max(pending), 3 if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else 2)
         self.assertEqual(dequeued, [number >= 2 for number in pending])
         self.assertEqual([wait.synchronize.call_count for wait in waits], [1] * sum(dequeued))
 
     @skip_if_lt_x_gpu(2)
     def test_frees_that_are_recorded(self):
-        """Beyond upstream: only what is freed counts as such: under SHARD_GRAD_OP that is nothing of forward."""
+        """Beyond upstream: only real frees are recorded. Under SHARD_GRAD_OP, forward frees nothing."""
         for strategy, in_forward in ((ShardingStrategy.FULL_SHARD, LAYERS), (ShardingStrategy.SHARD_GRAD_OP, 0)):
             with self.subTest(strategy=strategy):
                 model = _create_model(0, True, limit_all_gathers=True, sharding_strategy=strategy)

@@ -1,4 +1,4 @@
-"""FSDP1 around a model in low precision, made so before or after wrapping, and what an explicit dtype changes."""
+"""FSDP1 with a low precision model, converted before or after wrapping, and the effect of explicit dtypes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class TestPureFP16(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_pure_fp16_training(self):
-        """An fp16 model has the loss, and the parameters, of an fp16 model in DDP, offloaded or not."""
+        """An fp16 model has the loss and parameters of an fp16 model in DDP, with and without offloading."""
         self.run_subtests(
             {"cpu_offload": [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]},
             self._test_fsdp_parity,
             NestedWrappedModule,
             FSDPInitMode.RECURSIVE,
             device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
-            num_iters=1,  # the next step's loss would show how much two fp16 models drift apart
+            num_iters=1,  # in later steps, the two fp16 models drift apart
             use_pure_fp16=True,
         )
 
     @skip_if_lt_x_gpu(2)
     def test_fp16_dtypes(self):
-        """The dtypes of parameters, gradients and reductions: an explicit one first, else the model's."""
+        """Parameters, gradients and reductions use an explicit dtype, or else the model's."""
         self._run_dtypes(torch.float16)
 
     @skip_if_lt_x_gpu(2)
@@ -99,7 +99,7 @@ class TestPureFP16(FewRanksTest):
             self.assertEqual((flat_param.dtype, flat_param.grad.dtype, handle._orig_param_dtype), (dtype,) * 3)
             self.assertEqual(handle._fwd_bwd_param_dtype, param_dtype)
             self.assertEqual(handle._reduce_dtype, reduce_dtype)
-        # Beyond upstream: and that is what is sent.
+        # Beyond upstream: the collectives use this dtype.
         self.assertEqual(calls.dtypes("reduce_scatter"), [reduce_dtype] * len(handles))
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         self.assertGreater(len(grads), 0)
@@ -108,7 +108,7 @@ class TestPureFP16(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_parameters_after_a_step(self):
-        """Beyond upstream: in fp16 and bf16 all parameters are those of a local model with averaged gradients."""
+        """Beyond upstream: in fp16 and bf16, all parameters match a local model with averaged gradients."""
         self.run_subtests(
             {"dtype": [torch.float16, torch.bfloat16], "to_half_before_fsdp_init": [False, True]},
             self._test_parameters_after_a_step,
@@ -122,7 +122,7 @@ class TestPureFP16(FewRanksTest):
         inputs = tuple(each.to(dtype) for each in reference.get_input(get_devtype()))
         for each in (reference, model):
             optim = torch.optim.SGD(each.parameters(), lr=0.1)
-            # With a loss that differs much by rank, no rank's own gradient passes for the average.
+            # Losses differ much by rank, so no rank's own gradient is close to the average.
             (each(*inputs).sum() * (self.rank + 1)).backward()
             if each is reference:
                 grads = [param.grad.float() for param in each.parameters()]
@@ -130,17 +130,17 @@ class TestPureFP16(FewRanksTest):
                 for param, grad in zip(each.parameters(), grads):
                     param.grad = grad.to(dtype)
             optim.step()
-        # Two roundings: of the gradient where ranks add them up, and of the updated parameter. In fp16, 2e-3.
+        # Two roundings: the sum of gradients over ranks, and the updated parameter. In fp16, 2e-3.
         tolerance = 2 * torch.finfo(dtype).eps
         found = list(full_parameters(model).values())
         expected = list(reference.parameters())
         self.assertEqual(found, expected, rtol=tolerance, atol=tolerance)
         moved = max((after - at_first).abs().max().item() for after, at_first in zip(expected, before))
-        self.assertGreater(moved, 10 * tolerance)  # the step is larger than what the comparison lets pass
+        self.assertGreater(moved, 10 * tolerance)  # the step is larger than the tolerance
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict_of_half_model(self):
-        """Beyond upstream: a full state dict of an fp16 model is fp16; a model in fp32 loads its exact values."""
+        """Beyond upstream: the full state dict of an fp16 model is fp16. An fp32 model loads its exact values."""
         self.run_subtests({"use_orig_params": [False, True]}, self._test_state_dict_of_half_model)
 
     def _test_state_dict_of_half_model(self, use_orig_params: bool) -> None:

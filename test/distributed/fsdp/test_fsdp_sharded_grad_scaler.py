@@ -1,6 +1,6 @@
-"""``ShardedGradScaler``: what it scales and unscales, and that an inf or NaN of one rank's shard is one of all ranks.
+"""``ShardedGradScaler`` scales and unscales, and an inf or NaN in one rank's shard counts on all ranks.
 
-On the side of FSDP1, whose trainings with it are compared with those of DDP with a plain ``GradScaler``.
+Training with FSDP1 and this scaler is compared with DDP and a plain ``GradScaler``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NOT_FINITE = [math.inf, -math.inf, math.nan]
 
 
 class TestShardGradScaler(TestCase):
-    """Without ranks, on host memory, of which a scaler takes tensors whatever the device is."""
+    """Tests without ranks, on host memory: a scaler accepts host tensors on every device."""
 
     def _scaler(self, **kwargs: Any) -> ShardedGradScaler:
         device = "cpu"  # the CPU is the subject
@@ -78,10 +78,10 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler._scale, torch.tensor(2.0), exact_device=True)
 
     def test_scaled_dtypes(self):
-        """Beyond upstream: what is scaled keeps its dtype, alone and in any iterable; what is no tensor is refused."""
+        """Beyond upstream: tensors keep their dtype, alone and in iterables. Other outputs are refused."""
         scaler = self._scaler()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            for shape in ((2,), ()):  # without dimensions the wider dtype of the scale would win
+            for shape in ((2,), ()):  # for tensors without dimensions, the wider dtype of the scale could win
                 output = torch.full(shape, 3.0, dtype=dtype)
                 doubled = torch.full(shape, 6.0, dtype=dtype)
                 self.assertEqual(scaler.scale(output), doubled)
@@ -90,7 +90,7 @@ class TestShardGradScaler(TestCase):
             scaler.scale([1.0])
 
     def test_scaling_unscaling_sparse(self):
-        """The values of a sparse gradient are unscaled, and those of one index are added up before they are judged."""
+        """Values of sparse gradients are unscaled. Duplicate indices are added before the check for inf."""
         scaler = self._scaler()
         inverse, found = torch.full((1,), 0.5), torch.empty(1)
         indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
@@ -98,7 +98,7 @@ class TestShardGradScaler(TestCase):
         def unscaled(
             indices: torch.Tensor, values: list[float], dtype: torch.dtype
         ) -> tuple[torch.Tensor, list[float]]:
-            """The gradient after unscaling, and the record of what was found."""
+            """The gradient after unscaling, and the recorded inf checks."""
             grad = torch.sparse_coo_tensor(indices, torch.tensor(values), (2, 3), dtype=dtype, check_invariants=True)
             param = torch.empty((2, 3), dtype=dtype, requires_grad=True)
             param.grad = grad.clone()
@@ -115,7 +115,7 @@ class TestShardGradScaler(TestCase):
             _, record = unscaled(indices, [16.0, value, 64.0], torch.float32)
             self.assertEqual(record, [1.0])
 
-        # Each is finite in half precision, and the sum of the first two is not.
+        # All values are finite in half precision, but the sum of the first two is not.
         same = torch.tensor([[0, 0, 1], [2, 2, 0]])
         _, record = unscaled(same, [2.0**15, 2.0**15, 1.0], torch.float16)
         self.assertEqual(record, [1.0])
@@ -125,7 +125,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(grad.to_dense(), expected)
 
     def test_inf_gradients_skip_optim_step(self):
-        """A step that is skipped returns nothing and changes nothing, except for the scale."""
+        """A skipped step returns None and changes nothing but the scale."""
         for value in NOT_FINITE:
             scaler = self._scaler()
             loss = torch.full((1,), 4.0)
@@ -139,7 +139,7 @@ class TestShardGradScaler(TestCase):
             self.assertEqual(scaler.get_scale(), 1.0)
 
     def test_disabled(self):
-        """Beyond upstream: a scaler that is not enabled passes everything on, and steps whatever the gradient is."""
+        """Beyond upstream: a disabled scaler changes nothing and steps with any gradient."""
         scaler = self._scaler(enabled=False)
         loss = torch.full((1,), 4.0)
         self.assertIs(scaler.scale(loss), loss)
@@ -153,7 +153,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler.get_scale(), 1.0)
 
     def test_order_of_calls(self):
-        """Beyond upstream: to unscale twice, or after a step, or to update without any check, is refused."""
+        """Beyond upstream: it is an error to unscale twice, to unscale after a step, or to update without a check."""
         scaler = self._scaler()
         param = torch.ones(2, requires_grad=True)
         optim = torch.optim.SGD([param], lr=1.0)
@@ -175,7 +175,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(param.grad, torch.full((2,), 0.5))
 
     def test_update_with_a_new_scale(self):
-        """Beyond upstream: a new scale is copied, whether it is a number or a tensor; other tensors are refused."""
+        """Beyond upstream: a new scale is copied from a number or a tensor. Unsuitable tensors are refused."""
         scaler = self._scaler()
         scaler.scale(torch.ones(1))
         scaler.update(8.0)
@@ -190,10 +190,10 @@ class TestShardGradScaler(TestCase):
 
     @torch_defect("fsdp1_grad_scaler_refuses_a_vector_of_one")
     def test_update_with_a_vector_of_one(self):
-        """Beyond upstream: a new scale may be any tensor with one element, as the message about others says.
+        """Beyond upstream: a new scale may be any tensor with one element, as the error for other tensors says.
 
         It may not, a defect of torch seen with 2.9.1, 2.11.0 and 2.13.0, here and in ``torch.amp.GradScaler``: the
-        scale has no dimension, and ``copy_`` takes no vector for it::
+        scale has no dimensions, and ``copy_`` cannot copy a vector into it::
 
             scaler = torch.amp.GradScaler(accelerator.current().type)
             scaler.scale(torch.ones(1))
@@ -205,7 +205,7 @@ class TestShardGradScaler(TestCase):
         self.assertEqual(scaler.get_scale(), 4.0)
 
     def test_two_optimizers(self):
-        """Beyond upstream: an inf skips the step of its own optimizer; the scale is one for both."""
+        """Beyond upstream: an inf skips only the step of its own optimizer. The scale is shared."""
         scaler = self._scaler()
         ps = [torch.ones(2, requires_grad=True) for _ in range(2)]
         optims = [torch.optim.SGD([param], lr=1.0) for param in ps]
@@ -220,14 +220,14 @@ class TestShardGradScaler(TestCase):
             before[1 - spoilt] -= 1.0
             self.assertEqual([param.detach() for param in ps], before)
         self.assertEqual(scaler.get_scale(), 0.5)
-        # What the first optimizer met counts no more in an iteration in which it does not step.
+        # An inf of the first optimizer does not count in later iterations without its step.
         scaler.scale(ps[1].sum()).backward()
         scaler.step(optims[1])
         scaler.update()
         self.assertEqual(scaler.get_scale(), 0.5)
 
     def test_unscaling_of_each_dtype(self):
-        """Beyond upstream: gradients of several dtypes are all unscaled, and judged, whatever the optimizer's order."""
+        """Beyond upstream: gradients of several dtypes are all unscaled and checked, in any order in the optimizer."""
         dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float16]
         for spoilt in (None, *range(len(dtypes))):
             scaler = self._scaler()
@@ -252,16 +252,16 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         return cls(**{"device": accelerator.current().type, "init_scale": 2.0, **kwargs})
 
     def _check_scale(self, scaler: GradScaler, expected: float) -> None:
-        """Beyond upstream: it is the expected one on all ranks."""
+        """Beyond upstream: all ranks must have the expected scale."""
         self.assertEqual(of_all_ranks(scaler.get_scale()), [float(expected)] * self.world_size)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
     def test_fsdp_ddp_parity_with_grad_scaler(self, cpu_offload, sharding_strategy, mixed_precision, use_orig_params):
-        """With the scaler FSDP takes the steps that DDP takes without, also where a rank holds nothing that trains.
+        """With the scaler, FSDP takes the same steps as DDP without, even if a rank has nothing to train.
 
-        Scaled by a power of two and unscaled again, numbers are what they were. With mixed precision the loss itself is
-        float16: times the default scale it would be inf, and no step be taken.
+        Scaling by a power of two and unscaling does not change numbers. With mixed precision the loss is float16. The
+        default scale would make it inf, and every step would be skipped.
         """
         low = torch.float16 if mixed_precision else None
         if use_orig_params:
@@ -284,7 +284,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         )
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train the reference without a scaler. Fail if all steps were skipped: nothing would be compared."""
+        """Train the reference without a scaler. Fail if all steps were skipped, since nothing would be compared."""
         before = [param.detach().clone() for param in model.parameters()]
         if isinstance(model, FSDP):
             loss = super()._train_for_several_steps(model, *args, **kwargs)
@@ -300,7 +300,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def _build_model_and_optim(
         self, cpu_offload: CPUOffload | None = None, use_orig_params: bool = False
     ) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
-        """A transformer in FSDP and the same in DDP, each with its optimizer."""
+        """The same transformer in FSDP and in DDP, each with its optimizer."""
         model = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
         )
@@ -310,14 +310,14 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
         return model, torch.optim.Adam(model.parameters(), lr=1e-2), ref_model, ref_optim
 
     def _tokens(self) -> tuple[torch.Tensor, ...]:
-        """A batch of this rank's own, another one at each call."""
+        """A random batch that differs by rank and by call."""
         return tuple(torch.randint(23, (length, 2), device=self.device) for length in (6, 4))
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_grad_scaler_found_inf(self):
-        """Whatever is not finite on one rank is so for all: they skip the step, and the scale backs off.
+        """If a gradient is not finite on one rank, all ranks skip the step, and the scale backs off.
 
-        Beyond upstream: on the first rank or on the last, inf or NaN; what is skipped is unchanged to the bit.
+        Beyond upstream: the first or the last rank has it, as inf or NaN. A skipped step changes no bit.
         """
         self.run_subtests(
             {
@@ -368,7 +368,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     def test_growth(self):
         """Beyond upstream: the scale doubles after two clean steps in a row, and an inf restarts the count.
 
-        It backs off once, on however many ranks the inf is.
+        It backs off once, even if several ranks have an inf.
         """
         model, optim, *_ = self._build_model_and_optim()
         scaler = self._scaler(growth_interval=2)
@@ -389,9 +389,9 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
     @skip_if_lt_x_gpu(2)
     @subtests(spoilt=[False, True])
     def test_rank_without_gradients(self, spoilt):
-        """Beyond upstream: a rank that holds nothing to train has a record all the same, and backs off with the rest.
+        """Beyond upstream: a rank with nothing to train also has a record and backs off with the other ranks.
 
-        Both parameters that train lie in the second half of a flat parameter, of which the first rank has nothing.
+        Both trainable parameters lie in the second half of a flat parameter, and the first rank has none of that half.
         """
         model = NonUniformReqGradNWM.init(
             self.process_group,
@@ -421,7 +421,7 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ranks_of_another_group(self):
-        """Beyond upstream: a scaler asks the ranks of its own group and no others."""
+        """Beyond upstream: a scaler checks only the ranks of its own group."""
         mine = dist.new_group([self.rank], use_local_synchronization=True)
         scaler = self._scaler(process_group=mine)
         param = torch.ones(2, device=self.device, requires_grad=True)

@@ -1,7 +1,7 @@
-"""State dicts of FSDP1 models: what they hold and where, and that loading them gives the model back.
+"""State dicts of FSDP1 models: their contents, their devices, and whether loading them restores the model.
 
-Of a whole model, of shards by parameter and of flat shards; from rank 0 alone and in host memory; with activation
-checkpoints, buffers, shared, ignored and skipped modules; and what a load does that has to be refused.
+The tests cover full, sharded and local state dicts, from rank 0 only and in host memory; activation checkpoints,
+buffers, shared, ignored and skipped modules; and loads that must be refused.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ KINDS = {
 }
 SUPPORTED = list(KINDS)
 UNFLATTENED = ["state_dict", "sharded_state_dict"]
-# Kinds, without and with the original parameters: a flat shard is not one of them.
+# Kinds of state dict, without and with original parameters. The local kind has no original parameters.
 FORMS = [*((kind, False) for kind in SUPPORTED), *((kind, True) for kind in UNFLATTENED)]
 OFFLOAD = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
@@ -95,7 +95,7 @@ only_supported = decorateIf(
 
 
 class Model(nn.Module):
-    """Two layers, of which FSDP may wrap the first, and which may have buffers."""
+    """Two layers. FSDP may wrap the first one. They may have buffers."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Model(nn.Module):
 
 
 class TestDummyModel(nn.Module):
-    """A module and a parameter that each have two names."""
+    """A module and a parameter with two names each."""
 
     __test__ = False
 
@@ -154,7 +154,7 @@ def summoned(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def make_nonzero(model: nn.Module) -> None:
-    """No element is zero any more, and all are alike on all ranks."""
+    """Make all elements nonzero, and the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     with FSDP.summon_full_params(model), torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -163,7 +163,7 @@ def make_nonzero(model: nn.Module) -> None:
 
 
 def shards_to(value: Any, device: torch.device) -> Any:
-    """A tensor on another device; a sharded tensor with its shards there, though its metadata tell of the old one."""
+    """Move a tensor, or the shards of a sharded tensor, to another device. The metadata keep the old device."""
     if not isinstance(value, sharded_tensors.ShardedTensor):
         return value.to(device)
     for shard in value.local_shards():
@@ -172,9 +172,9 @@ def shards_to(value: Any, device: torch.device) -> Any:
 
 
 def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
-    """Sharded tensors put together by their offsets; a place that no rank has stays not a number."""
+    """Join sharded tensors by their offsets. Elements that no rank has become NaN."""
     sharded = {name: value for name, value in state_dict.items() if isinstance(value, sharded_tensors.ShardedTensor)}
-    # Flat shards are views of parameters, made without autograd, which allows no copy of them after a step.
+    # Flat shards are views of parameters, created without autograd. Autograd allows no copy of them after a step.
     mine = {
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()
@@ -190,12 +190,12 @@ def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
 
 
 class HeldMemory(TorchDispatchMode):
-    """The most bytes that the tensors of the operations within held together, where there is no allocator to ask."""
+    """Record the peak memory of the tensors that operations within the mode use, if there is no allocator to ask."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._storages: dict[int, int] = {}  # weak references, by the address of the storage
+        self._storages: dict[int, int] = {}  # weak references by storage address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -219,16 +219,16 @@ class HeldMemory(TorchDispatchMode):
 
 
 class StateDictMixin(_Base):
-    """How the tests below save, load and compare."""
+    """Helpers to save, load and compare."""
 
     def _mode(self, model: nn.Module, kind: str, rank0_and_offload: bool = False) -> Any:
-        """The context of a kind of state dict, which only whole ones can leave to rank 0."""
+        """The context for a kind of state dict. Only full state dicts can be saved on rank 0 only."""
         state_dict_type, config = KINDS[kind]
         rank0 = {"rank0_only": True} if rank0_and_offload and kind == "state_dict" else {}
         return FSDP.state_dict_type(model, state_dict_type, config(offload_to_cpu=rank0_and_offload, **rank0))
 
     def _save(self, model: nn.Module, kind: str, rank0_and_offload: bool = False, **kwargs: Any) -> StateDict:
-        """The state dict; afterwards nothing is left of what was gathered for it."""
+        """Save a state dict, and check that all gathered memory is freed."""
         copies = to_host_is_a_copy() if rank0_and_offload else contextlib.nullcontext()
         with self._mode(model, kind, rank0_and_offload), copies:
             state_dict = model.state_dict(**kwargs)
@@ -250,11 +250,11 @@ class StateDictMixin(_Base):
             self.assertIs(module.training_state, internals.fsdp1_common.TrainingState.IDLE)
 
     def _received(self, state_dict: StateDict, rank0_and_offload: bool) -> StateDict:
-        """What rank 0 has, on every rank and on the device, if it alone has it."""
+        """If only rank 0 has the state dict, send it to every rank and to the device."""
         return _broadcast_state_dict(self.rank, state_dict) if rank0_and_offload else state_dict
 
     def _compare_models(self, model: nn.Module, model_new: nn.Module, assert_fn: Callable[[Any, Any], None]) -> None:
-        """Call ``assert_fn`` on the lists of whole parameters, and on those of buffers if there are any."""
+        """Call ``assert_fn`` on the lists of unsharded parameters, and on the lists of buffers if there are any."""
         with FSDP.summon_full_params(model), FSDP.summon_full_params(model_new):
             params, params_new = list(model.parameters()), list(model_new.parameters())
             self.assertEqual(len(params), len(params_new))
@@ -268,7 +268,7 @@ class StateDictMixin(_Base):
     def _validate_state_dict_contents(
         self, model: nn.Module, state_dict: StateDict, rank0_and_offload: bool, ignore_keys: Iterable[str] = ()
     ) -> None:
-        """Rank 0 alone has something, and has it on the host. What lies outside of FSDP every rank keeps, where it is.
+        """Only rank 0 has values, in host memory. Every rank keeps values from outside FSDP on their device.
 
         ``ignore_keys`` are parts of names.
         """
@@ -291,12 +291,12 @@ class StateDictMixin(_Base):
             optim.step()
 
     def _rows(self, *shape: int, of: int | None = None, step: int = 0) -> torch.Tensor:
-        """Rows of this rank, or of another one."""
+        """Random rows for this rank, or for rank ``of``."""
         generator = torch.Generator().manual_seed(100 * step + (self.rank if of is None else of))
         return torch.randn(shape, generator=generator).to(self.device)
 
     def _uneven_layers(self, seed: int = 0, hidden: int = 5) -> nn.Module:
-        """Layers of 5 x 3 and 1 x 5, with biases: no number of ranks divides them all."""
+        """Layers of 5 x 3 and 1 x 5, with biases, so that no number of ranks divides all sizes."""
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1)).to(self.device)
 
@@ -304,18 +304,18 @@ class StateDictMixin(_Base):
         return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **fsdp_kwargs)
 
     def _step(self, model: nn.Module, optim: torch.optim.Optimizer, step: int) -> None:
-        """One step of the uneven layers, on rows of this rank."""
+        """One step of the uneven layers on this rank's rows."""
         optim.zero_grad()
         model(self._rows(4, 3, step=step)).square().sum().backward()
         optim.step()
 
 
 class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
-    """A hundred short tests, which share their two ranks."""
+    """About a hundred short tests, run by the same two ranks."""
 
     world_size = 2
 
-    # Models of layers of 10 by 10.
+    # Models of 10 by 10 layers.
 
     def _get_simple_model(self, *, checkpoint_wrap: bool = False, **fsdp_kwargs: Any) -> nn.Module:
         layer = square().to(self.device)
@@ -330,7 +330,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         return FSDP(self._maybe_checkpoint(layers, checkpoint_wrap), **fsdp_kwargs)
 
     def _get_multibuffer_nested_model(self, mixed_precision: MixedPrecision | None, **fsdp_kwargs: Any) -> nn.Module:
-        """Batch norm, which has three buffers, in an instance of its own and always in single precision."""
+        """Batch norm, with three buffers, in an FSDP instance that always uses single precision."""
         lin1, bn, lin2 = square(), nn.BatchNorm1d(10), square()
         layers = [
             FSDP(lin1.to(self.device), mixed_precision=mixed_precision, **fsdp_kwargs),
@@ -340,7 +340,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         return FSDP(nn.Sequential(*layers), **fsdp_kwargs)
 
     def _get_non_fsdp_root_module(self, *, wrap_fsdp: bool = True, **fsdp_kwargs: Any) -> nn.Module:
-        device = self.device  # of each layer by itself: what FSDP has offloaded must stay on the host
+        device = self.device  # moved layer by layer, since offloaded parameters must stay on the host
 
         class NonFSDPRoot(nn.Module):
             def __init__(self, nested: Callable[[], nn.Module]) -> None:
@@ -362,7 +362,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @parametrize("checkpoint_wrap", ["source", "dest", "both", "source_after_wrap", "both_after_wrap"])
     @parametrize("rank0_only_and_offload", [False, True])
     def test_fsdp_state_dict_with_activation_checkpoint(self, state_dict_type, checkpoint_wrap, rank0_only_and_offload):
-        """Names are those of the model without checkpoints, so that either loads into the other."""
+        """Names match the model without checkpoints, so each state dict loads into either model."""
 
         def build(builder: Callable[..., nn.Module], name: str) -> nn.Module:
             before, after = (name, "both"), (f"{name}_after_wrap", "both_after_wrap")
@@ -394,7 +394,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         lambda each: each["rank0_only_and_offload"] and each["state_dict_type"] != "state_dict",
     )
     def test_state_dict_with_manual_ac_wrapper(self, state_dict_type, rank0_only_and_offload):
-        """Checkpoints within FSDP change neither the names nor what is loaded."""
+        """Checkpoints within FSDP change neither the names nor the loaded values."""
 
         def wrapped(checkpoint: bool) -> nn.Module:
             model = self._transformer(FSDPInitMode.NO_FSDP)
@@ -426,7 +426,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @parametrize("state_dict_type", SUPPORTED)
     def test_state_dict_with_shared_parameters(self, state_dict_type):
-        """The embedding and the output share their weight, which has two names in a whole or sharded state dict."""
+        """The embedding and the output share a weight. Full and sharded state dicts list it under both names."""
         policy = LAYERS
         source, dest = (self._transformer(FSDPInitMode.RECURSIVE, auto_wrap_policy=policy) for _ in range(2))
         make_nonzero(source)
@@ -442,7 +442,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
     def test_state_dict_rank0_offload_save_load_flow(self, use_orig_params):
-        """Saved by rank 0, loaded by rank 0 alone into a plain model, and spread by FSDP when it wraps that."""
+        """Rank 0 saves, and rank 0 loads into a plain model. FSDP then wraps it and broadcasts the values."""
         kwargs = {"auto_wrap_policy": LAYERS, "use_orig_params": use_orig_params}
         source = self._transformer(FSDPInitMode.RECURSIVE, **kwargs)
         make_nonzero(source)
@@ -469,7 +469,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_basic_save_and_load_state_dict(
         self, state_dict_type, cpu_offload, fp16, state_dict_rank0_and_offload, use_orig_params
     ):
-        """After a backward, into another model of the same kind."""
+        """Save after a backward, and load into another model of the same kind."""
         builders = self._get_non_fsdp_root_module, self._get_simple_nested_model, self._get_simple_model
         dtype = torch.float16 if fp16 else torch.float32
         for build in builders:
@@ -501,7 +501,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_buffers_save_and_load_state_dict(
         self, state_dict_type, cpu_offload, mixed_precision, state_dict_rank0_and_offload, use_orig_params
     ):
-        """Buffers go along, before the first forward too."""
+        """Buffers are saved and loaded, even before the first forward."""
 
         def build() -> nn.Module:
             mixed = HALF if mixed_precision else None
@@ -524,7 +524,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     def test_save_and_load_after_forward_state_dict(
         self, state_dict_type, mixed_precision, state_dict_rank0_and_offload
     ):
-        """What is saved is in full precision and current, whatever forward computed with."""
+        """Saved values are current and in full precision, whatever dtype forward used."""
         model = self._get_simple_nested_model(mixed_precision=HALF if mixed_precision else None)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         initial = summoned(model)
@@ -549,7 +549,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         self.assertEqual(summoned(model), trained)
 
     def _dist_train(self, wrap_fsdp: bool = True, state_dict: StateDict | None = None, kind: str = "") -> nn.Module:
-        """``Model`` trained for three steps, or one that was blank and then loaded."""
+        """``Model`` after three training steps, or a zeroed one that loads ``state_dict``."""
         torch.manual_seed(0)
         model = FSDP(Model(True)) if wrap_fsdp else data_parallel(Model(False))
         if state_dict is None:
@@ -562,17 +562,17 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @parametrize("state_dict_type", SUPPORTED)
     def test_state_dict_save_load_flow(self, state_dict_type):
-        """What FSDP has trained and a blank model has loaded is what DDP has trained."""
+        """A zeroed model that loads the state of a trained FSDP model equals a model trained with DDP."""
         self.run_subtests({"move_to_cpu": [True, False]}, self._test_state_dict_save_load_flow, state_dict_type)
 
     def _test_state_dict_save_load_flow(self, state_dict_type: str, move_to_cpu: bool) -> None:
         reference = self._dist_train(wrap_fsdp=False)
-        # The context of a flat state dict is left before its tensors, which are the live ones, move.
+        # A local state dict holds the live tensors, so its context must end before they move.
         state_dict = self._save(self._dist_train(), state_dict_type)
         if move_to_cpu:
             state_dict = {name: shards_to(value, HOST) for name, value in state_dict.items()}
         blank = self._dist_train(state_dict=state_dict, kind=state_dict_type)
-        # Gradients are averaged in another order than DDP's: the float32 tolerances of assertEqual.
+        # DDP averages gradients in another order, hence the float32 tolerances of assertEqual.
         self.assertEqual(summoned(blank), named(reference))
 
     @skip_if_lt_x_gpu(2)
@@ -589,13 +589,13 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @parametrize("fsdp_root", [True, False])
     @only_supported
     def test_state_dict_load_into_local_module(self, state_dict_type, state_dict_rank0_and_offload, fsdp_root):
-        """Put together, the state dict of a trained model fits the same model without FSDP."""
+        """The joined state dict of a trained model loads into the same model without FSDP."""
         if fsdp_root:
             model, local = FSDP(Model(True, register_buffers=True)), Model(False, register_buffers=True)
             inp = self._rows(64, 4)
         else:
             model, local = self._get_non_fsdp_root_module(), self._get_non_fsdp_root_module(wrap_fsdp=False)
-            inp = self._rows(1, 10, of=0)  # nobody averages the gradients of the layer outside of FSDP
+            inp = self._rows(1, 10, of=0)  # the gradients of the layer outside FSDP are not averaged
         self._train(model, torch.optim.SGD(model.parameters(), lr=0.1), inp, iterations=3)
         trained = {name: value for name, value in summoned(model).items() if "non_persistent" not in name}
         state_dict = self._save(model, state_dict_type, state_dict_rank0_and_offload)
@@ -611,7 +611,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @parametrize("state_dict_type", SUPPORTED)
     @parametrize("double_nest", [True])
     def test_state_dict_skip_module(self, state_dict_type, double_nest):
-        """A layer that came back after its neighbours were wrapped is saved as it is, under the name that it has."""
+        """A layer that is added after its neighbours were wrapped is saved unsharded under its own name."""
         model, model_new = (self._skipping(double_nest) for _ in range(2))
         local = SkipModel(double_nest=False)
         model(self._rows(1, 10)).sum().backward()
@@ -654,7 +654,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @parametrize("ignore_inner", [True, False])
     @parametrize("mixed_precision", [True, False])
     def test_state_dict_with_ignored_modules(self, state_dict_type, prefix, ignore_inner, mixed_precision):
-        """What FSDP ignores is neither copied nor sharded nor cast."""
+        """Ignored modules are neither copied, sharded nor cast."""
         model = Model(True, register_buffers=True, ignore_inner=ignore_inner, mixed_precision=mixed_precision)
         ignored = {f"outer.{name}": state for name, state in model.outer.state_dict(keep_vars=True).items()}
         inner = model.inner.module
@@ -693,7 +693,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_configs_of_an_outer_context_come_back(self):
-        """Beyond upstream: the inner of two contexts leaves the outer one's configurations as they were."""
+        """Beyond upstream: an inner context restores the configurations of the outer one when it ends."""
         model = self._skipping(double_nest=True)
         configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
@@ -705,11 +705,11 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @torch_defect("fsdp1_state_dict_type_stays_after_an_exception")
     @skip_if_lt_x_gpu(2)
     def test_state_dict_type_after_exception(self):
-        """Beyond upstream: an exception, too, ends the context, as it ends every other one.
+        """Beyond upstream: the context restores the state dict type even after an exception.
 
-        The type is put back after a ``yield`` without ``finally``, so a load that failed leaves every later
-        ``model.state_dict()`` of another kind than the program says, and without a word. Seen with torch 2.13.0, 2.11.0
-        and 2.9.1. In one rank or more::
+        FSDP restores the type after a ``yield`` without ``finally``. So after a failed load, every later
+        ``model.state_dict()`` is silently of the wrong kind. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In one rank or
+        more::
 
             model = FSDP(nn.Linear(2, 2))
             with contextlib.suppress(RuntimeError), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -723,7 +723,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_local_state_dict_with_empty_ranks(self):
-        """One element: the second rank has none of it, and loads none."""
+        """The model has one element. The second rank has no part of it and loads nothing."""
 
         class OneElement(nn.Module):
             def __init__(self) -> None:
@@ -746,7 +746,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_torch_save_load(self):
-        """A flat state dict goes through ``torch.save``, and comes back without the execution of unknown code."""
+        """A local state dict can be saved with ``torch.save`` and loaded with ``weights_only=True``."""
         model = FSDP(Model(True))
         state_dict = self._save(model, "local_state_dict")
         file = io.BytesIO()
@@ -796,7 +796,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_load_multi_backend_pg(self):
-        """Shards on the host and on the device load alike; on the CPU the two are the same."""
+        """Shards on the host and on the device both load. On the CPU they are the same."""
         device = accelerator.current()
         backends = {HOST.type: "gloo", device.type: device.backend}
         group = dist.new_group(backend=",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
@@ -817,9 +817,9 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_trained_state_dict(self):
-        """Beyond upstream: what is saved is what a plain model has learned on the rows of all ranks.
+        """Beyond upstream: saved values equal those of a plain model that trains on the rows of all ranks.
 
-        Whole and sharded state dicts are copies, which training leaves alone; flat ones are the live shards.
+        Full and sharded state dicts are copies, so training does not change them. Local ones hold the live shards.
         """
         offloaded = [form for form in FORMS if form[0] != "local_state_dict"]
         self.run_subtests({"form": FORMS, "offload_to_cpu": [False]}, self._test_trained_state_dict)
@@ -828,10 +828,11 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @torch_defect("fsdp1_local_state_dict_is_not_offloaded")
     @skip_if_lt_x_gpu(2)
     def test_trained_local_state_dict_offloaded(self):
-        """Beyond upstream: so is a flat one in host memory.
+        """Beyond upstream: the same for a local state dict that is offloaded to host memory.
 
-        On a device apart from the host it cannot be had for what trains, a defect seen with torch 2.13.0: the copy of a
-        flat shard, a view made without autograd, wants no gradient, and ``ShardedTensor.cpu`` refuses it for that. ::
+        On a device other than the host this fails for trainable parameters, a defect seen with torch 2.13.0: the copy
+        of a flat shard, a view created without autograd, does not require a gradient, so ``ShardedTensor.cpu`` refuses
+        it. ::
 
             model = FSDP(nn.Linear(2, 2, device=device))
             with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)):
@@ -863,7 +864,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                 f"{i}.{unshard_utils.FLAT_PARAM}": torch.cat([layers[f"{i}.weight"], layers[f"{i}.bias"]])
                 for i in (0, 2)
             }
-        # float32 sums of two ranks' gradients in another order: the tolerances of assertEqual.
+        # The float32 gradients of two ranks are added in another order, hence the tolerances of assertEqual.
         self.assertEqual(gathered(saved, self.device), wanted, exact_device=False)
         for value in saved.values():
             for tensor in [shard.tensor for shard in value.local_shards()] if kind != "state_dict" else [value]:
@@ -883,7 +884,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(form=FORMS, strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
     def test_gathered_storage(self, form, strategy):
-        """Beyond upstream: saving frees what it has gathered, and leaves what forward had."""
+        """Beyond upstream: saving frees only what it gathered itself. Parameters gathered by forward stay."""
         kind, use_orig_params = form
         model = self._get_simple_nested_model(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
@@ -894,7 +895,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
             self._save(model, kind)
             loss = model(self._rows(1, 10)).sum()
             after_forward = sizes()
-            # The root stays gathered from forward to backward, and with SHARD_GRAD_OP all do.
+            # The root stays gathered from forward to backward. Under SHARD_GRAD_OP, every instance does.
             self.assertEqual([size > 0 for size in after_forward], [True, strategy is ShardingStrategy.SHARD_GRAD_OP])
             with self._mode(model, kind):
                 model.state_dict()
@@ -904,7 +905,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_non_persistent_buffers(self):
-        """Beyond upstream: no kind of state dict has them, and no load touches them."""
+        """Beyond upstream: non-persistent buffers are neither saved nor loaded, with any kind of state dict."""
         for kind in SUPPORTED:
             model, other = (FSDP(Model(True, register_buffers=True)) for _ in range(2))
             state_dict = self._save(model, kind)
@@ -919,10 +920,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(2)
     @subtests(form=FORMS, damage=["missing", "unexpected", "shape"])
     def test_damaged_state_dict(self, form, damage):
-        """Beyond upstream: every rank is told what does not fit, and the model goes on with the rest.
+        """Beyond upstream: every rank gets an error that names the mismatch, and the rest is loaded.
 
-        As torch's modules do, it loads what fits and then raises: what the error names is as it was, nothing is left
-        gathered, and forward computes with what is there. What was to be loaded is not changed either.
+        As with plain modules, matching values are loaded before the error is raised. The values that the error names
+        are unchanged, nothing stays gathered, and forward works. The state dict itself does not change.
         """
         kind, use_orig_params = form
         plain = self._uneven_layers()
@@ -971,10 +972,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @torch_defect("fsdp1_lost_shard_becomes_zeros")
     @skip_if_lt_x_gpu(2)
     def test_lost_shard(self):
-        """Beyond upstream: a shard that its rank does not have, against the metadata of the tensor, is an error.
+        """Beyond upstream: it is an error if a rank lacks a shard that the tensor's metadata list.
 
-        FSDP takes it for the end of a short tensor and fills the rows with zeros, silently. Seen with torch 2.13.0,
-        2.11.0 and 2.9.1. In two ranks::
+        FSDP assumes that the tensor ends there and silently fills the rows with zeros. Seen with torch 2.13.0, 2.11.0
+        and 2.9.1. In two ranks::
 
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 state_dict = model.state_dict()
@@ -993,7 +994,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_plain_tensors_are_refused(self):
-        """Beyond upstream: what is not sharded does not load as shards, and the model stays as it was."""
+        """Beyond upstream: plain tensors do not load as shards, and the model does not change."""
         model = self._get_simple_model()
         whole = self._save(model, "state_dict")
         for kind, name in (("sharded_state_dict", "weight"), ("local_state_dict", unshard_utils.FLAT_PARAM)):
@@ -1005,11 +1006,10 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @torch_defect("fsdp1_refused_load_prevents_saving")
     @skip_if_lt_x_gpu(2)
     def test_save_after_refused_load(self):
-        """Beyond upstream: a load that is refused in an inner instance leaves the outer ones as they were.
+        """Beyond upstream: if an inner instance refuses a load, the outer instances can still be saved.
 
-        FSDP does not leave the contexts that it has entered around the inner instance: what they have gathered stays,
-        and the model can neither be saved nor loaded any more. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two
-        ranks::
+        FSDP does not leave the contexts that it entered for the outer instances. Their parameters stay gathered, and
+        the model can no longer be saved or loaded. Seen with torch 2.13.0, 2.11.0 and 2.9.1. In two ranks::
 
             model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)))
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -1027,13 +1027,13 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_beside_managed_parameters(self):
-        """Beyond upstream: mixed precision casts back its own buffers; ignored ones it neither casts nor copies."""
+        """Beyond upstream: state dicts cast back buffers of mixed precision. Ignored buffers are not cast or copied."""
         for kind in SUPPORTED:
             norms = [nn.BatchNorm1d(4).to(self.device) for _ in range(2)]
             model = FSDP(nn.Sequential(*norms), ignored_modules=[norms[1]], mixed_precision=HALF)
             state_dict = self._save(model, kind)
             same = [state_dict[f"{i}.running_var"].data_ptr() == norms[i].running_var.data_ptr() for i in range(2)]
-            # Flat shards are the live ones, and so are the buffers beside them.
+            # A local state dict holds live shards and live buffers.
             self.assertEqual(same, [kind == "local_state_dict", True])
             dtypes = [state_dict[f"{i}.running_var"].dtype for i in range(2)]
             live = torch.float16 if kind == "local_state_dict" else torch.float32
@@ -1041,15 +1041,15 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_peak_memory_of_rank0_only(self):
-        """Beyond upstream: a rank that gets no state dict never holds more than one unit of the model gathered.
+        """Beyond upstream: a rank that gets no state dict never has more than one unit gathered.
 
-        The units lie within each other, so a rank that gets one has them all gathered at once, and one of them copied.
+        The units are nested. So a rank that gets a state dict has all of them gathered at once, and a copy of one.
         """
         units, unit = 6, 16 * 16 * 4  # bytes
         model: nn.Module = nn.Identity()
         for _ in range(units):
             model = FSDP(nn.Sequential(model, nn.Linear(16, 16, bias=False, device=self.device)))
-        self._save(model, "state_dict")  # so that all is there that stays
+        self._save(model, "state_dict")  # allocates all that stays in memory
         for rank0_only in (False, True):
             most = units * unit + unit if self.rank == 0 or not rank0_only else unit
             config = FullStateDictConfig(rank0_only=rank0_only)
@@ -1063,7 +1063,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                     self.assertLessEqual(self._allocated_by(model.state_dict), most)
 
     def _allocated_by(self, function: Callable[[], object]) -> int:
-        """By how many bytes the allocator's peak surpasses what was in use before."""
+        """The number of bytes by which the allocator's peak exceeds the memory in use before."""
         device = torch.get_device_module(self.device.type)
         device.synchronize()
         device.reset_peak_memory_stats()
@@ -1073,7 +1073,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_world_size_one(self):
-        """A rank that shards with nobody has a whole state dict, and is told so."""
+        """A rank that is alone in its group gets a full state dict and a warning."""
         groups = [dist.new_group([rank]) for rank in range(self.world_size)]
         torch.manual_seed(self.rank)
         plain = square().to(self.device)
@@ -1093,7 +1093,7 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_local_state_dict_reshard(self):
-        """Flat shards of four ranks, put together and cut for two, are the same model."""
+        """Flat shards of four ranks are joined and cut for two ranks. They load as the same model."""
         pair = dist.new_group([0, 1])
         model = FSDP(Model(True))
         self._train(model, torch.optim.SGD(model.parameters(), lr=0.1), self._rows(4, 4))
@@ -1120,7 +1120,7 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_state_dict_is_chunks(self):
-        """Beyond upstream: each rank has its chunk of the rows, of equal size but for the last, or nothing."""
+        """Beyond upstream: each rank has its chunk of the rows, or nothing. Only the last chunk may be smaller."""
         config = {"use_orig_params": [False, True], "offload_to_cpu": [False, True], "pair": [False, True]}
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
         self.run_subtests(config, self._test_sharded_state_dict_is_chunks, pairs)

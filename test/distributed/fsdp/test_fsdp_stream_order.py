@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Beyond upstream: FSDP1's streams wait for each other wherever they share memory, shown without an accelerator."""
+"""Beyond upstream: FSDP1's streams wait for each other when they share memory. The test needs no accelerator."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch_fsdp_tests.fsdp import ordering
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 
 DIM = 8
-STEPS = 3  # memory that one step frees belongs to the next
+STEPS = 3  # memory that one step frees is reused in the next
 
 
 class StreamOrderTest(FSDPTest):
@@ -59,7 +59,7 @@ class TestStreamOrder(StreamOrderTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
     def test_microbatches(self, use_orig_params):
-        """With reductions put off, the last of several backwards reduces what all have accumulated."""
+        """Reductions are deferred, and the last of several backwards reduces the accumulated gradients."""
 
         def step(model):
             for context in (model.no_sync, model.no_sync, contextlib.nullcontext):

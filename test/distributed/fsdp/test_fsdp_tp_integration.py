@@ -1,4 +1,4 @@
-"""FSDP1 over one dimension of a mesh and tensor parallelism over the other: numbers, collectives, states."""
+"""FSDP1 over one mesh dimension and tensor parallelism over the other: numbers, collectives and state dicts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from torch_fsdp_tests.fsdp.references import full, of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-Trained = tuple[Any, torch.optim.Optimizer]  # a model, sharded or by itself, and what trains it
+Trained = tuple[Any, torch.optim.Optimizer]  # a model, with or without FSDP, and its optimizer
 SGD_LR = 0.05  # large enough for a wrong gradient to show in the next output
 
 
 class SimpleModel(nn.Module):
-    """Three layers: the first is split by columns, the second by rows, the third not at all."""
+    """Three layers. The first is split by columns, the second by rows, and the third is not split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class SimpleModel(nn.Module):
 
     @staticmethod
     def get_sharded_param_names() -> dict[str, int]:
-        """The parameters that tensor parallelism cuts, and along which dimension."""
+        """The parameters that tensor parallelism splits, and the dimension of each split."""
         return {"net1.weight": 0, "net1.bias": 0, "net2.weight": 1}
 
     @staticmethod
     def get_non_sharded_param_names() -> list[str]:
-        """Those that tensor parallelism knows nothing of, so that each of its ranks has a gradient of its own."""
+        """The parameters outside tensor parallelism. Their gradients differ between its ranks."""
         return ["net3.weight", "net3.bias"]
 
 
@@ -73,7 +73,7 @@ class NormThenMLP(nn.Module):
 
 
 def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Let the module see its ranks' inputs as shards of one, along the first dimension, and give back local ones."""
+    """Treat the ranks' inputs as shards of one tensor along the first dimension, and return local outputs."""
 
     def prepare_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(inputs[0], mesh, [Shard(0)])
@@ -85,7 +85,7 @@ def distribute_rmsnorm(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 
 
 def set_state_dict_type(model: FSDP, kind: StateDictType) -> None:
-    """Nothing is offloaded: that is left to test_fsdp_optim_state, which shows a defect of it."""
+    """Do not offload optimizer states: test_fsdp_optim_state shows a defect of that."""
     config = FullOptimStateDictConfig if kind is FULL else ShardedOptimStateDictConfig
     FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config(offload_to_cpu=False))
 
@@ -94,7 +94,7 @@ class TestTPFSDPIntegration(FSDPTest):
     world_size = 4
 
     def _mesh(self) -> DeviceMesh:
-        """Ranks 0 and 1, and 2 and 3, share a model; 0 and 2, and 1 and 3, shard it."""
+        """Ranks 0 and 1, and ranks 2 and 3, share a model. Ranks 0 and 2, and ranks 1 and 3, shard it."""
         return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("dp", "tp"))
 
     def _model(self) -> SimpleModel:
@@ -102,7 +102,7 @@ class TestTPFSDPIntegration(FSDPTest):
         return SimpleModel().to(self.device)
 
     def _input(self, seed: int) -> torch.Tensor:
-        """A batch of this rank's own, also among those that share a model."""
+        """A batch that differs by rank, even between ranks that share a model."""
         generator = torch.Generator().manual_seed(self.rank + seed)
         return torch.rand((2, 3, 5), generator=generator).to(self.device)
 
@@ -120,7 +120,7 @@ class TestTPFSDPIntegration(FSDPTest):
         return FSDP(self._tp_model(mesh["tp"]), device_mesh=mesh["dp"], **fsdp_kwargs)
 
     def _local_grads(self, model: FSDP) -> dict[str, torch.Tensor]:
-        """This rank's elements of each parameter's gradient, flattened: views of the flat parameter's gradient."""
+        """This rank's elements of each parameter's gradient, as flat views of the flat parameter's gradient."""
         flat_param = internals.flat_param_of(model)
         grads = {}
         for name, info in zip(internals.names_in(flat_param), internals.shard_infos(flat_param), strict=True):
@@ -129,19 +129,20 @@ class TestTPFSDPIntegration(FSDPTest):
         return grads
 
     def _sync_tp_grads(self, model: FSDP, tp_group: dist.ProcessGroup) -> None:
-        """Average over the ranks of tensor parallelism, as sharding averages over its own.
+        """Average over the ranks of tensor parallelism, as FSDP averages over its own ranks.
 
-        Tensor parallelism sums the gradients of what it distributes; what it does not is summed here.
+        Tensor parallelism has already summed the gradients of the parameters that it distributes. The others are summed
+        here.
         """
         grads = self._local_grads(model)
         for name in SimpleModel.get_non_sharded_param_names():
-            summed = grads[name].to(self.device, copy=True)  # gradients that are offloaded lie elsewhere
+            summed = grads[name].to(self.device, copy=True)  # offloaded gradients are on another device
             dist.all_reduce(summed, group=tp_group)
             grads[name].copy_(summed)
         internals.flat_param_of(model).grad.div_(tp_group.size())
 
     def _full_grads(self, model: FSDP, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
-        """The whole gradients by name, put together from the ranks that shard and then those that split."""
+        """The full gradients by name, joined over the ranks that shard and then over those that split."""
         mine = {name: grad.detach().cpu() for name, grad in self._local_grads(model).items()}
         shards = of_all_ranks(mine, model.process_group)
         full = {name: torch.cat([shard[name] for shard in shards]) for name in mine}
@@ -154,12 +155,12 @@ class TestTPFSDPIntegration(FSDPTest):
                 shape = [size // (tp_group.size() if index == dim else 1) for index, size in enumerate(shapes[name])]
                 full[name] = torch.cat([split[name].view(shape) for split in splits], dim=dim)
             for name in set(shapes) - set(SimpleModel.get_sharded_param_names()):
-                for split in splits:  # a rank that does not split it has all of it
+                for split in splits:  # a parameter that is not split is complete on each rank
                     self.assertEqual(split[name], full[name], rtol=0, atol=0)
         return {name: grad.view(shapes[name]) for name, grad in full.items()}
 
     def _reference_step(self, model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> dict[str, torch.Tensor]:
-        """A step of the model by itself on the batches of all ranks; its gradients, of the mean over the ranks."""
+        """One step of a single model on the batches of all ranks. Returns the gradients of the mean over the ranks."""
         batches = []
         for rank in range(self.world_size):
             generator = torch.Generator().manual_seed(rank + seed)
@@ -177,7 +178,7 @@ class TestTPFSDPIntegration(FSDPTest):
         use_orig_params=[False, True],
     )
     def test_fsdp_tp_integration(self, **fsdp_kwargs):
-        """On two dimensions outputs, gradients and the next outputs are those of sharding over all ranks."""
+        """On a 2-D mesh, outputs, gradients and the next outputs match sharding over all ranks."""
         mesh = self._mesh()
         all_ranks = init_device_mesh(accelerator.current().type, (self.world_size,))
         fsdp_model = FSDP(self._model(), device_mesh=all_ranks, **fsdp_kwargs)
@@ -196,7 +197,7 @@ class TestTPFSDPIntegration(FSDPTest):
         self._sync_tp_grads(tp_fsdp_model, mesh.get_group("tp"))
         grads = self._full_grads(fsdp_model), self._full_grads(tp_fsdp_model, mesh)
         self.assertEqual(grads[1], grads[0])
-        # Beyond upstream: by name, and as one process computes them from all the batches.
+        # Beyond upstream: compare by name with one process that has all batches.
         wanted = self._reference_step(reference, ref_optim, seed=1)
         self.assertEqual(grads[0], wanted)
         self.assertEqual(grads[1], wanted)
@@ -212,7 +213,7 @@ class TestTPFSDPIntegration(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(synchronizes=[True, False])
     def test_replicas_stay_alike(self, synchronizes):
-        """Beyond upstream: what is not split stays alike where its gradients are synchronized, else it parts."""
+        """Beyond upstream: unsplit parameters stay the same on all ranks only if gradients are synchronized."""
         mesh = self._mesh()
         tp_group = mesh.get_group("tp")
         model = self._tp_fsdp_model(mesh, use_orig_params=True)
@@ -230,7 +231,8 @@ class TestTPFSDPIntegration(FSDPTest):
             if synchronizes:
                 self.assertEqual(alike, {"net2.bias": True, "net3.weight": True, "net3.bias": True})
             elif step == 0:
-                # Each output is a row of net3.weight, and its sum is taken: so a bias has the same gradient everywhere.
+                # The loss sums all outputs, and each output uses one row of net3.weight. So biases have the same
+                # gradient on all ranks.
                 self.assertEqual(alike, {"net2.bias": True, "net3.weight": False, "net3.bias": True})
             else:
                 self.assertFalse(alike["net3.weight"])
@@ -241,7 +243,7 @@ class TestTPFSDPIntegration(FSDPTest):
             self.assertNotEqual(model(inp), reference(inp))
 
     def _alike(self, model: FSDP, group: dist.ProcessGroup) -> dict[str, bool]:
-        """Which of the parameters that nobody splits are the same on all ranks of the group, bit for bit."""
+        """For each parameter that is not split: whether it is bitwise the same on all ranks of the group."""
         with FSDP.summon_full_params(model, writeback=False):
             full = {
                 name: local_of(param.detach()).cpu().clone()
@@ -253,7 +255,7 @@ class TestTPFSDPIntegration(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_fsdp_tp_extension_grad(self):
-        """Gradients of DTensors get through the flat parameter, by no more collectives than there must be."""
+        """The flat parameter handles gradients of DTensors, without additional collectives."""
         mesh = self._mesh()
         model = NormThenMLP(self.device)
         plan = {
@@ -269,7 +271,7 @@ class TestTPFSDPIntegration(FSDPTest):
 
         functional, c10d = torch.ops.c10d_functional, torch.ops.c10d
         counts = {op: count for op, count in comm_mode.get_comm_counts().items() if count}
-        # FSDP gathers what lies in host memory into a list of tensors, elsewhere into one.
+        # FSDP gathers host tensors into a list of tensors, and others into one tensor.
         in_list = self.device == torch.device("cpu")  # the CPU is the subject
         self.assertEqual(
             counts,
@@ -288,7 +290,7 @@ class TestTPFSDPIntegration(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_fsdp_tp_sync_module_state(self):
-        """Parameters and buffers that are DTensors come from the first rank of each group that shards."""
+        """Parameters and buffers that are DTensors are synchronized from the first rank of each FSDP group."""
         mesh = self._mesh()
         dp_group, tp_mesh = mesh.get_group("dp"), mesh["tp"]
         torch.manual_seed(self.rank)
@@ -297,7 +299,7 @@ class TestTPFSDPIntegration(FSDPTest):
         model.register_buffer("buffer", self._replicated(tp_mesh))
 
         def local_of_all(module: nn.Module) -> list[list[torch.Tensor]]:
-            """For each rank of the group its local tensors."""
+            """The local tensors of each rank in the group."""
             mine = [tensor.to_local().detach().cpu().clone() for tensor in (module.param, module.buffer)]
             return of_all_ranks(mine, dp_group)
 
@@ -311,13 +313,13 @@ class TestTPFSDPIntegration(FSDPTest):
         self.assertEqual(synced, [first, first], rtol=0, atol=0)
 
     def _replicated(self, tp_mesh: DeviceMesh) -> DTensor:
-        """Not the same on all ranks, although it says so."""
+        """A DTensor that claims to be replicated but differs by rank."""
         return DTensor.from_local(torch.rand(8, 8).to(self.device), tp_mesh, [Replicate()], run_check=False)
 
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[False, True])
     def test_sharded_state_dict(self, use_orig_params):
-        """Beyond upstream: a sharded state dict has the parameters as DTensors over both dimensions, and loads."""
+        """Beyond upstream: a sharded state dict contains DTensors over both mesh dimensions, and can be loaded."""
         mesh = self._mesh()
         model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
         reference = {name: param.detach() for name, param in self._model().named_parameters()}
@@ -328,7 +330,7 @@ class TestTPFSDPIntegration(FSDPTest):
                 self.assertIsInstance(value, DTensor)
                 self.assertEqual(value.device_mesh.mesh_dim_names, ("dp", "tp"))
                 self.assertEqual(value.full_tensor(), reference[name], rtol=0, atol=0)
-                # Of what is split each rank has a quarter, of the rest a half.
+                # Each rank has a quarter of a split parameter and half of any other.
                 parts = 4 if name in SimpleModel.get_sharded_param_names() else 2
                 self.assertEqual(value.to_local().numel() * parts, value.numel(), msg=name)
             with torch.no_grad():
@@ -339,7 +341,7 @@ class TestTPFSDPIntegration(FSDPTest):
         self.assertEqual(model(inp), self._model()(inp))
 
     def _trained_with_reference(self, mesh: DeviceMesh, **kwargs: Any) -> tuple[Trained, Trained]:
-        """A model and its Adam after two steps, and the same for a model by itself that has seen all batches."""
+        """A model and its Adam after two steps, and the same for a single model that trains on all batches."""
         model, reference = self._tp_fsdp_model(mesh, **kwargs), self._model()
         optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=SGD_LR) for each in (model, reference))
         for step in range(2):
@@ -358,7 +360,7 @@ class TestTPFSDPIntegration(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[FULL, SHARDED], use_orig_params=[True, False])
     def test_optim_state_dict(self, kind, use_orig_params):
-        """Beyond upstream: put together, the states are those of a model by itself."""
+        """Beyond upstream: the joined states match those of a single model."""
         trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
         states = self._optim_state(trained, kind)["state"]
         self.assertEqual(set(states), {name for name, _ in reference.named_parameters()})
@@ -370,7 +372,7 @@ class TestTPFSDPIntegration(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False])
     def test_full_optim_state_dict(self, use_orig_params):
-        """Beyond upstream: in a full state dict each rank has the whole, also of what tensor parallelism splits."""
+        """Beyond upstream: a full state dict has full tensors on each rank, also for parameters that are split."""
         trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
         states = self._optim_state(trained, FULL)["state"]
         for name, param in reference.named_parameters():
@@ -381,14 +383,14 @@ class TestTPFSDPIntegration(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])
     def test_optim_state_dict_is_loaded(self, kind):
-        """Beyond upstream: another model goes on from an optimizer state."""
+        """Beyond upstream: another model loads the optimizer state and continues the training."""
         self._test_optim_state_dict_is_loaded(kind, use_orig_params=True)
 
     @torch_defect("fsdp1_optim_state_of_flat_parameter_is_not_loaded_with_tp")
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])
     def test_optim_state_dict_of_flat_parameters_is_loaded(self, kind):
-        """Beyond upstream: the same where the optimizer steps flat parameters."""
+        """Beyond upstream: the same if the optimizer steps flat parameters."""
         self._test_optim_state_dict_is_loaded(kind, use_orig_params=False)
 
     def _test_optim_state_dict_is_loaded(self, kind: StateDictType, use_orig_params: bool) -> None:

@@ -1,4 +1,4 @@
-"""``FSDP.fsdp_modules``: the FSDP1 instances below a module, depth first, or only the roots among them."""
+"""``FSDP.fsdp_modules`` lists the FSDP1 instances below a module in depth-first order, or only the roots."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class TestTraversal(FSDPTest):
     world_size = 2
 
     def _nested(self) -> tuple[NestedWrappedModule, list[FSDP]]:
-        """A model that is not in FSDP, and the three instances in it, in the order of ``modules()``."""
+        """A model outside FSDP and its three FSDP instances, in the order of ``modules()``."""
         model = NestedWrappedModule.init(self.process_group, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE)
         first, second = model.module[1], model.module[2]
         return model, [first, first.module[0], second]
 
     def _assert_are(self, found: list[FSDP], expected: list[FSDP]) -> None:
-        """The very instances, and in this order."""
+        """The same instances, by identity, in the same order."""
         self.assertEqual([id(each) for each in found], [id(each) for each in expected])
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_modules(self):
-        """Depth first; the roots are those that no other instance contains."""
+        """The order is depth first. Roots are the instances that no other instance contains."""
         model, instances = self._nested()
         self._assert_are(FSDP.fsdp_modules(model), instances)
         first, _, second = instances
@@ -35,7 +35,7 @@ class TestTraversal(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_below_a_root(self):
-        """Beyond upstream: with the whole model in FSDP the root comes first, and is the only one."""
+        """Beyond upstream: if the whole model is in FSDP, it comes first and is the only root."""
         model, instances = self._nested()
         root = FSDP(model)
         self._assert_are(FSDP.fsdp_modules(root), [root, *instances])
@@ -44,22 +44,22 @@ class TestTraversal(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_shared_instance(self):
-        """Beyond upstream: an instance with two names is listed once, where it is met first."""
+        """Beyond upstream: an instance with two names is listed once, at its first position."""
         layer, other = (FSDP(nn.Linear(2, 2, device=self.device)) for _ in range(2))
         model = nn.ModuleDict({"one": layer, "two": nn.Sequential(other, layer), "three": layer})
         self._assert_are(FSDP.fsdp_modules(model), [layer, other])
         self._assert_are(FSDP.fsdp_modules(model, root_only=True), [layer, other])
-        # Here it is met inside a child before it is met as a child.
+        # Here it is found inside a child before it is found as a child.
         model = nn.ModuleDict({"one": nn.Sequential(other, layer), "two": layer})
         self._assert_are(FSDP.fsdp_modules(model), [other, layer])
 
     @skip_if_lt_x_gpu(2)
     def test_without_fsdp(self):
-        """Beyond upstream: where no instance is, none is found."""
+        """Beyond upstream: without FSDP instances, the list is empty."""
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         self.assertEqual(FSDP.fsdp_modules(model), [])
         self.assertEqual(FSDP.fsdp_modules(model, root_only=True), [])
-        # An instance below makes the difference.
+        # With an instance below, the list is not empty.
         self.assertEqual(len(FSDP.fsdp_modules(nn.Sequential(model, FSDP(nn.Linear(2, 2))))), 1)
 
 

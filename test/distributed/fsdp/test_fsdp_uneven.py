@@ -1,4 +1,4 @@
-"""FSDP1 with a flat parameter that the ranks cannot share evenly: the last shards are padded, or all padding."""
+"""FSDP1 with a flat parameter that does not divide evenly: the last shards have padding, or only padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel
 
-NUMEL = 9  # of the layer that _layer makes
+NUMEL = 9  # elements of the layer that _layer creates
 
 
 def _layer(device: str, seed: int = 0) -> nn.Linear:
@@ -26,7 +26,7 @@ def _layer(device: str, seed: int = 0) -> nn.Linear:
 
 class _UnevenBase(FewRanksTest):
     def _assert_layout(self, model: FSDP, numel: int) -> None:
-        """Each rank holds equally many elements, of which the last ranks' are padding, and zero."""
+        """All shards have the same number of elements. The last ranks have padding, which is zero."""
         (flat_param,) = internals.flat_params(model)
         size = -(-numel // self.world_size)
         mine = min(max(numel - self.rank * size, 0), size)
@@ -35,7 +35,7 @@ class _UnevenBase(FewRanksTest):
         self.assertEqual(flat_param[mine:].tolist(), [0.0] * (size - mine))
 
     def _test_padding_stays_zero(self, device: str) -> None:
-        """Several steps of Adam with weight decay move the parameters as those of a local model, and no padding."""
+        """In several steps of Adam with weight decay, parameters match a local model, and padding stays zero."""
         reference, model = _layer(device), FSDP(_layer(device))
         self._assert_layout(model, NUMEL)
         optims = [torch.optim.AdamW(each.parameters(), lr=0.05, weight_decay=0.1) for each in (reference, model)]
@@ -55,16 +55,16 @@ class _UnevenBase(FewRanksTest):
 
 class TestUnevenParamShard(_UnevenBase):
     def _get_ref_results(self, weight: torch.Tensor, x: torch.Tensor, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's output, and the weight after a step on the mean of all ranks' gradients, worked out by hand."""
+        """This rank's output, and the weight after a step on the mean gradient of all ranks, computed by hand."""
         with torch.no_grad():
             return x[self.rank] @ weight.T, weight - lr * x[: self.world_size].mean(0)
 
     @skip_if_lt_x_gpu(2)
     def test_one_iteration(self, device):
-        """Nine elements on two ranks: output and updated weight are those that were worked out by hand."""
+        """Nine elements on two ranks: output and updated weight match values computed by hand."""
         model = _layer(device)
         torch.manual_seed(1)
-        x = torch.rand(max(8, self.world_size), 3, device=device)  # the same on every rank, a row for each
+        x = torch.rand(max(8, self.world_size), 3, device=device)  # the same on every rank, with one row for each rank
         expected_output, expected_weight = self._get_ref_results(model.weight.clone(), x, lr=0.1)
         model = FSDP(model)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,12 +77,12 @@ class TestUnevenParamShard(_UnevenBase):
 
     @skip_if_lt_x_gpu(2)
     def test_padding_stays_zero(self, device):
-        """Beyond upstream: of nine elements the first rank holds five, the second four and one of padding."""
+        """Beyond upstream: of nine elements, the first rank has five. The second has four and one padding element."""
         self._test_padding_stays_zero(device)
 
     @skip_if_lt_x_gpu(2)
     def test_empty_shard(self, device):
-        """Beyond upstream: a single element leaves nothing to all ranks but the first; they train as with DDP."""
+        """Beyond upstream: only the first rank has a part of a one-element parameter. All ranks train as with DDP."""
         self.run_subtests(
             {
                 "use_orig_params": [False, True],
@@ -122,7 +122,7 @@ class TestUnevenParamShard(_UnevenBase):
 
     @skip_if_lt_x_gpu(2)
     def test_state_dict_round_trip(self, device):
-        """Beyond upstream: a state dict, full or in shards, gives each element back, and none of the padding."""
+        """Beyond upstream: full and sharded state dicts restore each element and contain no padding."""
         self.run_subtests(
             {
                 "state_dict_type": [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
@@ -150,7 +150,7 @@ class TestUnevenParamShardFourRanks(_UnevenBase):
 
     @skip_if_lt_x_gpu(4)
     def test_rank_of_padding_alone(self, device):
-        """Beyond upstream: of nine elements three ranks hold three each, and the fourth nothing but padding."""
+        """Beyond upstream: of nine elements, three ranks have three each. The fourth has only padding."""
         self._test_padding_stays_zero(device)
 
 

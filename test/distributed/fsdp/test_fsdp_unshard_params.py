@@ -1,4 +1,4 @@
-"""``FSDP.summon_full_params``: what it exposes, what outlives it, when it frees again, and what it refuses."""
+"""``FSDP.summon_full_params``: what it exposes, what it writes back, when it reshards, and what it refuses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named, of_all_ranks, room_in
 from torch_fsdp_tests.fsdp.shards import owners
 
-# Numbers of elements of the two layers that _two_layers makes: neither is a multiple of 2, so both are padded.
+# Numbers of elements of the two layers in _two_layers. Neither is a multiple of 2, so both are padded.
 INNER, OUTER = 25, 15
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
@@ -49,32 +49,32 @@ def _cpu_offloads() -> list[CPUOffload]:
 
 @contextlib.contextmanager
 def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
-    """``summon_full_params`` with its ``offload_to_cpu``, which without ``no_grad`` leaves a mark.
+    """``summon_full_params`` under ``no_grad``, since ``offload_to_cpu`` fails the second time without it.
 
-    What comes back from host memory brings its history into the gathered tensor, and the host's all-gather, which goes
-    into views of that, refuses to write to them the next time.
+    Values that come back from host memory bring their autograd history into the gathered tensor. The next all-gather on
+    the host writes to views of that tensor and refuses.
     """
     with torch.no_grad(), to_host_is_a_copy(), FSDP.summon_full_params(model, **kwargs):
         yield
 
 
 def _summoned(flat_param: internals.FlatParam, mixed_precision: MixedPrecision | None) -> torch.Tensor:
-    """The tensor into which ``summon_full_params`` gathers."""
+    """The tensor that ``summon_full_params`` gathers into."""
     gathered = internals.gathered if mixed_precision is None else internals.gathered_in_full_precision
     return gathered(flat_param)
 
 
 def _get_fsdp_grads(model: nn.Module, **kwargs: Any) -> dict[str, Any]:
-    """Copies of the unsharded gradients, by the names of the plain model; None where there is none."""
+    """Copies of the unsharded gradients by the names of the plain model. A missing gradient is None."""
     with FSDP.summon_full_params(model, with_grads=True, **kwargs):
         return {name: None if p.grad is None else p.grad.clone() for name, p in named(model).items()}
 
 
 class TestUnshardParamsBase(FSDPTest):
-    """The bodies that the sharded and the unsharded case have in common."""
+    """The test bodies for both the sharded and the unsharded case."""
 
     def _two_layers(self, **fsdp_kwargs: Any) -> FSDP:
-        """FSDP around two layers, ``model[0]`` (5 x 5, again in FSDP) and ``model[1]`` (3 x 5)."""
+        """FSDP around two layers: ``model[0]`` (5 x 5, in FSDP itself) and ``model[1]`` (3 x 5)."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False)).to(self.device)
         layers[0] = FSDP(layers[0], **fsdp_kwargs)
@@ -84,7 +84,7 @@ class TestUnshardParamsBase(FSDPTest):
         return owners(numel, self.world_size, self.device)
 
     def _assert_resharded(self, model: nn.Module, mixed_precision: MixedPrecision | None = None) -> None:
-        """Nothing gathered is left, the local shards are in use, and model and handles are idle."""
+        """Nothing stays gathered, the local shards are in use, and model and handles are idle."""
         handles = internals.handles(model)
         self.assertGreater(len(handles), 0)
         for handle in handles:
@@ -120,7 +120,7 @@ class TestUnshardParamsBase(FSDPTest):
         offloads = fsdp_kwargs["cpu_offload"].offload_params
         layer = model.module[1] if check_outer else model.module[0].module
         unit = model if check_outer else model.module[0]
-        # With the original parameters in use, model.parameters() begins with the inner one: each is taken by name.
+        # With original parameters, model.parameters() begins with the inner one, so each is taken by name.
         local = layer.weight if fsdp_kwargs["use_orig_params"] else internals.flat_param_of(unit)
         ranks = self._owners(OUTER if check_outer else INNER)
         mine = int((ranks == self.rank).sum())  # the rest of the local shard, if any, is padding
@@ -132,7 +132,7 @@ class TestUnshardParamsBase(FSDPTest):
             for param in model.parameters():
                 param.zero_()
 
-        # NO_SHARD exposes the parameters themselves, unless they had to be copied from the host's memory first.
+        # NO_SHARD exposes the parameters themselves, unless they were first copied from host memory.
         same_memory = not uses_shards and not (offloads and accelerator.current().has("device_memory"))
         expected = 0.0 if writeback or same_memory else self.rank + 2.0
         self.assertEqual(local.flatten()[:mine].tolist(), [expected] * mine)
@@ -184,7 +184,7 @@ class TestUnshardParamsBase(FSDPTest):
                     self.assertEqual(param.device, host if offload_to_cpu and name not in outside else self.device)
                     self.assertEqual(param, reference[name], rtol=0, atol=0, exact_device=False)
                 for handle in internals.handles(model):
-                    if handle.uses_sharded_strategy:  # beyond upstream: of what is in host memory nothing is here
+                    if handle.uses_sharded_strategy:  # beyond upstream: offloaded parameters are freed on the device
                         freed = room_in(_summoned(handle.flat_param, mixed_precision)) == 0
                         offloads = not torch_facts.KEEPS_HOST_TENSORS_IN_PLACE or self.device != host
                         self.assertEqual(freed, offload_to_cpu and offloads)
@@ -205,19 +205,19 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_writeback(self):
-        """What is written to all parameters persists exactly with ``writeback=True``."""
+        """Changes to parameters persist with ``writeback=True``, and only then."""
         self.run_subtests(self._get_test_unshard_params_writeback_config(), self._test_unshard_params_writeback)
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_param_data(self):
-        """Inside are the original parameters, in full precision, on every rank or on rank 0 alone."""
+        """The context shows the original parameters in full precision, on every rank or on rank 0 only."""
         self.run_subtests(self._get_test_unshard_params_param_data_config(), self._test_unshard_params_param_data)
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_singleton_param_writeback(self):
-        """Of a single element over two ranks the second holds only padding, to which nothing is written back.
+        """With one element on two ranks, the second rank has only padding. Nothing is written back to it.
 
-        That is how it is implemented today, and no promise.
+        This is the current implementation, not a guarantee.
         """
         model = FSDP(nn.Linear(1, 1, bias=False).to(self.device))
         (local,) = internals.flat_params(model)
@@ -232,7 +232,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_respects_reshard(self):
-        """A root that stays gathered after forward stays so; what was freed is freed again."""
+        """A root that forward leaves gathered stays gathered after the context. Freed parameters are freed again."""
         self.run_subtests(
             {
                 "rank0_only": [False, True],
@@ -266,7 +266,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         assert_gathered(0)
         output = model(torch.zeros(5, device=self.device))
         open_and_close()
-        # Full precision was forced on what forward gathered, so its copy in low precision is out of date.
+        # The context gathered again in full precision, so the low precision copy from forward is out of date.
         assert_gathered(gathered if mixed_precision is None else 0)
         output.sum().backward()
         open_and_close()
@@ -274,7 +274,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_recurse(self):
-        """``recurse=False`` opens the module that it is called on and no FSDP instance below."""
+        """``recurse=False`` unshards only the module it is called on, and no FSDP instance below it."""
         self.run_subtests(
             {
                 "recurse": [False, True],
@@ -290,7 +290,7 @@ class TestUnshardParams(TestUnshardParamsBase):
     ) -> None:
         model = self._two_layers(mixed_precision=mixed_precision, use_orig_params=use_orig_params)
         outer, inner = internals.flat_params(model)
-        padding = int(use_orig_params)  # then the flat parameter is itself padded to a multiple of the world size
+        padding = int(use_orig_params)  # then the flat parameter itself is padded to a multiple of the world size
         sharded = 8, 13
 
         self.assertEqual((outer.numel(), inner.numel()), sharded)
@@ -301,7 +301,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_named_parameters_and_buffers(self):
-        """Inside, names are those of the model without FSDP."""
+        """In the context, names match the model without FSDP."""
         self.run_subtests(
             {"prefix": ["", "test_prefix"], "recurse": [False, True]}, self._test_named_parameters_and_buffers
         )
@@ -330,7 +330,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_core(self):
-        """Unsharded gradients are those of DDP, after backward and before the next one, and can be written."""
+        """Unsharded gradients match DDP after backward and before the next one, and can be changed."""
         self.run_subtests(
             {
                 "writeback": [False, True],
@@ -360,8 +360,8 @@ class TestUnshardParams(TestUnshardParamsBase):
             return contextlib.nullcontext() if is_supported else self.assertRaises(NotImplementedError)
 
         def _check_grads() -> None:
-            # Not from the parameters as they are: under SHARD_GRAD_OP these have no gradient between forward and
-            # backward, and a comparison of two empty lists would pass.
+            # Use the summoned parameters: under SHARD_GRAD_OP the others have no gradient between forward and backward,
+            # and a comparison of two empty lists would pass.
             before = _get_fsdp_grads(fsdp_model, writeback=False)
             expected = named(ddp_model)
             with FSDP.summon_full_params(
@@ -385,11 +385,11 @@ class TestUnshardParams(TestUnshardParamsBase):
         )
         self.assertEqual(full_parameters(fsdp_model), named(ddp_model))
         inputs = fsdp_model.module.get_input(self.device)
-        # The model's inputs are the same on every rank; weighted losses make the gradients differ.
+        # Inputs are the same on every rank. Weighted losses make the gradients differ.
         losses = [model(*inputs).sum() * (self.rank + 1) for model in (fsdp_model, ddp_model)]
         for loss in losses:
             loss.backward()
-        for _ in range(2):  # after backward; and after the next forward, before its backward
+        for _ in range(2):  # after backward, and after the next forward but before its backward
             with _get_error_context(is_supported):
                 _check_grads()
             for model in (fsdp_model, ddp_model):
@@ -397,7 +397,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_none_grads(self):
-        """Where there was no backward there is no gradient, unsharded or not."""
+        """Before any backward, neither sharded nor unsharded parameters have gradients."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_none_grads)
 
     def _test_with_grads_none_grads(self, sharding_strategy: ShardingStrategy) -> None:
@@ -408,7 +408,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_submodule(self):
-        """A submodule opened by itself shows its original parameters."""
+        """If only a submodule is summoned, it shows its original parameters."""
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(self.device) for _ in range(2)))
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy((nn.Sequential,)))
         with FSDP.summon_full_params(model[0]):
@@ -421,7 +421,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_writeback_is_of_the_own_shard(self):
-        """Beyond upstream: of what the ranks write, each element keeps what the rank that owns it wrote, exactly."""
+        """Beyond upstream: each element keeps exactly the value written by the rank that owns it."""
         self.run_subtests(
             {
                 "writeback": [True, False],
@@ -436,7 +436,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         model = self._two_layers(**fsdp_kwargs)
 
         def values_of(ranks: int | torch.Tensor, numel: int) -> torch.Tensor:
-            return ranks * 1000 + torch.arange(numel, device=self.device) + 1 / 3  # not a number of half precision
+            return ranks * 1000 + torch.arange(numel, device=self.device) + 1 / 3  # inexact in half precision
 
         with FSDP.summon_full_params(model, writeback=writeback), torch.no_grad():
             before = [param.detach().clone() for param in model.parameters()]
@@ -450,9 +450,9 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_writeback_of_many_parameters(self):
-        """Beyond upstream: every parameter that shares a flat parameter with others is written back, not only one.
+        """Beyond upstream: all parameters that share a flat parameter are written back, not only one.
 
-        Also from host memory, to which parameters were moved that FSDP keeps on the device.
+        This includes parameters that the context moved to host memory while FSDP keeps them on the device.
         """
         self.run_subtests(
             {"cpu_offload": _cpu_offloads(), "use_orig_params": [True, False], "offload_to_cpu": [False, True]},
@@ -475,7 +475,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_memory_and_state_around_the_context(self):
-        """Beyond upstream: all is gathered inside, freed again after it or an error in it, and training continues."""
+        """Beyond upstream: the context gathers all and frees it in the end, also after an error. Training goes on."""
         self.run_subtests(
             {
                 "rank0_only": [False, True],
@@ -507,7 +507,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         self._assert_trains(model, mixed_precision)
 
     def _assert_trains(self, model: FSDP, mixed_precision: MixedPrecision | None) -> None:
-        """One step of SGD is that of two plain layers with averaged gradients; each rank has its own input."""
+        """One step of SGD matches two plain layers with averaged gradients. Each rank has its own input."""
         plain = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False)).to(self.device)
         plain.load_state_dict(full_parameters(model))
         inputs = torch.arange(10.0, device=self.device).view(2, 5) / 8 + self.rank
@@ -521,7 +521,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_of_distinct_data(self):
-        """Beyond upstream: with other tokens on each rank gradients are still those of DDP, bitwise alike on all."""
+        """Beyond upstream: if tokens differ by rank, gradients match DDP and are bitwise the same on all ranks."""
         self.run_subtests({"sharding_strategy": STRATEGIES}, self._test_with_grads_of_distinct_data)
 
     def _test_with_grads_of_distinct_data(self, sharding_strategy: ShardingStrategy) -> None:
@@ -550,7 +550,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_written_back_to_the_own_shard(self):
-        """Beyond upstream: what an optimizer finds afterwards is this rank's part of what it wrote to the gradients."""
+        """Beyond upstream: each rank's part of its changes to the gradients is written back to its shard."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_are_written_back_to_the_own_shard)
 
     def _test_grads_are_written_back_to_the_own_shard(self, writeback: bool) -> None:
@@ -564,7 +564,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_of_many_parameters_are_resharded(self):
-        """Beyond upstream: of several parameters in one flat parameter each gets its own part of the gradient back."""
+        """Beyond upstream: each parameter in a flat parameter gets its own part of the gradient back."""
         model = FSDP(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).to(self.device), use_orig_params=True)
         model(torch.arange(5.0, device=self.device) + self.rank).square().sum().backward()
         expected = [grad.flatten().tolist() for grad in _get_fsdp_grads(model).values()]
@@ -574,7 +574,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_on_rank_0_only(self):
-        """Beyond upstream: with ``rank0_only`` the other ranks keep their shards of the gradients, inside and after."""
+        """Beyond upstream: with ``rank0_only``, other ranks keep their gradient shards during and after the context."""
         model, grads = self._two_layers_with_grads()
         mine = [grad.flatten()[self._owners(grad.numel()) == self.rank] for grad in grads]
         with FSDP.summon_full_params(model, rank0_only=True, writeback=False, with_grads=True):
@@ -585,7 +585,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_open_between_forward_and_backward(self):
-        """Beyond upstream: a look at the parameters before backward is in full precision and changes no gradient."""
+        """Beyond upstream: summoning before backward shows full precision parameters and does not change gradients."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES, "mixed_precision": _mixed_precisions()},
             self._test_open_between_forward_and_backward,
@@ -604,7 +604,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_that_only_some_ranks_have(self):
-        """Beyond upstream: shards without a gradient count as zeros while others have one, and stay without."""
+        """Beyond upstream: a missing gradient shard counts as zeros if other ranks have one, and stays missing."""
         self.run_subtests({"writeback": [True, False]}, self._test_grads_that_only_some_ranks_have)
 
     def _test_grads_that_only_some_ranks_have(self, writeback: bool) -> None:
@@ -619,7 +619,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_gone_after_zero_grad(self):
-        """Beyond upstream: a gradient that was dropped between two contexts does not come back."""
+        """Beyond upstream: a gradient that was cleared between two contexts does not come back."""
         self.run_subtests(
             {"sharding_strategy": STRATEGIES},
             self._test_grads_are_gone_after_zero_grad,
@@ -633,12 +633,12 @@ class TestUnshardParams(TestUnshardParamsBase):
 
 
 class TestUnshardParamsSubgroups(TestUnshardParamsBase):
-    """FSDP over the pairs (0, 2) and (1, 3): neither global ranks nor the default group are of any use to it."""
+    """FSDP over the pairs (0, 2) and (1, 3), so that global ranks and the default group would be wrong."""
 
     world_size = 4
 
     def _pair(self) -> tuple[dist.ProcessGroup, int]:
-        """The group of the calling rank, and which of all the pairs it is."""
+        """This rank's group, and the index of its pair."""
         groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
         return groups[self.rank % 2], self.rank % 2
 
@@ -662,7 +662,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
             (weight,) = model.parameters()
             self.assertEqual(weight.detach(), expected, rtol=0, atol=0)
             if use_orig_params:
-                self.assertEqual(weight.grad, torch.full_like(expected, pair + 2.0))  # the mean of rank + 1 of two
+                self.assertEqual(weight.grad, torch.full_like(expected, pair + 2.0))  # the mean of rank + 1
             with torch.no_grad():
                 weight.fill_(self.rank)
         with FSDP.summon_full_params(model):
@@ -674,7 +674,7 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
     def test_rank0_only_within_the_group(self):
         """Beyond upstream: ``rank0_only`` means the first rank of each group.
 
-        The docstring of ``summon_full_params`` says "global rank 0"; what it asks is the rank within the group.
+        The docstring of ``summon_full_params`` says "global rank 0", but the code checks the rank within the group.
         """
         group, pair = self._pair()
         model = FSDP(nn.Linear(5, 3, bias=False, device=self.device), group)
@@ -684,16 +684,16 @@ class TestUnshardParamsSubgroups(TestUnshardParamsBase):
 
 
 class TestUnshardParamsNoShard(TestUnshardParamsBase):
-    world_size = 1  # where FSDP shards nothing
+    world_size = 1  # FSDP shards nothing here
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_params_writeback_no_shard(self):
-        """Without shards what is written persists also with ``writeback=False``, unless it was written to a copy."""
+        """Without shards, changes persist even with ``writeback=False``, except changes to a copy."""
         self.run_subtests(self._get_test_unshard_params_writeback_config(), self._test_unshard_params_writeback)
 
     @skip_if_lt_x_gpu(1)
     def test_unshard_params_param_data_no_shard(self):
-        """As with shards; ``offload_to_cpu`` is refused, see :class:`TestUnshardParamsErrors`."""
+        """The same as with shards. ``offload_to_cpu`` is refused, see :class:`TestUnshardParamsErrors`."""
         config = self._get_test_unshard_params_param_data_config()
         self.run_subtests({**config, "offload_to_cpu": [False]}, self._test_unshard_params_param_data)
 
@@ -705,7 +705,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
         return self.assertRaisesRegex(AssertionError, "Cannot manually unshard parameters during forward/backward")
 
     def _assert_still_opens(self, model: nn.Module) -> None:
-        """What was refused left nothing behind."""
+        """The refused call left nothing behind."""
         with FSDP.summon_full_params(model):
             self.assertGreater(len(list(model.parameters())), 1)
         self._assert_resharded(model)
@@ -717,7 +717,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_from_forward_raises(self):
-        """A forward may not open its own module."""
+        """A forward may not summon the parameters of its own module."""
 
         class MyModule(nn.Module):
             def __init__(self) -> None:
@@ -734,7 +734,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_unshard_params_from_backward_raises(self):
-        """A hook that runs during backward may not open a module either."""
+        """A hook that runs during backward may not summon parameters either."""
         model = FSDP(nn.Linear(2, 1).to(self.device))
         output = model(torch.ones(2, device=self.device))
         called = []
@@ -752,7 +752,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_rank0_only_with_writeback_raises(self):
-        """What only rank 0 can see cannot be written back on all ranks."""
+        """With ``rank0_only``, only rank 0 sees the parameters, so writeback on all ranks is refused."""
         model = self._nested()
         with self.assertRaisesRegex(NotImplementedError, "is not supported"):
             with FSDP.summon_full_params(model, rank0_only=True, writeback=True):
@@ -761,7 +761,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_offload_to_cpu_no_shard_raises(self):
-        """Unsharded parameters are not offloaded; that ``rank0_only`` refuses to write back holds for them too."""
+        """NO_SHARD refuses ``offload_to_cpu``. It also refuses ``writeback`` with ``rank0_only``."""
         model = self._nested(sharding_strategy=ShardingStrategy.NO_SHARD)
         for kwargs, words in (
             ({"offload_to_cpu": True}, "offload_to_cpu=True and NO_SHARD is not supported"),
@@ -774,7 +774,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_nested_contexts_raise(self):
-        """Beyond upstream: a module that is open cannot be opened again; the outer context survives the attempt."""
+        """Beyond upstream: parameters that are summoned cannot be summoned again. The outer context stays valid."""
         self.run_subtests({"use_orig_params": [True, False]}, self._test_nested_contexts_raise)
 
     def _test_nested_contexts_raise(self, use_orig_params: bool) -> None:
@@ -791,7 +791,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_with_grads_needs_orig_params(self):
-        """Beyond upstream: without the original parameters there are no unsharded gradients, with any strategy."""
+        """Beyond upstream: ``with_grads`` needs the original parameters, with any strategy."""
         for sharding_strategy in STRATEGIES:
             model = self._two_layers(sharding_strategy=sharding_strategy, use_orig_params=False)
             with self.assertRaisesRegex(NotImplementedError, "with_grads=True, use_orig_params=False"):

@@ -1,7 +1,7 @@
-"""FSDP with ``use_orig_params=True``: the model keeps its parameters, each a view of this rank's shard of the flat one.
+"""FSDP with ``use_orig_params=True``: the model keeps its parameters, as views of this rank's shard.
 
-So an optimizer may treat them apart, they may be frozen one by one, and what is put in their place or in the place of
-their gradients is written back.
+So an optimizer may treat them differently, and each can be frozen alone. If a parameter or its gradient is replaced,
+the new value is written back to the flat parameter.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ STRATEGIES = {"no_shard": NO_SHARD, "shard_grad_op": SHARD_GRAD_OP, "full_shard"
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
-# The gradient of the bias of attention's keys is zero but for rounding, and Adam makes a step of full length of any
-# gradient that is not small against this. So large it tells a gradient of the wrong size from the right one, too.
+# The gradient of the attention's key bias is zero except for rounding errors. Adam makes a full step for any gradient
+# that is not small compared to eps. This large eps prevents that, and it also makes gradients of a wrong size visible.
 EPS = 1e-3
 
 Tensors = dict[str, "torch.Tensor | None"]
@@ -64,18 +64,18 @@ def flattened(tensors: Tensors) -> Tensors:
 
 
 class UseOrigParamsTest(FSDPTest):
-    """What the cases of this file have in common: models, and comparisons with DDP on every rank."""
+    """The models of this file, and comparisons with DDP on every rank."""
 
     world_size = 2
 
     @property
     def num_iters(self) -> int:
-        """Where work runs in streams, ten; elsewhere either way of ``zero_grad`` twice, with Adam's state in use."""
+        """Ten on devices with streams. Elsewhere four, so that ``zero_grad`` comes twice in each place."""
         return 10 if accelerator.current().has("streams") else 4
 
     @functools.cached_property
     def _plain(self) -> nn.Module:
-        """A transformer not yet on the device, with one layer of either kind: what is tested here shows in few."""
+        """A transformer before its move to the device. One layer of each kind is enough for these tests."""
         model = TransformerWithSharedParams.init(
             self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_AFTER, deterministic=True
         )
@@ -84,7 +84,7 @@ class UseOrigParamsTest(FSDPTest):
         return model
 
     def _transformer(self, **fsdp_kwargs: Any) -> nn.Module:
-        """A transformer that begins alike everywhere, plain or in FSDP with an instance for each layer."""
+        """A transformer with the same initial values on all ranks, plain or with an FSDP instance for each layer."""
         model = copy.deepcopy(self._plain).to(self.device)
         return FSDP(model, auto_wrap_policy=LAYERS, **fsdp_kwargs) if fsdp_kwargs else model
 
@@ -95,7 +95,7 @@ class UseOrigParamsTest(FSDPTest):
         return source.to(self.device), target.to(self.device)
 
     def _joined(self, tensors: Tensors) -> Tensors:
-        """What the ranks' pieces of each tensor make, one after the other; None where no rank has any."""
+        """Join the ranks' pieces of each tensor in rank order. None if no rank has a piece."""
         mine = flattened(tensors)
         of_all = of_all_ranks(mine)
         self.assertEqual([list(pieces) for pieces in of_all], [list(mine)] * self.world_size)
@@ -106,13 +106,13 @@ class UseOrigParamsTest(FSDPTest):
         return joined
 
     def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
-        """The gradients are the reference's, by name; under NO_SHARD each rank has all of them, else its pieces."""
+        """Compare gradients with the reference by name. Ranks have whole gradients under NO_SHARD, else pieces."""
         found, wanted = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
         self.assertTrue(any(grad is not None for grad in wanted.values()))
         self.assertEqual(flattened(found) if strategy is NO_SHARD else self._joined(found), flattened(wanted))
 
     def assert_same_full_params(self, model: nn.Module, *others: nn.Module) -> None:
-        """The unsharded parameters agree by name with those of the others, in FSDP or not."""
+        """Unsharded parameters must equal those of the other models by name, whether these are in FSDP or not."""
         full = []
         for each in (model, *others):
             with FSDP.summon_full_params(each, writeback=False):
@@ -123,10 +123,10 @@ class UseOrigParamsTest(FSDPTest):
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
-    """Hyperparameters, optimizers and ``requires_grad`` that differ among the parameters of one instance."""
+    """Hyperparameters, optimizers and ``requires_grad`` that differ between the parameters of one instance."""
 
     def _get_param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Weights, biases and the rest, if there is any, each with hyperparameters of its own."""
+        """Three groups (weights, biases and the rest, if any) with different hyperparameters."""
         groups: dict[str, dict[str, Any]] = {
             "weight": {"params": [], "weight_decay": 0.1, "lr": 1e-2},
             "bias": {"params": [], "weight_decay": 0.01, "lr": 1e-3},
@@ -150,7 +150,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         fsdp_optim: torch.optim.Optimizer,
         set_to_none: bool,
     ) -> None:
-        """Both train alike, on data of each rank's own, whether gradients are dropped before or after forward."""
+        """Both models train alike on data that differs by rank. ``zero_grad`` comes before or after forward."""
         strategy = fsdp_model.sharding_strategy
         inputs = self._tokens()
         for iteration in range(self.num_iters):
@@ -163,9 +163,9 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 if iteration % 2 == 1:
                     optim.zero_grad(set_to_none=set_to_none)
                 loss.backward()
-            if iteration < 2:  # the optimizer's state makes of a wrong size of the gradients a small difference
+            if iteration < 2:  # later, the optimizer's state would hide gradients of a wrong size
                 self.assert_same_grads(fsdp_model, ddp_model, strategy)
-            ddp_optim.step()  # on the device: a move to the host and back would cost DDP the hooks that average
+            ddp_optim.step()  # on the device: a move to the host and back would cost DDP its hooks
             fsdp_optim.step()
             self.assertEqual(*losses)
         self.assert_same_full_params(fsdp_model, ddp_model)
@@ -173,8 +173,8 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], skip_fsdp_guards=[True, False])
     def test_fsdp_compile(self, sharding_strategy, skip_fsdp_guards):
-        """What ``torch.compile`` makes of an FSDP model trains as the model does."""
-        # Inductor's C++ compiler is no part of what is tested, and takes minutes: the host does without.
+        """A compiled FSDP model trains as the uncompiled model does."""
+        # Inductor's C++ compiler is not under test, and it takes minutes. So the host does not use it.
         backend = "inductor" if triton.has_triton() and not accelerator.current().is_host else "aot_eager"
         counter = dynamo_testing.CompileCounterWithBackend(backend)
         torch.manual_seed(0)
@@ -211,7 +211,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("sharding_strategy_str", ["no_shard", "shard_grad_op", "full_shard"])
     def test_diff_hyperparams(self, sharding_strategy_str):
-        """Groups of parameters that lie in one flat parameter each keep their learning rate and weight decay."""
+        """Parameter groups in one flat parameter each keep their learning rate and weight decay."""
         device, strategy = accelerator.current(), STRATEGIES[sharding_strategy_str]
         options = {
             "init_optim_before_wrap": [False, True],
@@ -220,11 +220,11 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             "skip_writeback_check": [False, True],
             "backward_prefetch": [None, *BackwardPrefetch],
         }
-        # All 48 take minutes where the host computes. There nothing overlaps, and all pairs of values will do.
+        # All 48 combinations take minutes on the host. Nothing overlaps there, so all pairs of values are enough.
         pairs = pairwise({"sharding_strategy": list(STRATEGIES.values()), **options})
         mine = [case for case in pairs if case["sharding_strategy"] is strategy]
         for config in [{"sharding_strategy": [strategy], **options}] if device.has("streams") else one_by_one(mine):
-            # Where the host computes, the modes coincide: a module need not be moved.
+            # On the host the modes are the same, since no module has to be moved.
             config["device_init_mode"] = list(DEVICEInitMode)[: 2 if device.has("device_memory") else 1]
             self.run_subtests(
                 config,
@@ -303,11 +303,11 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP])
     def test_multiple_optimizers(self, sharding_strategy):
-        """One optimizer has the weights and one the biases, and only one of them drops its gradients."""
+        """One optimizer has the weights, another the biases. Only one of them clears its gradients."""
         ddp_model = data_parallel(self._transformer())
         fsdp_model = self._transformer(use_orig_params=True, sharding_strategy=sharding_strategy)
         models = ddp_model, fsdp_model
-        # Otherwise no flat gradient would be partly dropped, and nothing tested.
+        # Otherwise no flat gradient would be partly cleared, and the test would check nothing.
         kinds = [
             {"bias" if "bias" in name else "weight" for name in handle._fqns_in_shard}
             for handle in internals.handles(fsdp_model)
@@ -353,19 +353,19 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             self.assertEqual(self._joined(of_fsdp), flattened(of_ddp))
             self.assertEqual(self._joined(named(fsdp_model)), flattened(named(ddp_model)))
         backward_and_step(losses)
-        # Adam's correction of its bias goes by the number of steps, so a gradient of zeros instead of none shows here.
+        # Adam's bias correction depends on the number of steps, so a zero gradient in place of None would show here.
         backward_and_step(forward())
 
 
 class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
-    """Unsharding and resharding again and again gives what it gives with flat parameters, and what DDP computes."""
+    """Repeated unshard and reshard gives the same results as flat parameters and as DDP."""
 
     def _get_models_and_optims(
         self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload
     ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         kwargs = {"sharding_strategy": sharding_strategy, "cpu_offload": cpu_offload}
         models = [
-            # Its broadcast of buffers, before 2.13, spoils what an earlier forward has saved for backward.
+            # Before 2.13, DDP's broadcast of buffers overwrites what an earlier forward saved for backward.
             data_parallel(self._transformer(), broadcast_buffers=False),
             *(self._transformer(use_orig_params=use_orig_params, **kwargs) for use_orig_params in (False, True)),
         ]
@@ -406,12 +406,12 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_params", [False, True])
     def test_summon_between_two_forwards(self, offload_params):
-        """All parameters are seen in full between two forwards, which changes nothing."""
+        """Summoning the full parameters between two forwards changes nothing."""
         self.run_subtests(self._get_subtest_config(offload_params), self._test_summon_between_two_forwards)
 
     def _test_summon_between_two_forwards(self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload) -> None:
         models, optims = self._get_models_and_optims(sharding_strategy, cpu_offload)
-        # Where the flat parameter moves both need a backward; see test_forward_without_backward_with_offload.
+        # If the flat parameter moves, both forwards need a backward; see test_forward_without_backward_with_offload.
         moves = cpu_offload.offload_params and accelerator.current().has("device_memory")
         first = self._tokens()
         second = tuple((tokens + 1) % 23 for tokens in first)
@@ -435,12 +435,12 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @requires_capability("device_memory")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_with_offload(self):
-        """Beyond upstream: a forward from which no backward starts does not cost the next one its gradients.
+        """Beyond upstream: a forward without a backward does not lose the gradients of the next forward.
 
-        It does, seen with torch 2.13.0 for every strategy. With offloaded parameters on a device with memory of its own
-        ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an error. Each move of
-        the flat parameter between host and device gives it a new gradient accumulator, and the hook that reduces the
-        gradient stays with that of the first forward (``_register_post_backward_hook`` in
+        It does lose them, seen with torch 2.13.0 for every strategy. With offloaded parameters on a device with its own
+        memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an error. Each
+        move of the flat parameter between host and device gives it a new gradient accumulator, but the hook that
+        reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
         ``torch.distributed.fsdp._runtime_utils``).
         """
         torch.manual_seed(0)
@@ -453,14 +453,14 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
             model(inp).sum().backward()
             (param,) = model.parameters()
             self.assertIsNotNone(param.grad, strategy)
-            self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of what the ranks put in
+            self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of the ranks' gradients
 
 
 class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
-    """What a parameter, its gradient and its optimizer state look like outside forward and backward."""
+    """Parameters, gradients and optimizer state outside forward and backward."""
 
-    # How many elements of each parameter rank 0 and rank 1 have. Every instance's flat parameter is cut in two halves,
-    # and in it a parameter begins at a multiple of 16 bytes: the 7 elements of 2.bias at 36 of 44.
+    # The number of elements of each parameter on rank 0 and on rank 1. Each flat parameter is cut in two halves. In it,
+    # each parameter begins at a multiple of 16 bytes, so the 7 elements of 2.bias begin at element 36 of 44.
     LOCAL = {"0.weight": (13, 12), "2.weight": (22, 13), "2.bias": (0, 7)}
 
     def _model(self) -> nn.Sequential:
@@ -482,7 +482,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
         return full.flatten()[:of_first] if self.rank == 0 else full.flatten()[of_first:]
 
     def assert_local(self, model: FSDP, reference: nn.Module, is_sharded: bool) -> None:
-        """Every parameter is this rank's view of the reference's, and so is its gradient, None where there is none."""
+        """Parameters and gradients are this rank's part of the reference's. A gradient without elements is None."""
         wanted = named(reference)
         found = named(model)
         self.assertEqual(list(found), list(wanted))
@@ -497,14 +497,14 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
     def test_access_params_after_forward(self, sharding_strategy):
-        """After forward parameters are local again where forward reshards, after backward everywhere."""
+        """Parameters are local again after forward if forward reshards, and after backward in any case."""
         models = data_parallel(self._model()), self._fsdp(sharding_strategy)
         ddp_model, fsdp_model = models
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         torch.manual_seed(42 + self.rank)
 
         def assert_unsharded_after_forward() -> None:
-            # SHARD_GRAD_OP shows what forward computed with: views, which are no parameters and have no gradient.
+            # Under SHARD_GRAD_OP the model shows the tensors used in forward: views, not parameters, without gradients.
             shown = {name: param.detach().clone() for name, param in named(fsdp_model).items()}
             self.assertEqual(shown, {name: param.detach() for name, param in named(ddp_model).items()})
 
@@ -526,7 +526,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[NO_SHARD, FULL_SHARD, SHARD_GRAD_OP])
     def test_parameters_are_views_of_the_local_shard(self, sharding_strategy):
-        """Beyond upstream: after backward parameters have the shard's memory, and what was gathered is freed."""
+        """Beyond upstream: after backward, parameters are views of the local shard, and gathered memory is freed."""
         model = self._fsdp(sharding_strategy)
         flat_params = internals.flat_params(model)
         self.assertEqual(len(flat_params), 2)  # neither the ReLU nor the root has parameters of its own
@@ -551,7 +551,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_optimizer_state_is_local(self):
-        """Beyond upstream: state has the local shard's shape; where the shard is empty is no gradient, and no state."""
+        """Beyond upstream: state has the shape of the local shard. An empty shard has no gradient and no state."""
         for sharding_strategy in (FULL_SHARD, SHARD_GRAD_OP):
             model = self._fsdp(sharding_strategy)
             optim = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -575,10 +575,10 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
 
 
 class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
-    """What is put in the place of a parameter or a gradient gets into the flat parameter and its gradient."""
+    """Writeback: a new parameter or gradient is copied into the flat parameter or its gradient."""
 
     class Model(nn.Module):
-        """In one instance over two ranks rank 1 has nothing of ``lin1``, and both have some of ``lin2.weight``."""
+        """One flat parameter. Of two ranks, only rank 0 has a part of ``lin1``; both have parts of ``lin2.weight``."""
 
         def __init__(self, device: torch.device) -> None:
             super().__init__()
@@ -608,7 +608,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_first_weight=[True, False], change_data=[True, False])
     def test_param_writeback(self, change_first_weight, change_data):
-        """A new parameter, or new data of the old one, replaces what was there."""
+        """A new parameter, or new data of the old parameter, replaces the old values."""
         models = self._models()
         for model in models:
             layer = self._layer(model, change_first_weight)
@@ -619,7 +619,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 layer.weight = nn.Parameter(twos)
             changed = layer.weight
         self.assert_same_full_params(*models[::-1])
-        # It was written to the flat parameter, of which the parameter, the new one, is a view from now on.
+        # The new values are now in the flat parameter, and the new parameter is a view of it.
         flat_param, layer = internals.flat_param_of(models[1]), self._layer(models[1], change_first_weight)
         if layer.weight.numel() > 0:
             self.assertIs(layer.weight, changed)
@@ -629,9 +629,9 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])
     def test_grad_writeback(self, change_first_weight_grad, change_data, set_to_none):
-        """A gradient that was replaced or dropped is what the optimizer and the next backward go on from."""
+        """The optimizer and the next backward continue from a gradient that was replaced or cleared."""
         if change_data and set_to_none:
-            return  # there is no data of None
+            return  # None has no data
         models = self._models()
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         for model in models:
@@ -640,7 +640,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         is_empty = False
         for model in models:
             weight = self._layer(model, change_first_weight_grad).weight
-            is_empty = weight.numel() == 0  # of FSDP's, which comes last
+            is_empty = weight.numel() == 0  # that of the FSDP model, which comes last
             twos = torch.full_like(weight, 2.0)
             if set_to_none:
                 weight.grad = None
@@ -650,7 +650,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 weight.grad.data = twos
         self.assertEqual(is_empty, change_first_weight_grad and self.rank == 1)
         if is_empty:
-            # Beyond upstream: there is nothing to write on this rank, and nothing is written.
+            # Beyond upstream: this rank has nothing to write, so nothing is written.
             others = {name: param.grad.clone() for name, param in named(models[1]).items() if param.numel() > 0}
             self.assertEqual(len(others), 2)
             with FSDP.summon_full_params(models[1], writeback=False):
@@ -659,13 +659,13 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             for name, grad in others.items():
                 self.assertEqual(named(models[1])[name].grad, grad, rtol=0, atol=0)
         elif change_first_weight_grad:
-            with FSDP.summon_full_params(models[1], writeback=False):  # the other rank waits in its own
+            with FSDP.summon_full_params(models[1], writeback=False):  # a collective: the other rank summons above
                 pass
         for optim in optims:
             optim.step()
         self.assert_same_full_params(*models[::-1])
 
-        for model in models:  # gradients accumulate to what was set, since nothing clears them
+        for model in models:  # gradients are added to the new ones, since nothing clears them
             self._loss(model).backward()
         self.assert_same_grads(models[1], models[0], FULL_SHARD)
         for optim in optims:
@@ -674,7 +674,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_needs_no_writeback(self):
-        """Beyond upstream: an update in place, as an optimizer makes it, is in the flat parameter at once."""
+        """Beyond upstream: an update in place, as by an optimizer, changes the flat parameter at once."""
         models = self._models()
         handle_class = internals.flat_param.FlatParamHandle
         original = handle_class._writeback_tensor
@@ -695,12 +695,12 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             with torch.no_grad():
                 models[1].module.lin2.weight.data = torch.zeros_like(models[1].module.lin2.weight)
             self._loss(models[1])
-            writeback.assert_called_once()  # so it would have been seen
+            writeback.assert_called_once()  # proves that the mock would have seen a writeback
 
     @skip_if_lt_x_gpu(2)
     @subtests(change_param=[True, False])
     def test_writeback_shape_mismatch(self, change_param):
-        """A parameter or a gradient of another shape is refused, on the rank where it is."""
+        """A parameter or gradient of another shape is refused on the rank that has it."""
         model = FSDP(self.Model(self.device), use_orig_params=True)
         self._loss(model).backward()
         layer = self._layer(model, first=self.rank == 0)
@@ -719,7 +719,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(change_data=[True, False])
     def test_writeback_between_fwd_and_bwd_for_no_reshard_raises(self, change_data):
-        """While parameters stay unsharded, what they are replaced by could get nowhere, and is refused."""
+        """Parameters cannot be replaced while they are unsharded: the new values could not be written back."""
         model = FSDP(
             self.Model(self.device), sharding_strategy=SHARD_GRAD_OP, auto_wrap_policy=LINEARS, use_orig_params=True
         )
@@ -737,7 +737,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_full_prec_in_eval=[False, True], eval_with_grad=[False, True])
     def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, eval_with_grad):
-        """Full parameters, evaluation and loading come in between while low precision parameters stay gathered."""
+        """Low precision parameters stay gathered. Full parameters, evaluation and loading in between work."""
 
         def make_model() -> FSDP:
             with internals.switched("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
@@ -758,7 +758,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                 output = model.train(training)(inp)
             in_full = use_full_prec_in_eval and not training
             self.assertEqual(output.dtype, torch.float32 if in_full else torch.float16)
-            # Values of about one, by way of two layers of 5 terms each: some roundings of half precision.
+            # Values are about one, from two layers of 5 terms each. The tolerance covers some half precision roundings.
             rtol, atol = (None, None) if in_full else (1e-2, 5e-3)
             self.assertEqual(output.float(), expected, rtol=rtol, atol=atol)
             return output
@@ -783,22 +783,22 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             model.load_state_dict(state_dict)
         self.assert_same_full_params(model, reference)
         check_forward(model, training=True).sum().backward()
-        if not eval_with_grad:  # which see in test_forward_without_backward_in_mixed_precision
+        if not eval_with_grad:  # with gradients, see test_forward_without_backward_in_mixed_precision
             found = self._joined({name: param.grad for name, param in named(model).items()})
             for name, param in named(self._averaged(inp)).items():
-                # Of two backwards, each of which rounds to half precision.
+                # The sum of two backwards, each with half precision roundings.
                 self.assertEqual(found[name], 2 * param.grad.flatten().cpu(), rtol=1e-2, atol=1e-2)
 
     @torch_defect("fsdp1_unused_forward_costs_gradients")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_in_mixed_precision(self):
-        """Beyond upstream: a forward from which no backward starts does not cost the next one its gradients.
+        """Beyond upstream: a forward without a backward does not lose the gradients of the next forward.
 
-        It does, seen with torch 2.13.0, 2.11.0 and 2.9.1 for every strategy. With parameters of half precision,
-        ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or what an earlier backward has left
-        there, without an error; with flat parameters it leaves the rank's own gradient, neither reduced nor sharded.
-        Each change of the flat parameter's dtype gives it a new gradient accumulator, and the hook that reduces the
-        gradient stays with that of the first forward (``_register_post_backward_hook`` in
+        It does lose them, seen with torch 2.13.0, 2.11.0 and 2.9.1 for every strategy. With half precision parameters,
+        ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or as an earlier backward left it,
+        without an error. With flat parameters it leaves the rank's own gradient, neither reduced nor sharded. Each
+        change of the flat parameter's dtype gives it a new gradient accumulator, but the hook that reduces the gradient
+        stays on the accumulator of the first forward (``_register_post_backward_hook`` in
         ``torch.distributed.fsdp._runtime_utils``).
         """
         mixed_precision = MixedPrecision(param_dtype=torch.float16)
@@ -814,11 +814,11 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     @torch_defect("fsdp1_evaluation_before_step_trains_old_weights", "fsdp1_update_between_forwards_is_not_seen")
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_between_forwards(self):
-        """Beyond upstream: an update in place is seen by the next forward also if no backward came in between.
+        """Beyond upstream: the next forward sees an update in place, even without a backward in between.
 
-        It is not, seen with torch 2.13.0, 2.11.0 and 2.9.1: with no_grad ``model(inp); param.zero_(); model(inp)``
-        computes the same twice. FULL_SHARD keeps what it gathered for the root after forward, SHARD_GRAD_OP for every
-        instance, and the next forward takes it as it is (``FlatParamHandle.needs_unshard``).
+        It does not, seen with torch 2.13.0, 2.11.0 and 2.9.1: with no_grad ``model(inp); param.zero_(); model(inp)``
+        computes the same twice. After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP
+        those of every instance. The next forward uses them unchanged (``FlatParamHandle.needs_unshard``).
         """
         model = self._models()[1].eval()
         inp = model.module.get_input(self.rank)
@@ -829,7 +829,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             self.assertEqual(model(inp), torch.zeros(2, 7, device=self.device))
 
     def _averaged(self, inp: torch.Tensor) -> nn.Module:
-        """The plain model, with gradients that are averaged over the ranks by hand."""
+        """The plain model, with gradients averaged over the ranks by hand."""
         model = self.Model(self.device)
         model(inp).sum().backward()
         average_gradients(model)
@@ -839,7 +839,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 class TestFSDPUseOrigParamsFQNs(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     def test_named_parameters_in_forward(self):
-        """Inside forward the parameters have the model's own names and shapes."""
+        """In forward, the parameters have the model's own names and shapes."""
         shapes: dict[str, torch.Size] = {}
 
         class Model(nn.Module):
@@ -857,18 +857,18 @@ class TestFSDPUseOrigParamsFQNs(UseOrigParamsTest):
             model = FSDP(Model().to(self.device), **kwargs)
             model(torch.ones(2, 5, device=self.device))
             self.assertEqual(list(shapes), ["lin.weight", "lin.bias"])
-            # A child in FSDP is unsharded in its own forward, not yet in that of its parent.
+            # A child in FSDP is unsharded in its own forward, but not yet in its parent's forward.
             if policy is None or strategy is NO_SHARD:
                 self.assertEqual(list(shapes.values()), [(5, 5), (5,)])
 
 
 class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
-    """Gradients that accumulate without being reduced are whole, and each rank's own."""
+    """In ``no_sync()``, gradients accumulate unsharded, and each rank keeps its own."""
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_no_sync_correctness(self, sharding_strategy):
-        """Parameters and gradients are those of the flat parameter, and after a reduction those of DDP."""
+        """Parameters and gradients match those of flat parameters. After a reduction they match DDP."""
         torch.manual_seed(0)
         plain = nn.Linear(7, 1, bias=False, device=self.device)
         models = [
@@ -889,7 +889,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
                 self.assertIsNone(of_orig.grad)
                 return
             self.assertEqual(of_flat.grad is None, of_orig.grad is None)
-            # The flat gradient may end in padding, and outside a reduction both are as large as the whole.
+            # The flat gradient may end in padding. In ``no_sync()`` both gradients are unsharded.
             self.assertEqual(of_flat.grad.flatten()[: of_orig.grad.numel()], of_orig.grad.flatten())
             if is_unsharded:
                 self.assertEqual(of_orig.grad.numel(), 7)
@@ -911,7 +911,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
             for model in everyone:
                 stack.enter_context(model.no_sync())
             backward()
-        # Rank by rank what DDP has: not reduced, and with FSDP not sharded.
+        # Each rank has the same gradient as with DDP: not reduced, and with FSDP not sharded.
         (of_orig,) = orig.parameters()
         self.assertEqual(of_orig.grad.flatten(), next(ddp_model.parameters()).grad.flatten())
         assert_same_local(is_unsharded=True)
@@ -927,7 +927,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_no_sync_mixed_precision(self, sharding_strategy):
-        """What accumulates has the parameters' low precision; what is reduced, the full one."""
+        """Accumulated gradients have the parameters' low precision. Reduced gradients have full precision."""
         torch.manual_seed(0)
         plain = nn.Linear(3, 3, device=self.device)
         model = FSDP(
@@ -947,7 +947,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
         with model.no_sync():
             self.assertEqual(backward(), {torch.float16})
             self.assertEqual(backward(), {torch.float16})
-            # Each rank's own and whole, in two additions of half precision.
+            # The rank's own unsharded gradient: two additions in half precision.
             for name, param in named(model).items():
                 grad = named(plain)[name].grad
                 self.assertEqual(param.grad.flatten().float(), grad.flatten(), rtol=4e-3, atol=4e-3)
@@ -962,7 +962,7 @@ class TestFSDPUseOrigParamsNoSync(UseOrigParamsTest):
 class TestFSDPUseOrigParamsInit(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     def test_non_uniform_requires_grad(self):
-        """Of the parameters of one instance some may be frozen before it is made, and stay so."""
+        """Some parameters of one instance may be frozen before wrapping, and stay frozen."""
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(self.device)
         wanted = {"0.weight": True, "0.bias": False, "1.weight": True, "1.bias": False}
         for name, param in model.named_parameters():
@@ -978,7 +978,7 @@ class TestFSDPUseOrigParamsInit(UseOrigParamsTest):
         self.assertEqual({name: param.requires_grad for name, param in named(fsdp_model).items()}, wanted)
 
 
-# Optimizers with foreach=True get tensors without elements, where the local shard of a parameter is empty.
+# If a parameter's local shard is empty, optimizers with foreach=True get tensors without elements.
 class TestMultiTensorApply(TestCase):
     def _scaled_empty_tensors(self, device: torch.device) -> list[torch.Tensor]:
         tensors = [torch.empty(0, device=device) for _ in range(1000)]

@@ -1,7 +1,8 @@
-"""State dicts of FSDP1's hybrid sharding on a 2-D mesh: DTensors, replicated over one dimension of it and sharded
-over the other, the same on all replicas, with what ShardedTensors would have; saved, loaded and trained on with.
+"""State dicts of FSDP1's hybrid sharding on a 2-D mesh: saved, loaded and used for further training.
 
-The four ranks are two replicas of two shards. Each trains on rows of its own; the reference is DDP or the plain model.
+They contain DTensors, replicated over one mesh dimension and sharded over the other, with the same values as
+ShardedTensors. The four ranks are two replicas of two shards. Each rank trains on its own rows; the reference is DDP or
+the plain model.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OFFLOAD = parametrize("offload_to_cpu", [True, False])
 
 
 class UnevenModel(nn.Module):
-    """Rows and elements in numbers that two ranks cannot halve."""
+    """A model whose numbers of rows and elements are odd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class UnevenModel(nn.Module):
 
 
 class FakeMPModel(nn.Module):
-    """A dense part in hybrid sharding, behind a sparse one that is another parameter on each rank but the first."""
+    """A sparse layer, with another name on rank 0 than on other ranks, and a dense part with hybrid sharding."""
 
     def __init__(self, mesh: DeviceMesh, rank: int, device: torch.device) -> None:
         super().__init__()
@@ -88,13 +89,13 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         steps: range = range(1),
         **kwargs: Any,
     ) -> Trained:
-        """Hybrid sharding on a 2-D mesh, or on its groups, full sharding on a 1-D one; and Adam after these steps."""
+        """Hybrid sharding on a 2-D mesh or its groups, or full sharding on a 1-D mesh; with Adam, after ``steps``."""
         if mesh.ndim == 2:
             kwargs["sharding_strategy"] = HYBRID
         if use_mesh:
             kwargs["device_mesh"] = mesh
         else:
-            kwargs["process_group"] = mesh.get_group(1), mesh.get_group(0)  # within a replica, between replicas
+            kwargs["process_group"] = mesh.get_group(1), mesh.get_group(0)  # the shard group, then the replicate group
         return self._trained(FSDP(model_class().to(self.device), **kwargs), steps, mesh.size())
 
     def _reference(self, model_class: type[nn.Module], steps: range) -> Trained:
@@ -110,7 +111,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @OFFLOAD
     def test_dtensor_sharded_tensor_state_dict_identical(self, offload_to_cpu):
-        """On a mesh and on its two groups, each rank has the same rows."""
+        """Each rank has the same rows on a mesh and on the mesh's two groups."""
         mesh = self._mesh()
         on_mesh, on_groups = (self._create_model(mesh, use_mesh) for use_mesh in (True, False))
         self.assertEqual(self._check_same_rows(on_mesh, on_groups, offload_to_cpu), [])
@@ -134,7 +135,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_root_module_is_not_FSDP(self):
-        """What is outside of FSDP stays as it is, and each rank has its own of that."""
+        """Parameters outside FSDP are saved unchanged. Each rank saves its own."""
         model = FakeMPModel(self._mesh(), self.rank, self.device)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         torch.manual_seed(self.rank)
@@ -158,7 +159,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_replicas_agree(self):
-        """Beyond upstream: replicas have the same shards, bit for bit, and the shards make up what DDP has."""
+        """Beyond upstream: shards are bitwise the same on both replicas, and joined shards equal DDP's values."""
         config = {"model_class": [FourLayers, UnevenModel], "use_orig_params": [False, True]}
         self.run_subtests(config, self._test_replicas_agree)
 
@@ -172,7 +173,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         found = parameters_and_moments(*hybrid)
         self.assertEqual(set(found), set(wanted))
         for name, value in found.items():
-            local = value.to_local().cpu()  # for all ranks
+            local = value.to_local().cpu()  # used by both calls below
             first, second = of_all_ranks(local, mesh.get_group(0))
             self.assertEqual(first, second, msg=name, rtol=0, atol=0)
             whole = torch.cat(of_all_ranks(local, mesh.get_group(1)))
@@ -181,7 +182,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_uneven_shards(self):
-        """Beyond upstream: of 5 rows two shards have 3 and 2, of one row the second has none."""
+        """Beyond upstream: of 5 rows, the two shards have 3 and 2. Of one row, the second has none."""
         mesh = self._mesh()
         model, optim = self._create_model(mesh, model_class=UnevenModel)
         use_sharded_state_dicts(model)
@@ -195,7 +196,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_load_into_full_shard(self):
-        """Beyond upstream: full tensors of two replicas of two shards are what a model of four shards loads."""
+        """Beyond upstream: a model of four shards loads the full tensors of two replicas of two shards."""
         source = self._create_model(self._mesh(), model_class=UnevenModel)
         line = init_device_mesh(self.device_type, (self.world_size,))
         model, optim = self._create_model(line, model_class=UnevenModel, steps=range(50, 52))
@@ -210,7 +211,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         self._check_trains_as_if_uninterrupted(model, optim, self.world_size)
 
     def _check_trains_as_if_uninterrupted(self, model: FSDP, optim: torch.optim.Optimizer, size: int) -> None:
-        """After what would have been the first step the model takes two more, and is where the reference is."""
+        """The model has loaded the state after the first step. After two more steps, it matches the reference."""
         train_on_share(model, optim, range(1, 3), self.rank, size)
         plain, _ = self._reference(UnevenModel, range(3))
         self.assertEqual(full_parameters(model), dict(plain.named_parameters()))
@@ -219,7 +220,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_checkpoint_on_disk(self):
-        """Beyond upstream: from a mesh to itself, to others of four, two and one ranks, and from others to it."""
+        """Beyond upstream: load from a mesh into itself, into meshes of four, two and one ranks, and in reverse."""
         meshes = {
             "2x2": self._mesh(),
             "1x2": DeviceMesh(self.device_type, [[0, 1]]),
@@ -260,7 +261,7 @@ class TestHSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
     @with_temp_dir
     @skip_if_lt_x_gpu(4)
     def test_damaged_checkpoint(self):
-        """Beyond upstream: a state is lost, or what the second shard wrote; all ranks hear of it, nothing changes."""
+        """Beyond upstream: a state or the second shard's file is lost. All ranks get an error, and nothing changes."""
         mesh, good, short = self._mesh(), *(os.path.join(self.temp_dir, name) for name in ("good", "short"))
         state = sharded_state_dicts(*self._create_model(mesh, model_class=UnevenModel))
         dcp.save(state, checkpoint_id=good)

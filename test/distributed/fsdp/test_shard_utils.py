@@ -1,4 +1,4 @@
-"""Full tensors cut into the shards of state dicts, along the first dimension, with nothing lost and nothing twice."""
+"""Full tensors are cut along the first dimension into the shards of state dicts. Each row is in one shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase,
 
 shard_utils = torch_names.module("torch.distributed.fsdp._shard_utils")
 
-# One row for two ranks; rows that two ranks share evenly; rows that they do not. With one dimension and with two.
+# One row for two ranks, an even number of rows, and an odd number. With one dimension and with two.
 SIZES = ((1,), (1, 6), (12,), (12, 6), (25,), (25, 6))
 
 
@@ -38,7 +38,7 @@ def _create_tensor(rank: int, *size: int) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, index: int, world_size: int) -> torch.Tensor:
-    """The rows that the rank with this index has: as many for each as come to the first, until there are no more."""
+    """The rows of the rank with this index. All ranks get as many rows as the first one, until none are left."""
     rows = math.ceil(len(tensor) / world_size)
     return tensor[index * rows : (index + 1) * rows]
 
@@ -53,7 +53,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_create_chunk_sharded_tensor(self):
-        """Gathered again the shards are the tensor. Beyond upstream: what they say about themselves, on each rank."""
+        """The gathered shards equal the tensor. Beyond upstream: their metadata are right on each rank."""
         for size in SIZES:
             tensor = _create_tensor(self.rank, *size)
             sharded = self._chunked(tensor)
@@ -65,7 +65,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_tensor_is_a_copy(self):
-        """Beyond upstream: what happens to the tensor afterwards does not reach its shards."""
+        """Beyond upstream: later changes to the tensor do not change its shards."""
         tensor = _create_tensor(self.rank, 5, 3)
         mine = rows_of(tensor, self.rank, self.world_size).clone()
         sharded = self._chunked(tensor)
@@ -75,7 +75,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_dtypes_of_sharded_tensors(self):
-        """Beyond upstream: shards have the tensor's dtype, and a tensor that requires a gradient is refused."""
+        """Beyond upstream: shards have the tensor's dtype. A tensor that requires a gradient is refused."""
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype)
             sharded = self._chunked(tensor)
@@ -88,7 +88,7 @@ class TestShardUtilsDistributed(FSDPTest):
 
 
 def check_metadata(case: TestCase, sharded: Any, tensor: torch.Tensor, ranks: list[int], rank: int) -> None:
-    """Every rank must know all shards: where each begins, how large it is, and who has it; and have its own."""
+    """Every rank must know the offset, size and rank of each shard, and must have its own shard."""
     world_size = len(ranks)
     wanted = [(index, rows_of(tensor, index, world_size)) for index in range(world_size)]
     offsets = [[math.ceil(len(tensor) / world_size) * index, *[0] * (tensor.dim() - 1)] for index, _ in wanted]
@@ -127,14 +127,14 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
                 self.assertEqual(local, chunks[self.rank], rtol=0, atol=0)
             else:
                 self.assertGreaterEqual(self.rank, len(chunks))
-            # Beyond upstream: nothing is lost, for any rank.
+            # Beyond upstream: no rank loses rows.
             self.assertEqual(len(local), len(rows_of(tensor, self.rank, self.world_size)))
             self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
 
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_dtensor_is_a_copy(self):
-        """Beyond upstream: what happens to the tensor afterwards does not reach its shards, be there only one."""
+        """Beyond upstream: later changes to the tensor do not change its shards, even if there is only one shard."""
         for shape in ((2,), (2, 1)):
             mesh = init_device_mesh(self.device_type, shape)
             tensor = _create_tensor(self.rank, 5, 3)
@@ -146,7 +146,7 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_dtypes_of_dtensors(self):
-        """Beyond upstream: shards have the tensor's dtype, and do not require a gradient even if it does."""
+        """Beyond upstream: shards have the tensor's dtype and never require a gradient."""
         mesh = init_device_mesh(self.device_type, (self.world_size,))
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             tensor = (_create_tensor(self.rank, 5, 3) * 100).to(dtype).requires_grad_(dtype.is_floating_point)
@@ -157,13 +157,13 @@ class TestShardUtilsDistributedDTensor(DTensorTestBase):
 
 
 class TestShardUtilsFourRanks(FSDPTest):
-    """Beyond upstream: five rows over four ranks make shards of 2, 2, 1 and 0; and groups of a mesh."""
+    """Beyond upstream: five rows over four ranks (shards of 2, 2, 1 and 0), and groups of a mesh."""
 
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
     def test_five_rows_over_four_ranks(self):
-        """Beyond upstream: both helpers leave the last rank empty, and lose nothing."""
+        """Beyond upstream: with both helpers, the last rank is empty and no row is lost."""
         tensor = _create_tensor(self.rank, 5, 3)
         sharded = shard_utils._create_chunk_sharded_tensor(tensor, self.rank, 4, devices_per_node(), dist.group.WORLD)
         check_metadata(self, sharded, tensor, [0, 1, 2, 3], self.rank)
@@ -180,7 +180,7 @@ class TestShardUtilsFourRanks(FSDPTest):
         self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
 
     def _sharded_over_a_pair(self) -> tuple[list[int], torch.Tensor, Any]:
-        """The ranks of this rank's group, a tensor that differs by group, and its shards over the two of them."""
+        """The ranks of this rank's group, a tensor that differs by group, and its shards over the group."""
         pairs = [[0, 2], [1, 3]]
         groups = [dist.new_group(ranks) for ranks in pairs]
         group = groups[self.rank % 2]
@@ -190,16 +190,16 @@ class TestShardUtilsFourRanks(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sharded_tensor_of_one_group(self):
-        """Beyond upstream: within a group of some of the ranks the shards' places are those of the whole world."""
+        """Beyond upstream: the shards of a smaller group have placements with ranks of the whole world."""
         ranks, tensor, sharded = self._sharded_over_a_pair()
         check_metadata(self, sharded, tensor, ranks, self.rank)
 
     @torch_defect("fsdp1_shard_of_a_group_names_a_wrong_rank")
     @skip_if_lt_x_gpu(4)
     def test_local_shard_of_one_group(self):
-        """Beyond upstream: there, too, the local shard says of its place what the common metadata say.
+        """Beyond upstream: the local shard has the same placement as in the common metadata.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the local shard is given the rank within the group. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the local shard's placement has the rank within the group. ::
 
             group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             sharded = _create_chunk_sharded_tensor(torch.ones(2), dist.get_rank(group), 2, 1, group)
@@ -214,8 +214,8 @@ class TestShardUtilsFourRanks(FSDPTest):
     def test_gather_within_one_group(self):
         """Beyond upstream: the shards of a group are gathered to its first rank.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``ShardedTensor.gather`` counts the shards' sizes by ranks of the world
-        in a list as long as the group, which is an IndexError on every rank. Same reproduction as above, then
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``ShardedTensor.gather`` indexes a list of the group's length by ranks
+        of the world. This raises an IndexError on every rank. Same reproduction as above, then
         ``sharded.gather(0, torch.empty(2) if dist.get_rank(group) == 0 else None)``.
         """
         ranks, tensor, sharded = self._sharded_over_a_pair()
@@ -226,7 +226,7 @@ class TestShardUtilsFourRanks(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_of_two_dimensions(self):
-        """Beyond upstream: of a mesh of replicas by shards only the last dimension cuts the tensor."""
+        """Beyond upstream: on a mesh of replicas and shards, only the last dimension cuts the tensor."""
         mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for size in ((5, 3), (1, 3)):
             tensor = _create_tensor(self.rank, *size)

@@ -1,4 +1,4 @@
-"""How FSDP finds the tensors in what forward takes and gives, casts and moves them; and prefixes of state dicts."""
+"""Helpers of FSDP that find, cast and move the tensors in inputs and outputs; and prefixes of state dicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_fsdp_tests.defects import torch_defect
 utils = torch_names.module("torch.distributed.utils")
 
 HOST = "cpu"  # the CPU is the subject
-# Where there is only the host, the device that computes nothing stands for a second one: where a tensor is, it tells.
+# If there is only the host, the meta device, which computes nothing, stands for a second device.
 OTHER = "meta" if accelerator.current().is_host else accelerator.current().type
 
 
@@ -39,7 +39,7 @@ class FrozenDataClass:
 
 
 class Point(NamedTuple):
-    # Not in the order of the alphabet, so that one that sorts is found out.
+    # Not in alphabetical order, so that sorting would be noticed.
     y: torch.Tensor
     x: Any
 
@@ -59,13 +59,13 @@ class Batch(dict):
 class TestUtils(TestCase):
     @parametrize("device_list", [[HOST], [OTHER], subtest([HOST, OTHER], name=f"{HOST}_{OTHER}")])
     def test_apply_to_tensors(self, device_list):
-        """Each tensor in the nested data is visited once, and what holds the tensors keeps its type."""
+        """Each tensor in nested data is visited once, and the containers keep their types."""
         shapes = itertools.cycle([(1,), (2, 3), (4, 5, 6), (7, 8, 9, 10)])
         devices = itertools.cycle(device_list)
         made: list[torch.Tensor] = []
 
         def get_a_tensor() -> torch.Tensor:
-            # Of four shapes and two devices each shape would always meet the same device.
+            # Four shapes and two devices: without this step, each shape would always get the same device.
             if len(made) % 4 == 0:
                 next(devices)
             made.append(torch.empty(next(shapes), device=next(devices)))
@@ -98,7 +98,7 @@ class TestUtils(TestCase):
             self.assertEqual([type(value) for value in new_data], [type(value) for value in data])
 
     def test_replace_by_prefix(self):
-        """Only a leading match is replaced. Beyond upstream: no value is copied."""
+        """Only a prefix is replaced, not a later match. Beyond upstream: no value is copied."""
         state_dict = {name: torch.ones(1) for name in ("layer.a", "abc.layer.def", "layer.b")}
         original = dict(state_dict)
         utils._replace_by_prefix(state_dict, "layer.", "module.layer.")
@@ -112,7 +112,7 @@ class TestUtils(TestCase):
             self.assertIs(state_dict[name], value)
 
     def test_replace_by_the_same_prefix(self):
-        """Beyond upstream: equal prefixes are refused, and the empty one is a prefix like others."""
+        """Beyond upstream: equal prefixes are refused. An empty prefix works."""
         state_dict = {"layer.a": 1}
         with self.assertRaisesRegex(ValueError, "old_prefix and new_prefix must be distinct"):
             utils._replace_by_prefix(state_dict, "layer.", "layer.")
@@ -123,7 +123,7 @@ class TestUtils(TestCase):
         self.assertEqual(state_dict, {"layer.a": 1})
 
     def test_packed_sequence(self):
-        """What is done in place to a packed sequence is done to its data, and the same object comes back."""
+        """A function that works in place changes a packed sequence's data, and the same object is returned."""
         rnn = nn.RNN(5, 5)
         packed = pack_padded_sequence(torch.rand(5, 1, 5), torch.tensor([4]))
         output, _ = rnn(packed)
@@ -137,7 +137,7 @@ class TestUtils(TestCase):
         self.assertEqual((padded.sum().item(), lengths.tolist()), (0.0, [4]))
 
     def test_types_fields_and_leaves_stay(self):
-        """Beyond upstream: named tuples and kinds of ordered dicts keep type and order, what is no tensor stays."""
+        """Beyond upstream: named tuples and ordered dicts keep type and order. Other objects are unchanged."""
         leaf, tensor = object(), torch.ones(2)
         found = utils._apply_to_tensors(
             lambda each: each, [Point(tensor, leaf), Registry(z=tensor, a=leaf, m=[leaf]), leaf]
@@ -152,7 +152,7 @@ class TestUtils(TestCase):
             self.assertIs(value, leaf)
 
     def test_new_tensors_go_into_new_containers(self):
-        """Beyond upstream: the result holds what the function returns, and what was passed in is as it was."""
+        """Beyond upstream: the result has the function's return values, and the argument does not change."""
         tensors = [torch.full((2,), float(value)) for value in range(7)]
         given: dict[str, Any] = {
             "z": tensors[0],
@@ -173,10 +173,10 @@ class TestUtils(TestCase):
 
     @torch_defect("fsdp1_inputs_lose_their_kind_of_dict")
     def test_a_kind_of_dict_stays(self):
-        """Beyond upstream: a subclass of ``dict`` keeps its type, as one of ``list``, ``set`` and ``OrderedDict`` does.
+        """Beyond upstream: a subclass of ``dict`` keeps its type, like those of ``list``, ``set`` and ``OrderedDict``.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0; under FSDP1's mixed precision forward is given another type than its
-        caller gave. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: under FSDP1's mixed precision, forward gets another type than its caller
+        passed. ::
 
             class Batch(dict): pass
             utils._cast_forward_inputs(torch.float16, Batch())[0][0]  # a dict
@@ -188,10 +188,10 @@ class TestUtils(TestCase):
 
     @torch_defect("fsdp1_dataclass_with_computed_field_raises")
     def test_a_dataclass_may_compute_a_field(self):
-        """Beyond upstream: a field that ``__init__`` does not take is no reason to fail.
+        """Beyond upstream: a dataclass may have a field that ``__init__`` does not take.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` refuses it with a ValueError, so a module
-        under FSDP can neither take nor give such a dataclass. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: ``dataclasses.replace`` refuses such a field with a ValueError. So a
+        module under FSDP can neither take nor return such a dataclass. ::
 
             @dataclasses.dataclass
             class Masked:
@@ -210,7 +210,7 @@ class TestUtils(TestCase):
         self.assertEqual((found.tensor.tolist(), found.count), ([2.0, 2.0], 0))
 
     def test_cast_forward_inputs(self):
-        """Beyond upstream: floating-point tensors are cast, wherever they are, and nothing else is even copied."""
+        """Beyond upstream: floating-point tensors are cast in all containers. Nothing else is cast or copied."""
         whole, half, flag = torch.arange(2), torch.ones(2, dtype=torch.float16), torch.tensor([True])
         wave = torch.ones(2, dtype=torch.complex64)
         args, kwargs = utils._cast_forward_inputs(
@@ -228,7 +228,7 @@ class TestUtils(TestCase):
         self.assertIs(kwargs["c"], tensor)
 
     def test_cast_forward_inputs_propagates_gradients(self):
-        """Beyond upstream: a gradient comes back through the cast, in the dtype that the input had."""
+        """Beyond upstream: gradients flow back through the cast, in the input's dtype."""
         given = {dtype: torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64)}
         constant = torch.ones(2)
         for dtype, tensor in given.items():
@@ -241,8 +241,8 @@ class TestUtils(TestCase):
     def test_cast_forward_inputs_casts_packed_sequences(self):
         """Beyond upstream: the data of a packed sequence is cast as well.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the function is applied to the data and what it returns is dropped, so
-        a recurrent layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the function is applied to the data, but its result is dropped. So a
+        recurrent layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
 
             packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
             utils._cast_forward_inputs(torch.float16, packed)[0][0].data.dtype  # torch.float32
@@ -252,7 +252,7 @@ class TestUtils(TestCase):
         self.assertEqual(cast.data.dtype, torch.float16)
 
     def test_to_kwargs(self):
-        """Beyond upstream: tensors are moved wherever they are, and containers and all else stay what they are."""
+        """Beyond upstream: tensors in all containers are moved. Containers keep their types; the rest stays."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         tensor, leaf = torch.ones(2), object()
         inputs = (tensor, [tensor, leaf], Point(tensor, leaf), ())
@@ -267,13 +267,13 @@ class TestUtils(TestCase):
         for value in (found[1][1], found[2].x):
             self.assertIs(value, leaf)
         self.assertEqual((found[3], found_kwargs["a"]["c"]), ((), 1))
-        # What is there already is not copied.
+        # A tensor that is already on the device is not copied.
         ((there,),), _ = utils._to_kwargs((tensor,), None, tensor.device, False)
         self.assertIs(there, tensor)
 
     @needs(torch_facts.KEEPS_INPUTS_IN_PLACE)
     def test_to_kwargs_hands_on_containers_that_are_there(self):
-        """Beyond upstream: a container is made again only where something in it has to move."""
+        """Beyond upstream: a container is copied only if a tensor in it has to move."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         here = torch.ones(2, device=HOST)
         for container in ([here, 1], (here, [here]), Point(here, 1), {"a": here}, Registry(q=[here])):
@@ -285,7 +285,7 @@ class TestUtils(TestCase):
                 self.assertIs(type(moved), type(container))
 
     def test_to_kwargs_fills_up(self):
-        """Beyond upstream: to positional arguments come keywords if there are none, and the other way round."""
+        """Beyond upstream: missing keyword arguments become an empty dict, missing positional ones an empty tuple."""
         device = torch.device(HOST)
         self.assertEqual(utils._to_kwargs((1, 2), None, device, False), (((1, 2),), ({},)))
         self.assertEqual(utils._to_kwargs((), {"a": 1, "b": 2}, device, False), (((),), ({"a": 1, "b": 2},)))
@@ -294,10 +294,11 @@ class TestUtils(TestCase):
 
     @torch_defect("fsdp1_empty_named_tuple_swallows_inputs")
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
-        """Beyond upstream: a named tuple without fields is an input like others.
+        """Beyond upstream: a named tuple without fields is an ordinary input.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: it is moved to no result at all instead of one, which loses every input
-        beside it; ``_to_kwargs`` does not fill up then either, since it counts the inputs and not what is left. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: moving it gives no result, where it should give one, and this loses all
+        inputs beside it. ``_to_kwargs`` does not add the missing empty arguments either, since it counts inputs and not
+        results. ::
 
             class Nothing(NamedTuple): pass
             utils._to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
@@ -307,9 +308,9 @@ class TestUtils(TestCase):
 
     @torch_defect("fsdp1_defaultdict_input_raises")
     def test_to_kwargs_takes_a_defaultdict(self):
-        """Beyond upstream: a dict that is not made from its items alone can be moved.
+        """Beyond upstream: a dict can be moved even if its constructor does not take its items.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the type is called with the items, which ``defaultdict`` refuses with a
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: the type is called with the items, and ``defaultdict`` then raises a
         TypeError. So a module under FSDP1 or DDP cannot take one. ::
 
             utils._to_kwargs((collections.defaultdict(list, a=tensor),), {}, device, False)
@@ -320,9 +321,9 @@ class TestUtils(TestCase):
 
     @torch_defect("fsdp1_dataclass_inputs_are_not_moved")
     def test_to_kwargs_moves_what_is_in_dataclasses(self):
-        """Beyond upstream: FSDP1 says that it moves inputs to its device, and a dataclass may be what holds them.
+        """Beyond upstream: FSDP1 documents that it moves inputs to its device. Tensors in dataclasses are inputs, too.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts the tensors in there, and they are not moved. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0: mixed precision casts tensors in dataclasses, but they are not moved. ::
 
             given = SomeDataClass("", 1.0, [torch.ones(1)])
             utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the host
@@ -333,7 +334,7 @@ class TestUtils(TestCase):
 
 
 def _leaves(container: Any) -> list[torch.Tensor]:
-    """The tensors in the containers that the tests make, in their order."""
+    """The tensors in the containers of these tests, in order."""
     if isinstance(container, torch.Tensor):
         return [container]
     if isinstance(container, dict):

@@ -1,6 +1,6 @@
-"""Which modules become FSDP units: by the policies of ``auto_wrap_policy``, by ``wrap``, and with which arguments.
+"""Which modules become FSDP units, and with which arguments: the policies of ``auto_wrap_policy``, and ``wrap``.
 
-Where no test communicates there are no ranks: FSDP is then constructed over a group that only knows its rank and size.
+Tests without communication have no ranks. They construct FSDP over a group that only knows its rank and size.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ TRANSFORMER_UNITS = ["", *(f"transformer.{half}.layers.{i}" for half in ("encode
 
 
 def units(model: nn.Module) -> list[str]:
-    """The names, as in the model without FSDP, of the modules that FSDP wraps; the root's is empty."""
+    """The names of the wrapped modules, as in the model without FSDP. The root's name is empty."""
     return list(internals.instances(model))
 
 
 def norms(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-    """A policy that wraps each batch norm by itself."""
+    """A policy that wraps each batch norm separately."""
     classes = [batchnorm._BatchNorm]
     return wrapping._wrap_module_cls_individually(module, classes, recurse, *args, **kwargs)
 
 
 def owned(model: nn.Module, unit_names: Iterable[str], ignored: Iterable[str] = ()) -> dict[str, list[str]]:
-    """Which unit manages which parameters, told from the names in the plain model: each is in the innermost unit."""
+    """The parameters of each unit, by their plain names. Each parameter belongs to the innermost unit around it."""
     found: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         if not any(name.startswith(f"{prefix}.") for prefix in ignored):
@@ -97,7 +97,7 @@ class BatchNormNet(nn.Module):
 
 
 class LoraAttention(nn.Module):
-    """Frozen projections and a trainable pair of low rank. Nothing here is run."""
+    """Frozen projections and a trainable low rank pair. Its forward never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class WrapMethod(Enum):
 
 class TestFSDPWrap(FSDPTest):
     class NestedSequentialModel:
-        """Two layers, and two more in a sequence of their own; 30 parameters each."""
+        """Two layers, then a sequence of two more. Each layer has 30 parameters."""
 
         ALL = ["", "0", "1", "2", "2.0", "2.1"]
         PARTIAL = ["", "2"]
@@ -166,7 +166,7 @@ class TestFSDPWrap(FSDPTest):
     @parametrize("nested", [True, False])
     @parametrize("device_init_mode", [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE])
     def test_error_already_wrapped(self, nested, device_init_mode):
-        """A policy cannot be applied around FSDP instances."""
+        """A policy cannot be applied to a model that contains FSDP instances."""
         model = nn.Module()
         for name in ("lin1", "lin2", "lin3"):
             layer = self._placed(nn.Linear(1, 1, bias=False), device_init_mode, DEVICEInitMode.DEVICE_BEFORE)
@@ -191,7 +191,7 @@ class TestFSDPWrap(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_bn_always_wrapped_individually(self):
-        """Norms are units inside a unit if a policy says so, and only then."""
+        """Norms become units inside a unit only if a policy wraps them."""
 
         def wrap_bn_container(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
             return recurse or isinstance(module, BatchNormNet)
@@ -212,7 +212,7 @@ class TestFSDPWrap(FSDPTest):
     @parametrize("forward_prefetch", [False, True])
     @parametrize("device_init_mode", [DEVICEInitMode.DEVICE_AFTER, DEVICEInitMode.DEVICE_BEFORE])
     def test_main_wrap_api(self, cpu_offload, backward_prefetch, forward_prefetch, device_init_mode):
-        """What is given to the constructor reaches every unit, and the whole then trains as the plain model does."""
+        """Constructor arguments reach every unit, and the model trains like the plain one."""
         if cpu_offload.offload_params and device_init_mode is DEVICEInitMode.DEVICE_AFTER:
             if accelerator.current().has("device_memory"):
                 self.skipTest("offloaded parameters stay in host memory: the model cannot be moved after it is wrapped")
@@ -264,7 +264,7 @@ class TestFSDPWrap(FSDPTest):
 
 
 class TestAutoWrap(TestCase):
-    """No rank, and a group without communication of size 1 (FSDP then warns that it shards nothing) or 2."""
+    """No ranks: the group does not communicate, and has size 1 (FSDP warns that it shards nothing) or 2."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -275,14 +275,14 @@ class TestAutoWrap(TestCase):
         return accelerator.current().device(0)
 
     def _kwargs(self, **kwargs: Any) -> dict[str, Any]:
-        """Arguments of FSDP. The device is among them, since a model in host memory does not tell it."""
+        """FSDP arguments with an explicit device, because FSDP cannot infer it from a model in host memory."""
         return {"process_group": self.process_group, "device_id": self.device, **kwargs}
 
     def _fsdp(self, model: nn.Module, policy: Any, **kwargs: Any) -> FSDP:
         return FSDP(model, auto_wrap_policy=policy, **self._kwargs(**kwargs))
 
     def _wrapped(self, wrap_method: WrapMethod, model: nn.Module, policy: Any, **kwargs: Any) -> nn.Module:
-        """The model in FSDP by its constructor, or by ``wrap`` in a context that has its arguments."""
+        """Wrap the model by the constructor, or by ``wrap`` in a context with the same arguments."""
         if wrap_method is WrapMethod.FSDP_CTOR:
             return self._fsdp(model, policy, **kwargs)
         with enable_wrap(wrapper_cls=FSDP, auto_wrap_policy=policy, **self._kwargs(**kwargs)):
@@ -317,7 +317,7 @@ class TestAutoWrap(TestCase):
         self.assertIs(type(model.lin), nn.Linear)
 
     def test_wrap_override_defaults(self):
-        """An argument of ``wrap`` comes before that of the context, and the context keeps its own."""
+        """An argument of ``wrap`` overrides that of the context, for this call only."""
         other = DummyProcessGroup(rank=0, size=2)
         with enable_wrap(wrapper_cls=FSDP, **self._kwargs()):
             layer, next_layer = wrap(nn.Linear(5, 5), process_group=other), wrap(nn.Linear(5, 5))
@@ -337,7 +337,7 @@ class TestAutoWrap(TestCase):
         self._check_transformer_wrapping(ModuleWrapPolicy(TRANSFORMER_LAYERS))
 
     def test_module_wrap_policy_callable(self):
-        """A policy object also serves as one of the functions that an or-policy calls."""
+        """A policy object can also be one of the functions of an or-policy."""
         policy = functools.partial(wrapping._or_policy, policies=[ModuleWrapPolicy(TRANSFORMER_LAYERS)])
         self._check_transformer_wrapping(policy)
 
@@ -350,7 +350,7 @@ class TestAutoWrap(TestCase):
                 self._test_custom_policy(use_uniform_kwargs)
 
     def _test_custom_policy(self, use_uniform_kwargs: bool) -> None:
-        """Each unit has the root's arguments, except for those that the policy gives it."""
+        """Each unit has the root's arguments, except those that the policy sets for it."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         plain = self._transformer()
 
@@ -375,7 +375,7 @@ class TestAutoWrap(TestCase):
             elif not use_uniform_kwargs and "decoder" in name:
                 strategy, prefetch = ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_POST
             self.assertEqual((instance.sharding_strategy, instance.backward_prefetch), (strategy, prefetch), msg=name)
-            # Batch norms are kept out of mixed precision whatever the policy says.
+            # Batch norms never use mixed precision, whatever the policy says.
             self.assertEqual(instance.mixed_precision, OFF if name == "bn" else FP16, msg=name)
 
     def test_auto_wrap_api(self):
@@ -383,7 +383,7 @@ class TestAutoWrap(TestCase):
         TestFSDPWrap.NestedSequentialModel.verify_model(self, model)
 
     def test_auto_wrap_preset_exclude_wrap(self):
-        """A list is excluded from wrapping, unless it is itself what FSDP is asked to wrap."""
+        """A list is not wrapped by the policy. It is wrapped if FSDP is called on it."""
         containers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
         with self.assertWarnsRegex(UserWarning, "will not all-gather parameters for containers"):
             model = self._fsdp(containers, AT_LEAST_40)
@@ -392,12 +392,12 @@ class TestAutoWrap(TestCase):
         self.assertEqual(units(inside), [""])
 
     def test_auto_wrap_preset_exclude_wrap_include_children(self):
-        """What is excluded may have children that are wrapped."""
+        """Excluded modules may have children that are wrapped."""
         model = self._fsdp(nn.ModuleList([nn.Linear(10, 10)]), AT_LEAST_40)
         self.assertEqual(units(model), ["", "0"])
 
     def test_auto_wrap_preset_force_leaf(self):
-        """Attention is wrapped neither itself nor inside, however many parameters it has."""
+        """Neither attention nor its children are wrapped, however many parameters it has."""
         model = self._fsdp(nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)), AT_LEAST_40)
         self.assertEqual(units(model), ["", "0"])
         self.assertIs(type(model.module[1]), nn.MultiheadAttention)
@@ -414,9 +414,9 @@ class TestAutoWrap(TestCase):
     @parametrize("cpu_offload", [CPUOffload(offload_params=False), CPUOffload(offload_params=True)])
     @parametrize("use_device_id", [True, False])
     def test_auto_wrap_smoke_test(self, device_init_mode, cpu_offload, use_device_id):
-        """Over a real group of one rank the wrapped model computes what the plain one does.
+        """With a real group of one rank, the wrapped model matches the plain one.
 
-        A host without an accelerator is refused without a ``device_id``, which the last parameter shows.
+        A host without an accelerator is refused without a ``device_id``; the last parameter shows this.
         """
         device = accelerator.current()
         if cpu_offload.offload_params and device_init_mode is DEVICEInitMode.DEVICE_AFTER:
@@ -436,7 +436,7 @@ class TestAutoWrap(TestCase):
         kwargs: dict[str, Any] = {"auto_wrap_policy": AT_LEAST_40, "cpu_offload": cpu_offload}
         if use_device_id:
             kwargs["device_id"] = self.device
-            substitutes.install(device)  # for the offloading; they would also give FSDP the device that it is not told
+            substitutes.install(device)  # for offloading; without a device_id, they would give FSDP a default one
             self.addCleanup(substitutes.uninstall)
         elif not device.has("device_memory"):
             with self.assertRaisesRegex(RuntimeError, "FSDP needs a non-CPU accelerator device"):
@@ -450,7 +450,7 @@ class TestAutoWrap(TestCase):
         inp = torch.rand(1, 5, device=self.device)
         for each in (reference, model):
             F.mse_loss(inp, each(inp)).backward()
-        # One rank shards nothing and pads nothing: the root's gradients, then those of the inner unit, are all.
+        # One rank has no shards and no padding: the gradients of the root and then the inner unit are complete.
         found = torch.cat([flat_param.grad for flat_param in internals.flat_params(model)])
         self.assertEqual(found, torch.cat([param.grad.flatten() for param in reference.parameters()]))
 
@@ -462,13 +462,13 @@ class TestAutoWrap(TestCase):
 
     @parametrize("wrap_method", [WrapMethod.FSDP_CTOR, WrapMethod.WRAP_API])
     def test_auto_wrap_with_ignored_modules(self, wrap_method):
-        """Ignored parameters do not count for the size: the inner sequence has only 30 left."""
+        """Ignored parameters do not count towards the size. The inner sequence has only 30 others."""
         plain = TestFSDPWrap.NestedSequentialModel.get_model()
         model = self._wrapped(wrap_method, plain, AT_LEAST_40, ignored_modules=[plain[1], plain[2][0]])
         self.assertEqual(units(model), [""])
 
     def test_frozen_params(self):
-        """A unit of trainable and frozen parameters is refused, or with the original parameters advised against."""
+        """A unit with both trainable and frozen parameters is refused. With original parameters, it gives a warning."""
         classes = LoraAttention, LoraMLP, LoraDecoder
         policies = [
             ModuleWrapPolicy(classes),
@@ -497,7 +497,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(len(units(model)), 1 + 4 * len((LoraAttention, LoraMLP, LoraDecoder)))
 
     def test_managed_parameters(self):
-        """Beyond upstream: with any policy each parameter is in the flat parameter of its innermost unit, once."""
+        """Beyond upstream: with any policy, each parameter is in one flat parameter, that of its innermost unit."""
         get_model = TestFSDPWrap.NestedSequentialModel.get_model
         every = TestFSDPWrap.NestedSequentialModel.ALL
         linears = [name for name in every if name != "2"]
@@ -516,9 +516,9 @@ class TestAutoWrap(TestCase):
         def uneven() -> nn.Module:
             return nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(5, 5)), nn.Linear(5, 5))
 
-        # Once its first layer is a unit the inner sequence has 30 left.
+        # When its first layer is a unit, the inner sequence has 30 parameters left.
         self._check_managed(uneven, AT_LEAST_40, ["", "0.0"])
-        # Of the parameter that two modules share the plain model names one; it is in the root's flat parameter once.
+        # The plain model lists a shared parameter under one name. It is in the root's flat parameter, once.
         is_layer = functools.partial(_is_instance, classes=tuple(TRANSFORMER_LAYERS))
         for policy in (
             ModuleWrapPolicy(TRANSFORMER_LAYERS),
@@ -542,7 +542,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(managed, expected)
 
     def test_arguments_of_units_are_apart(self):
-        """Beyond upstream: what a policy gives one unit changes no other, nor the dict that it gives."""
+        """Beyond upstream: a policy's arguments for one unit change neither other units nor the policy's own dict."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         mine = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": FP16}
         before = copy.deepcopy(mine)
@@ -558,7 +558,7 @@ class TestAutoWrap(TestCase):
                 self.assertEqual(mine, before)
 
     def test_norms_kept_out_of_mixed_precision(self):
-        """Beyond upstream: norms that no policy names become units, without it; ignored ones do not."""
+        """Beyond upstream: norms outside the policy become units without mixed precision, except ignored ones."""
         self.process_group = DummyProcessGroup(rank=0, size=2)
         is_linear = functools.partial(_is_instance, classes=nn.Linear)
         by_function = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear)
@@ -573,7 +573,7 @@ class TestAutoWrap(TestCase):
                 self.assertEqual(units(model), ["", "0", "2", "3"])
 
     def test_arguments_of_the_root_reach_every_unit(self):
-        """Beyond upstream: with each kind of policy, and with values that are not the defaults."""
+        """Beyond upstream: the root's arguments, different from the defaults, reach every unit with any policy."""
         kwargs = {
             "process_group": DummyProcessGroup(rank=0, size=2),
             "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
@@ -597,16 +597,17 @@ class TestAutoWrap(TestCase):
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     def _check_each(self, model: nn.Module, **expected: list[Any]) -> None:
-        """The units, in the order of :func:`units`, must have these values of these attributes."""
+        """The units, in the order of :func:`units`, must have these attribute values."""
         for attribute, values in expected.items():
             found = [getattr(instance, attribute) for instance in internals.instances(model).values()]
             self.assertEqual(found, values, msg=attribute)
 
     @torch_defect("fsdp1_mixed_precision_override_changes_arguments")
     def test_mixed_precision_override_keeps_the_roots_arguments(self):
-        """Beyond upstream: a norm that no policy lists gets arguments of its own, not the caller's dict itself.
+        """Beyond upstream: a norm that no policy lists gets its own arguments, not the caller's dict.
 
-        Seen in torch 2.9.1, 2.11.0 and 2.13.0; no public caller notices, since FSDP makes the dict for this alone. ::
+        Seen in torch 2.9.1, 2.11.0 and 2.13.0; no public caller notices, since FSDP creates the dict only for this
+        call. ::
 
             norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}
             targets = _run_mixed_precision_override_policy(norms, [_BatchNorm], set(), kwargs, {})
@@ -621,7 +622,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(kwargs, {"mixed_precision": FP16})
 
     def test_custom_policy_checks_what_it_is_told(self):
-        """Beyond upstream: anything but a bool or a dict is refused; a dict without entries says no."""
+        """Beyond upstream: a policy must return a bool or a dict. An empty dict means False."""
         for answer in (None, 1, "yes", [("cpu_offload", None)]):
             policy = CustomPolicy(lambda module, answer=answer: answer)
             with self.assertRaisesRegex(ValueError, "should return False/True or a kwarg dict, but it returned"):
@@ -630,7 +631,7 @@ class TestAutoWrap(TestCase):
         self.assertEqual(units(model), [""])
 
     def test_enable_wrap_does_not_nest(self):
-        """Beyond upstream: a second context is refused, and the first one stays as it was."""
+        """Beyond upstream: a second context is refused, and the first one does not change."""
         with enable_wrap(wrapper_cls=FSDP, **self._kwargs()):
             other = self._kwargs(process_group=DummyProcessGroup(rank=0, size=2))
             with self.assertRaisesRegex(NotImplementedError, "already within an autowrap context"):
@@ -640,13 +641,13 @@ class TestAutoWrap(TestCase):
         self.assertIs(layer.process_group, self.process_group)
 
     def test_enable_wrap_ends_with_an_exception(self):
-        """Beyond upstream: outside the context nothing is wrapped, also if it was left by an exception."""
+        """Beyond upstream: nothing is wrapped outside the context, even if an exception ended it."""
         with self.assertRaisesRegex(KeyError, "on purpose"):
             with enable_wrap(wrapper_cls=FSDP, **self._kwargs()):
                 raise KeyError("on purpose")
         self.assertIs(type(wrap(nn.Linear(5, 5))), nn.Linear)
         with enable_wrap(wrapper_cls=_Remembering):
-            self.assertEqual(wrap(nn.Linear(5, 5)).kwargs, {})  # nor are any arguments left over
+            self.assertEqual(wrap(nn.Linear(5, 5)).kwargs, {})  # and no arguments are left over
 
 
 def _is_instance(module: nn.Module, classes: Any) -> bool:
@@ -654,7 +655,7 @@ def _is_instance(module: nn.Module, classes: Any) -> bool:
 
 
 class _Remembering(nn.Module):
-    """A wrapper that keeps the arguments it was made with."""
+    """A wrapper that keeps its constructor arguments."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -663,7 +664,7 @@ class _Remembering(nn.Module):
 
 class TestWrapUtils(TestCase):
     def test_validate_frozen_params(self):
-        """The managed parameters of each module to wrap must all be trainable or all be frozen."""
+        """For each module to wrap, all managed parameters must be trainable, or all must be frozen."""
         for use_orig_params in (True, False):
             with self.subTest(use_orig_params=use_orig_params):
                 self._test_validate_frozen_params(use_orig_params)
