@@ -994,7 +994,7 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
 
 class TestDefaults(TestCase):
     def test_defaults(self):
-        """Beyond upstream: what a user does not say has the meaning that the documentation gives it."""
+        """Beyond upstream: the defaults are the documented ones."""
         states = {"state_dict_config": None, "optim_state_dict_config": None}
         gathered = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": False}
         check_defaults(

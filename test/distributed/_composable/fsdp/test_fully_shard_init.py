@@ -1104,7 +1104,7 @@ class TestFullyShardMixedDtypeParam(InitTest):
 
 class TestDefaults(TestCase):
     def test_defaults(self):
-        """Beyond upstream: what a user does not say has the meaning that the documentation gives it."""
+        """Beyond upstream: the defaults are the documented ones."""
         check_defaults(
             self,
             {
