@@ -1,15 +1,15 @@
-"""Finds out whether torchrun, srun, or another launcher with torchrun's variables, has made the ranks.
+"""Finds out whether a launcher has made the ranks: torchrun, srun, or another one with torchrun's variables.
 
-This module only has the rule. What such ranks do is in :mod:`torch_fsdp_tests.ranks.launched` for one test file, and in
-:mod:`torch_fsdp_tests.dispatch.agents` for a run of many. A launch is meant
+This module only has the rule. :mod:`torch_fsdp_tests.ranks.launched` has what such ranks do for one test file, and
+:mod:`torch_fsdp_tests.dispatch.agents` what they do for a run of many files. The process belongs to a launch
 
-- when torchrun's own ``TORCHELASTIC_RUN_ID`` stands in the environment beside the five variables of every launcher
+- if torchrun's own ``TORCHELASTIC_RUN_ID`` is set, and so are the five variables of every launcher
   (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), or
-- when srun made a step of several tasks, whose own variables then stand for the five that are not set, or
-- when ``TORCH_FSDP_TESTS_LAUNCHED=1`` says so, for launchers that set the five and nothing of torchrun's;
+- if srun made a step of several tasks; srun's own variables then replace those of the five that are not set, or
+- if ``TORCH_FSDP_TESTS_LAUNCHED=1`` is set, for launchers that set the five and nothing of torchrun's;
 - and never with ``TORCH_FSDP_TESTS_LAUNCHED=0``.
 
-Anything less is taken for what some earlier program left in the shell, and has no effect on tests.
+Anything less counts as left in the shell by an earlier program, and has no effect on tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-_SLURM_PORTS = range(20000, 30000)  # below those that Linux gives to whoever asks for any
+_SLURM_PORTS = range(20000, 30000)  # below the ports that Linux assigns automatically
 _OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 
 
@@ -43,12 +43,12 @@ class Launch:
     local_rank: int
     address: str
     port: int
-    agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
-    attempt: str = "0"  # torchrun may start all ranks anew over the same store
+    agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 must
+    attempt: str = "0"  # torchrun may restart all ranks with the same store
     one_host: bool = False  # all ranks are known to be on one machine
 
     def variables(self, attempt: str) -> dict[str, str]:
-        """The variables that describe this launch to a process, with its store served by somebody else."""
+        """Return the variables that describe this launch to a process, with its store served by another process."""
         return {
             LAUNCHED_VARIABLE: "1",
             "RANK": str(self.rank),
@@ -63,7 +63,7 @@ class Launch:
 
 
 def from_environment(environment: Mapping[str, str]) -> Launch | None:
-    """The launch that the variables describe, or None. Raises :class:`LaunchError`, which says what to do."""
+    """Return the launch that the variables describe, or None. Raises :class:`LaunchError`, which says what to do."""
     wish = environment.get(LAUNCHED_VARIABLE)
     if wish not in (None, "", "0", "1"):
         raise LaunchError(f"{LAUNCHED_VARIABLE} is {wish!r}: it can be 1 (a launcher made the ranks) or 0 (none did)")
@@ -94,7 +94,7 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _from_slurm(environment: Mapping[str, str], is_meant: bool) -> dict[str, str]:
-    """What torchrun would have set in this task of srun's; nothing in one that is alone, unless that is meant."""
+    """Return what torchrun would have set in this srun task. Empty for a single task, unless ``is_meant``."""
     rank, tasks, local_rank, nodes, job = (environment.get(name, "") for name in _SLURM)
     if not (rank and nodes and tasks.isdecimal() and (is_meant or int(tasks) > 1)):
         return {}
@@ -110,7 +110,7 @@ def _from_slurm(environment: Mapping[str, str], is_meant: bool) -> dict[str, str
 
 
 def first_host(nodes: str) -> str:
-    """The first name in a list of SLURM's, such as ``a1`` in ``a[1-3,5],b7``."""
+    """Return the first name in a Slurm list, such as ``a1`` in ``a[1-3,5],b7``."""
     found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0] if found else "")
 

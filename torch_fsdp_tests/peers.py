@@ -1,14 +1,14 @@
-"""How the processes that a launcher made find that of rank 0, and introduce themselves.
+"""How the processes that a launcher made find the process of rank 0, and introduce themselves.
 
 Rank 0 listens, and writes its address and a secret into the launcher's store, where the others read them. They connect,
-all at the same time, and send a :class:`Hello` with the secret. From then on both sides use the connection as they
-like: the end of a connection is news at once, and a store would have to be asked again and again. A peer that is silent
-for :data:`~torch_fsdp_tests.messages.SILENCE_LIMIT` seconds is lost as well.
+all at the same time, and send a :class:`Hello` with the secret. Then both sides use the connection freely. They see at
+once when it ends; a store would have to be polled. A peer that is silent for
+:data:`~torch_fsdp_tests.messages.SILENCE_LIMIT` seconds counts as lost too.
 
-Whoever can reach the port can connect. Of a stranger at most :data:`HELLO_SIZE` bytes are read, for at most
-:data:`HELLO_LIMIT` seconds, and only :data:`MOST_STRANGERS` are heard at a time. Everything travels in clear, like the
-launcher's store and the traffic between ranks: the secret keeps strangers out, it does not keep anything secret from
-those who can read the network.
+Anybody who can reach the port can connect. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a stranger, for at most
+:data:`HELLO_LIMIT` seconds, and listens to at most :data:`MOST_STRANGERS` at a time. The messages are not encrypted,
+like the launcher's store and the traffic between ranks. The secret keeps strangers out, but hides nothing from anybody
+who can read the network.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 __unittest = True
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # gloo's own: the interface that leads to the other ranks
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # gloo's own variable: the interface that leads to the other ranks
 STORE_LIMIT = 120.0  # seconds for the launcher's store to answer
-GATHER_LIMIT = 120.0  # seconds for all processes to come; each has much to import first
-HELLO_LIMIT = 5.0  # seconds for one that has connected to say who it is
-HELLO_SIZE = 1 << 16  # bytes in which it must do so
-MOST_STRANGERS = 256  # that are heard at a time; an older one makes room for a newer one
-_ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737); where the default route would lead
+GATHER_LIMIT = 120.0  # seconds for all processes to connect; each has much to import first
+HELLO_LIMIT = 5.0  # seconds for a new connection to introduce itself
+HELLO_SIZE = 1 << 16  # the most bytes of an introduction
+MOST_STRANGERS = 256  # connections without an introduction at a time; a new one replaces the oldest
+_ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737); it shows where the default route leads
 
 
 class NoWay(OSError):
-    """It is not known under which address the other machines reach this one. The message says what to do."""
+    """No address is known at which other machines reach this one. The message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Peer:
 
 
 def clock() -> float:
-    """What is to be added to this machine's ``time.monotonic()`` for the time that all machines share."""
+    """Return what to add to this machine's ``time.monotonic()`` to get the time that all machines share."""
     return time.time() - time.monotonic()
 
 
 def open_store(launch: Launch, serve: bool = False) -> dist.TCPStore:
-    """The launcher's store; ``serve`` makes it where the launcher has none. Raises torch's ``DistError`` in time."""
+    """Open the launcher's store. ``serve`` creates it if there is none. Raises torch's ``DistError`` in time."""
     import torch.distributed as dist
 
     return dist.TCPStore(
@@ -99,9 +99,9 @@ class Peers:
 
     def __init__(self, launch: Launch, expected: Iterable[type]) -> None:
         self.launch = launch
-        self.of_rank: dict[int, Peer] = {}  # that have come
+        self.of_rank: dict[int, Peer] = {}  # peers that have connected
         self._expected = tuple(expected)
-        self._strangers: dict[Connection, float] = {}  # until when each is heard
+        self._strangers: dict[Connection, float] = {}  # the deadline of each stranger
         self.address = own_address(launch)
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self._listener = socket.create_server(
@@ -111,12 +111,12 @@ class Peers:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._secret = secrets.token_hex(16)
-        self._store = open_store(launch, serve=True)  # kept: where the launcher serves none, this one does
+        self._store = open_store(launch, serve=True)  # kept open: if the launcher serves no store, this process does
         place = (self.address, self._listener.getsockname()[1], self._secret)
         self._store.set(_key(launch), json.dumps(place))
 
     def gather(self, ranks: Collection[int], give_up: float) -> list[int]:
-        """Wait for these ranks until a moment of ``time.monotonic()``; returns those that have not come by then."""
+        """Wait for these ranks until ``give_up`` (of ``time.monotonic()``). Returns the missing ranks."""
         while absent := sorted(set(ranks) - self.of_rank.keys()):
             now = time.monotonic()
             if now >= give_up:
@@ -146,7 +146,7 @@ class Peers:
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
 
     def _hear(self, stranger: Connection) -> None:
-        """Whoever says something else than the secret is none of ours."""
+        """Read from a stranger. Anybody who sends something else than the secret is rejected."""
         if stranger not in self._strangers:
             return
         try:
@@ -173,13 +173,13 @@ class Peers:
         stranger.close()
 
     def outlive(self) -> None:
-        """Keep all connections until this process is gone, although the interpreter closes its sockets before."""
+        """Keep all connections open until this process is gone, although the interpreter closes its sockets earlier."""
         for peer in self.of_rank.values():
             os.dup(peer.connection.fileno())
 
 
 def join(launch: Launch, expected: Iterable[type]) -> tuple[Connection, str]:
-    """The side of another rank: its connection to rank 0, and the name of the interface that leads there, if known."""
+    """Connect another rank to rank 0. Returns the connection, and the name of its network interface, if known."""
     address, port, secret = json.loads(open_store(launch).get(_key(launch)))
     end = socket.create_connection((address, port), timeout=GATHER_LIMIT)
     end.settimeout(None)
@@ -190,10 +190,11 @@ def join(launch: Launch, expected: Iterable[type]) -> tuple[Connection, str]:
 
 
 def own_address(launch: Launch) -> str:
-    """The address at which the other processes of the launch reach this one.
+    """Return the address at which the other processes of the launch reach this one.
 
-    That is the loopback interface's where all are on one machine, as they are if they reach the store there. Else it is
-    that of the interface which the user names for gloo, or which leads to the store, or where the default route leads.
+    If all processes are on one machine, that is the loopback address; the store's address shows this. Otherwise it is
+    the address of the interface that the user names for gloo, or that leads to the store, or that has the default
+    route.
     """
     if launch.one_host or _is_loopback(launch.address):
         return "127.0.0.1"
@@ -211,7 +212,7 @@ def own_address(launch: Launch) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address, as it is written, is that of the loopback interface."""
+    """Whether a written address is that of the loopback interface."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -219,16 +220,16 @@ def _is_loopback(address: str) -> bool:
 
 
 def _source_towards(goal: str) -> str:
-    """The address from which this machine sends to another; empty where no way leads there."""
+    """Return the address from which this machine sends to ``goal``, or an empty string if it has no route."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(place)  # this sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return ""
 
 
 def in_time_of(peer: Peer, message: Any) -> Any:
-    """A message of a peer, with its moment ``at`` in this machine's time."""
+    """Return a peer's message with its time ``at`` converted to this machine's clock."""
     return dataclasses.replace(message, at=message.at + peer.hello.clock - clock())

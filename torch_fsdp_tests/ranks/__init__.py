@@ -43,14 +43,14 @@ from torch_fsdp_tests.ranks.rank import register as register
 from torch_fsdp_tests.ranks.server import close_server, living_server
 
 _ready = False
-_files_handler: Callable[[int, FrameType | None], Any] | None = None  # of SIGTERM, as the test file had it
+_files_handler: Callable[[int, FrameType | None], Any] | None = None  # the test file's handler of SIGTERM
 
 
 def prepare() -> None:
-    """Prepare for ranks before this process runs its first test. Cheap, and does nothing the second time.
+    """Prepare for ranks before this process runs its first test. This is cheap; a second call does nothing.
 
     It also does nothing in a rank, or in a process without a test class with ranks. If a launcher made this process for
-    another rank than 0, this function does not return: it follows rank 0, and exits when rank 0 says so.
+    a rank other than 0, this function does not return: it follows rank 0, and exits when rank 0 says so.
     """
     global _ready
     package = __name__.partition(".")[0]
@@ -69,7 +69,7 @@ def prepare() -> None:
 
 
 def _record_facts() -> None:
-    """Tell the dispatcher what is under test. If the requested device is not available, the first test reports it."""
+    """Tell the dispatcher what is tested. If the requested device is not available, the first test reports it."""
     try:
         device = accelerator.current()
     except accelerator.ConfigurationError:

@@ -23,7 +23,7 @@ from torch_fsdp_tests.ranks.server import KILL_LIMIT
 
 __unittest = True
 
-GRACE = 3.0  # seconds for the other ranks to report after one ended badly
+GRACE = 3.0  # seconds for the other ranks to report after one failed, died or hung
 SKIP_GRACE = 10.0  # seconds for the other ranks to skip too after one skipped
 START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server may have to import everything first
 LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit when they are told to
@@ -48,19 +48,19 @@ class Place(Protocol):
         """What has happened to the processes since the last call. Never waits."""
 
     def tell(self, process: int, order: protocol.Order) -> None:
-        """Give an order to one process. Nothing happens when it is gone."""
+        """Give an order to one process. Nothing happens if it is gone."""
 
     def ask_for_stacks(self) -> None:
-        """Let all processes write the Python stacks of their ranks."""
+        """Make all processes write the Python stacks of their ranks."""
 
     def end(self) -> None:
-        """Kill what is left of all processes. :class:`Over` reports that it is done."""
+        """Kill what is left of all processes. :class:`Over` reports when that is done."""
 
     def give_up(self) -> None:
         """Give up waiting for the end, because it did not come in time."""
 
     def collect(self, close: bool = False) -> protocol.Collected:
-        """Return what the processes have written and left. With ``close``, also remove their files and connections."""
+        """Return the output and leftovers of the processes. ``close`` also removes their files and connections."""
 
 
 @dataclasses.dataclass
@@ -75,10 +75,10 @@ class Process:
     heard: dict[int, float] = dataclasses.field(default_factory=dict)  # the time of each outcome
     ending: Ending | None = None
     is_there: bool = False
-    is_over: bool = False  # it and all that it started are gone
+    is_over: bool = False  # the process and everything that it started are gone
     stopped: bool = False
     waits: bool = False  # its only rank has passed, and waits for the others
-    leaving: bool = False  # it runs no further test
+    leaving: bool = False  # it runs no more tests
     wrote_stacks: bool = False
     at: float = 0.0  # the time of the latest news
 
@@ -92,10 +92,10 @@ class Process:
 
 
 class Stage(enum.IntEnum):
-    """The stage of a group. Stages only go forward, and some may be left out, but an idle group may run again."""
+    """The stage of a group. Stages only go forward, and some may be skipped; only an idle group may run again."""
 
     NEW = enum.auto()
-    STARTING = enum.auto()  # its processes have been requested, and are not all there yet
+    STARTING = enum.auto()  # the processes have been requested, and not all of them exist yet
     RUNNING = enum.auto()
     IDLE = enum.auto()  # ranks that stay wait for their next test
     LEAVING = enum.auto()  # ranks that stay have been told to exit
@@ -130,7 +130,7 @@ class RankGroup:
         self._leaks_of_ranks: dict[str, list[int]] = {}
         self._late_deaths: list[str] = []
         self._started: list[float] = []  # the times at which processes, or their next test, started
-        self._bad_since: float | None = None  # the time at which the first problem of a rank became known
+        self._bad_since: float | None = None  # the time at which the first problem of a rank was noticed
         active.append(self)  # this comes first, because a signal may end this process at any moment
         try:
             self._place.start(protocol.Task(cls.__module__, cls.__qualname__, test, world_size), range(count))
@@ -146,7 +146,7 @@ class RankGroup:
         return self.wait(limit)
 
     def begin(self, test: str) -> None:
-        """Start one more test in ranks that stay, for :meth:`wait`."""
+        """Start one more test in ranks that stay. :meth:`wait` returns its reports."""
         self._hear_until(lambda: self._stage is not Stage.STARTING, self._asked + START_LIMIT)
         self._check_started()
         self._late_deaths.clear()  # a rank that has died since :meth:`ready` is missing in this test
@@ -177,7 +177,7 @@ class RankGroup:
         return list(self._reports(elapsed, self._collect()))
 
     def take_leaks(self) -> list[str]:
-        """The leaks of tests since the last call. Each one is listed once, with its ranks."""
+        """Return the leaks of tests since the last call. Each is listed once, with its ranks."""
         threads = len(self.processes) < self.world_size
         named = [
             f"{leak} in {'the ranks' if threads else ranks_in_words(sorted(set(ranks)))}"
@@ -198,7 +198,7 @@ class RankGroup:
         return well and self._stage in (Stage.STARTING, Stage.IDLE)
 
     def late_deaths(self) -> list[str]:
-        """What went wrong in ranks that stay after they passed their last test. For a closed group."""
+        """Describe what went wrong in ranks that stay after they passed their last test. The group must be closed."""
         return self._late_deaths
 
     def stacks(self) -> str:
@@ -242,7 +242,7 @@ class RankGroup:
         self._late_deaths.append(f"rank {process.index} of {self.world_size} reported that it passed and then {words}")
 
     def _elapsed(self, moment: float) -> float:
-        """Seconds from the start of the first rank, or of the ranks' next test, to this time.
+        """Seconds from the start of the first rank, or of the ranks' next test, to ``moment``.
 
         Ranks send the time of each event, because two messages may arrive together in any order.
         """
@@ -269,7 +269,7 @@ class RankGroup:
             self._hear(left)
 
     def _hear(self, timeout: float) -> bool:
-        """Process what has happened, or wait up to ``timeout`` for it. Returns whether there was something."""
+        """Process the events that have arrived, or wait up to ``timeout`` for one. Returns whether there was one."""
         try:
             self._arrived += self._place.arrived()
             if not self._arrived and timeout > 0:
@@ -287,7 +287,7 @@ class RankGroup:
     def _let_go(self) -> None:
         """Tell the ranks that wait for the others to continue."""
         for process in self.processes:
-            # From LATE on, a rank's reports do not count. So keep its state, which says that it passed and waits.
+            # From LATE on, a rank's reports do not count. So keep its state: it has passed, and waits.
             if process.waits and process.ending is None and self._stage < Stage.LATE:
                 process.waits = False
                 self._place.tell(process.index, protocol.Go())
@@ -333,7 +333,7 @@ class RankGroup:
             self._enter(Stage.IDLE if self._stays else Stage.RUNNING)
 
     def _take_end(self, process: Process, event: protocol.Ended) -> None:
-        # The request for its stacks may end a rank that has no handler yet, or interrupt its sleep.
+        # The request for stacks may end a rank that has no handler yet, or interrupt its sleep.
         ours = self._stage >= Stage.LATE
         process.ending = dataclasses.replace(Ending.from_wait_status(event.status), ours=ours)
         if not process.reported or process.ending.code != 0:
@@ -360,7 +360,7 @@ class RankGroup:
                 break
 
     def _end(self) -> None:
-        """Kill what is left, and mark endings that come from this as ours."""
+        """Kill what is left, and mark the endings that this causes as ours."""
         if self._stage in (Stage.NEW, Stage.OVER):
             return
         before = [process for process in self.processes if process.ending is None]

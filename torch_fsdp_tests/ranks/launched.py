@@ -1,14 +1,14 @@
 """Ranks that a launcher made, on one machine or on many.
 
-Every process of the launcher runs the test file, but only that of rank 0 runs tests and reports. Another one takes a
-*seat*, once its test classes are loaded: it starts and ends its own rank of each test when rank 0 says so, one forked
-process a test, and passes on what becomes of it. So all ranks are one group in rank 0's process, the same that serves a
-single machine: a rank that dies fails its test and no other, and its traceback is in rank 0's report. What ends the
-whole file, at once and with its name, is the death of one of its processes.
+Every process of the launcher runs the test file, but only the process of rank 0 runs tests and reports. Every other
+process takes a *seat* after its test classes are loaded. A seat starts and ends its own rank of each test when rank 0
+says so. It forks one process for each test, and passes on what happens to it. So all ranks are one group in the process
+of rank 0, as on a single machine: a rank that dies fails only its own test, and rank 0's report has its traceback. Only
+the death of a launched process ends the whole file. That happens at once, and the report names the process.
 
-Where the dispatcher runs the file, its agents at the other ranks start these processes, each when a test first wants
-its rank; without a dispatcher the launcher has started them all. How they find rank 0 is said in
-:mod:`torch_fsdp_tests.peers`.
+If the dispatcher runs the file, its agents at the other ranks start these processes, each when a test first needs its
+rank. Without a dispatcher, the launcher has started them all. :mod:`torch_fsdp_tests.peers` explains how they find rank
+0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __unittest = True
 
 END_LIMIT = KILL_LIMIT + GRACE  # seconds for a seat's rank server to end its rank
 ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a seat to collect what is left of its rank
-_LOST = 1  # exit status of a process whose rank 0 left without a word
+_LOST = 1  # exit status of a process if rank 0 left without a message
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class _Seat:
     """A launched process, as rank 0 sees it."""
 
     peer: Peer
-    over: bool = True  # its rank of the current test
+    over: bool = True  # the rank that it runs in the current test
     answer: protocol.Collected | None = None
 
     @property
@@ -59,11 +59,11 @@ class _Seat:
 
 
 class Crew:
-    """Rank 0's view of the launch: the other processes that have been wanted so far, in order of rank."""
+    """Rank 0's view of the launch: the other processes that were needed so far, in order of rank."""
 
     def __init__(self, launch: launcher.Launch) -> None:
         self.launch = launch
-        self.status = 0  # with which all processes are to leave
+        self.status = 0  # the exit status of all processes
         self.lost: str | None = None
         self.peers = Peers(launch, protocol.FROM_SEAT)
         self._seats: dict[int, _Seat] = {}
@@ -72,9 +72,9 @@ class Crew:
         self._give_up = time.monotonic() + GATHER_LIMIT
 
     def gather(self, ranks: Collection[int] = ()) -> list[_Seat]:
-        """The processes of these ranks, waited for. Raises :class:`HarnessError` when one does not come or has left."""
+        """Wait for these ranks' processes, and return them. Raises :class:`HarnessError` if one is missing."""
         if new := set(ranks) - self._called - {0}:
-            events.emit("ranks", ranks=sorted(new))  # the dispatcher has them started
+            events.emit("ranks", ranks=sorted(new))  # the dispatcher starts them
             self._called |= new
             self._give_up = time.monotonic() + GATHER_LIMIT
         absent = self.peers.gather(self._called, self._give_up) if self.lost is None else []
@@ -92,7 +92,7 @@ class Crew:
         return [self._seats[rank] for rank in sorted(ranks) if rank]
 
     def hear(self, seat: _Seat) -> list[Any]:
-        """What a process has said, in this machine's time. The first that is found gone is named on stderr at once."""
+        """Return the messages of a process, in this machine's time. Print the first process that is gone on stderr."""
         said = []
         for message in seat.connection.arrived():
             if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
@@ -106,7 +106,7 @@ class Crew:
         return said
 
     def start_rank(self, task: protocol.Task, file_name: str, seats: Sequence[_Seat]) -> protocol.StartRank:
-        """How the seats are told to start their ranks: with what is new in this process' environment."""
+        """Return the order that tells the seats to start their ranks, with the changes to this process' environment."""
         now = dict(os.environ)
         others = [seat.peer for seat in seats]
         return protocol.StartRank(
@@ -119,7 +119,7 @@ class Crew:
         )
 
     def conclude(self, status: int) -> int:
-        """The status with which all are to leave: this process', unless another one is missing."""
+        """Return the exit status for all processes: that of this process, unless another process is missing."""
         try:
             self.gather()
         except HarnessError:
@@ -128,7 +128,7 @@ class Crew:
         return status
 
     def leave(self) -> None:
-        """Let the others go, once this process is no more: a launcher ends all when it sees the first one fail."""
+        """Let the other processes leave after this one: a launcher ends all when it sees the first one fail."""
         self.conclude(self.status)
         self.peers.outlive()
         for peer in self.peers.of_rank.values():
@@ -136,18 +136,18 @@ class Crew:
 
 
 def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, interface: str) -> dict[str, str]:
-    """The environment of a rank of this process: its own, with what the test changed in rank 0's."""
+    """Return the environment of a rank of this process: its own, with the test's changes to rank 0's environment."""
     made = environment_of_ranks() | order.changed
     for name in order.removed:
         made.pop(name, None)
     if not order.one_host and INTERFACE_VARIABLE not in os.environ:
-        made.pop(INTERFACE_VARIABLE, None)  # the loopback interface leads to no other machine
+        made.pop(INTERFACE_VARIABLE, None)  # the loopback interface does not lead to other machines
         made |= {INTERFACE_VARIABLE: interface} if interface else {}
     return {**made, **rendezvous.variables(launch, order.local_ranks, rank)}
 
 
 class LaunchedRanks:
-    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): rank 0 here, the others at their seats."""
+    """A place for ranks (see :class:`~torch_fsdp_tests.ranks.group.Place`): rank 0 is here, the others have seats."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
@@ -155,7 +155,7 @@ class LaunchedRanks:
         self.file_name = self._here.file_name
         self.selector = self._here.selector
         self._seats: list[_Seat] = []
-        self._events: list[protocol.Event] = []  # that came while an answer was waited for
+        self._events: list[protocol.Event] = []  # news that came while this waited for an answer
 
     def start(self, task: protocol.Task, processes: Iterable[int]) -> None:
         self._seats = self._crew.gather(list(processes))
@@ -209,7 +209,7 @@ class LaunchedRanks:
             self._here.give_up()
 
     def collect(self, close: bool = False) -> protocol.Collected:
-        """Raises :class:`HarnessError` when a seat is gone or does not answer in time, unless all is over anyway."""
+        """Raises :class:`HarnessError` if a seat is gone or does not answer in time, unless all is over anyway."""
         for seat in self._seats:
             seat.answer = None
             seat.connection.tell(protocol.Collect(close))
@@ -229,7 +229,7 @@ class LaunchedRanks:
 
 
 class _Follower:
-    """A launched process other than rank 0's: does what rank 0 says until that lets it go."""
+    """A launched process other than rank 0's. It does what rank 0 says until rank 0 dismisses it."""
 
     def __init__(self, launch: launcher.Launch) -> None:
         self._launch = launch
@@ -239,14 +239,14 @@ class _Follower:
         self._idle.register(self._rank_0, selectors.EVENT_READ)
 
     def serve(self) -> int:
-        """Carry out orders and tell what happens; returns the exit status of this process."""
+        """Carry out orders and report what happens. Returns the exit status of this process."""
         try:
             while not self._rank_0.closed:
                 (self._idle if self._ranks is None else self._ranks.selector).select()
                 self._tell_news()
                 for order in self._rank_0.arrived():
                     if isinstance(order, protocol.Dismiss):
-                        self._rank_0.receive()  # so that rank 0's process, whose report matters, is the first to leave
+                        self._rank_0.receive()  # so that the process of rank 0 leaves first, because its report matters
                         return order.status
                     self._obey(order)
         except OSError:
@@ -285,7 +285,7 @@ class _Follower:
             self.close()
 
     def close(self) -> protocol.Collected:
-        """End the rank, if there is one, and what it has left."""
+        """End the rank, if there is one, and clean up what it has left."""
         if self._ranks is None:
             return protocol.Collected()
         ranks, self._ranks = self._ranks, None
@@ -305,13 +305,13 @@ _crew: Crew | None = None
 
 
 def is_follower() -> bool:
-    """Whether this process only follows: rank 0's runs the tests and reports."""
+    """Whether this process only follows rank 0, which runs the tests and reports."""
     launch = launcher.found()
     return launch is not None and launch.rank > 0 and not rank_side.in_rank()
 
 
 def settle() -> None:
-    """Keep what the launcher's variables say, and take them away. Its ranks are those of a test that states none."""
+    """Store the launcher's variables, and remove them. A test that sets no world size gets the launcher's ranks."""
     launch = launcher.found()
     if launch is not None:
         os.environ.setdefault(RANKS_VARIABLE, str(launch.world_size))
@@ -319,7 +319,7 @@ def settle() -> None:
 
 
 def begin() -> None:
-    """In a launched process: wait for the others' connections as rank 0, or follow it to the end and leave with it."""
+    """In a launched process: wait for the other processes to connect, or if not rank 0, follow rank 0 and exit."""
     global _crew
     launch = launcher.found()
     if launch is None:
@@ -332,7 +332,7 @@ def begin() -> None:
 
 
 def _follow(launch: launcher.Launch) -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_LOST))
     status, follower = _LOST, None
     try:
@@ -351,10 +351,10 @@ def _follow(launch: launcher.Launch) -> NoReturn:
 
 
 def conclude(status: int) -> int:
-    """The exit status for this process, given the one that its tests earned it; all of a launch leave with it."""
+    """Return the exit status of this process, given that of its tests. All processes of a launch share it."""
     return status if _crew is None else _crew.conclude(status)
 
 
 def start_ranks(cls: type, test: str | None, world_size: int) -> RankGroup:
-    """The ranks of one test, each a process: those of the launch where there is one, else new ones on this machine."""
+    """Start the ranks of one test as processes: the launcher's ranks if there are any, else new ones here."""
     return RankGroup(cls, test, world_size, place=None if _crew is None else LaunchedRanks(_crew))

@@ -1,7 +1,7 @@
-"""What a test leaves behind in its rank's process apart from settings: threads, processes, files in shared memory.
+"""What a test leaves behind in its rank's process, apart from settings: threads, processes, files in shared memory.
 
-They are found from inside the process, where the kernel says whose they are. The rank server and the test process find
-what a process leaves while it dies.
+They are found from inside the process, because there the kernel tells which are its own. The rank server and the test
+process find what a process leaves when it dies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Belongings:
         return [each for each in threading.enumerate() if each not in self._threads and not each.daemon]
 
     def end_new_children(self) -> Iterator[str]:
-        """Kill new child processes, and yield the command of each."""
+        """Kill new child processes, and yield the command line of each."""
         for pid in set(host.children()) - self._children:
             command = host.command_of(pid)
             if not host.is_servant(command) and not host.has_ended(pid):

@@ -22,7 +22,7 @@ from torch_fsdp_tests.ranks.server import living_server, preparation, start_meth
 
 __unittest = True
 
-_numbers = itertools.count()  # of starts
+_numbers = itertools.count()  # numbers of starts
 _TORCHS_CACHE = "torchinductor"  # the prefix of torch's folder for compiled code
 
 
@@ -38,7 +38,7 @@ class _Process:
         self.output_start = 0  # bytes of its output that belong to earlier tests
 
     def read_words(self) -> bool:
-        """Whether there are new ones."""
+        """Read new last words. Returns whether there were any."""
         before = len(self.words)
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.last_words, 1 << 16):

@@ -22,7 +22,7 @@ from torch_fsdp_tests.verdict import ranks_in_words as ranks_in_words
 
 __unittest = True
 
-TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is counted
+TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is only counted
 
 BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
 
@@ -33,7 +33,7 @@ class Kind(str, enum.Enum):
     PASSED = "passed"
     SKIPPED = "skipped"
     FAILED = "failed"  # an assertion of the test did not hold
-    ERROR = "error"  # anything else that was raised
+    ERROR = "error"  # any other exception
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Outcome:
     subtests: int = 0
     skipped_subtests: tuple[str, ...] = ()
     from_body: bool = False  # the exception came from the test method, and not from a fixture
-    exception: str = ""  # type of what was raised
-    message: str = ""  # first line of what that says
+    exception: str = ""  # type of the exception
+    message: str = ""  # first line of its message
 
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How the process of a rank ended. Without a code or a signal it still exists.
+    """How the process of a rank ended. A process without a code or a signal still exists.
 
     ``ours`` marks a process that the harness killed after its test, so that its end says nothing about the test.
     """
@@ -98,8 +98,9 @@ class RankReport:
     host: str = dataclasses.field(default_factory=socket.gethostname)
 
     def with_any_ending(self) -> RankReport:
-        """The report with a normal exit, and as passed unless the rank said otherwise. Unchanged if the rank was
-        killed.
+        """Return the report with a normal exit, and as passed unless the rank said otherwise.
+
+        The report of a killed rank is unchanged.
         """
         if self.ending.ours:
             return self
@@ -108,7 +109,7 @@ class RankReport:
 
 
 class _ToldByRanks(Exception):
-    """The message describes every rank."""
+    """An exception whose message describes every rank."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.text)
@@ -120,7 +121,7 @@ class RanksFailed(_ToldByRanks, AssertionError):
 
 
 class RanksErred(_ToldByRanks, RuntimeError):
-    """A rank raised something else, died, or ran past its limit."""
+    """A rank raised another exception, died, or ran past its limit."""
 
 
 class HarnessError(RuntimeError):
@@ -163,7 +164,7 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
 
 
 def format_error(error: BaseException) -> str:
-    """A traceback without the harness' frames above the test body. Works for unusual exceptions too."""
+    """Format a traceback without the harness' frames above the test body. Works for unusual exceptions too."""
     frames = error.__traceback__
     while frames is not None and "__unittest" in frames.tb_frame.f_globals:
         frames = frames.tb_next
@@ -174,19 +175,19 @@ def format_error(error: BaseException) -> str:
 
 
 _entries: set[tuple[str, str]] = set()  # file and name of the functions with which the harness enters a test
-_FRAME = re.compile(r'  File "(.*)", line \S+ in (.*)')  # as faulthandler writes it
+_FRAME = re.compile(r'  File "(.*)", line \S+ in (.*)')  # the format of faulthandler
 
 Entry = TypeVar("Entry", bound=Callable)
 
 
 def enters_test(function: Entry) -> Entry:
-    """Mark a function that calls a test. Shown stacks end above its frame, since all below is the harness."""
+    """Mark a function that calls a test. Shown stacks stop there, because the frames below it belong to the harness."""
     _entries.add((function.__code__.co_filename, function.__code__.co_name))
     return function
 
 
 def shorten_stacks(text: str) -> str:
-    """The output of faulthandler, with each thread's stack only down to the test."""
+    """Return the output of faulthandler, with each thread's stack only down to the test."""
     kept, below = [], False
     for line in text.splitlines():
         frame = _FRAME.fullmatch(line)
@@ -197,7 +198,7 @@ def shorten_stacks(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """The head and the tail of a long text, with the number of bytes that are left out."""
+    """Return the head and the tail of a long text, with the number of bytes that are left out."""
     if len(text) <= TEXT_LIMIT:
         return text
     head, tail = text[: TEXT_LIMIT // 2], text[-(TEXT_LIMIT // 2) :]
@@ -211,9 +212,9 @@ def judge(
     skip_codes: Mapping[int, str],
     expected_code: int = 0,
 ) -> Verdict:
-    """The verdict from all ranks. A test passes or skips only if all ranks do; otherwise it fails.
+    """Return the verdict from all ranks. A test passes or skips only if all ranks do; otherwise it fails.
 
-    ``skip_codes`` maps exit codes that mean a skip to their reasons; ``expected_code`` is the exit code that every rank
+    ``skip_codes`` maps exit codes that mean a skip to their reasons. ``expected_code`` is the exit code that every rank
     of this test must have (negative for a signal, as in upstream's ``special_return_code_checks``).
     """
     if not reports:
@@ -248,7 +249,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
         state, phase = State.CRASHED, Phase.BODY
     else:
         state = State.PASSED
-    if expected_code:  # then nothing else counts
+    if expected_code:  # then the other ranks do not matter
         met = not ending.ours and ending.exitcode == expected_code
         state, phase = State.PASSED if met else State.FAILED, None
     return RankResult(
@@ -279,7 +280,7 @@ def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | Non
 
 
 def death_of_server(status: int | None) -> str:
-    """A description of why the rank server is gone."""
+    """Describe why the rank server is gone."""
     if status is None:
         return "the rank server closed its connection"
     ending = Ending.from_wait_status(status)

@@ -1,7 +1,7 @@
-"""What the processes of a test say to each other: every message there is, by who sends it.
+"""The messages between the processes of a test, grouped by their sender.
 
-The *processes* of a group are numbered from 0. Each hosts one rank, of the same number, or all ranks as threads.
-Moments (``at``) are seconds of ``time.monotonic()`` on the machine of whoever reads them.
+The *processes* of a group are numbered from 0. Each process runs the rank of the same number, or all ranks as threads.
+Times (``at``) are seconds of ``time.monotonic()`` on the machine of the receiver.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch_fsdp_tests.ranks.outcome import Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a group of ranks is there for: one test of a class, or, without one, the tests that are sent to them."""
+    """The task of a group of ranks: one test of a class, or, without a test, the tests that are sent to the group."""
 
     module: str
     qualname: str
@@ -34,12 +34,12 @@ class RunTest:
 
 @dataclasses.dataclass(frozen=True)
 class Go:
-    """All other ranks have come as far as this one, which waits for them."""
+    """All other ranks are at the point where this rank waits for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leave:
-    """There is no further test."""
+    """There are no more tests."""
 
 
 Order = RunTest | Go | Leave
@@ -51,7 +51,7 @@ ORDERS = get_args(Order)
 
 @dataclasses.dataclass(frozen=True)
 class Reported:
-    """A rank says how its test came out, and whether its process takes no further test."""
+    """A rank reports how its test ended, and whether its process runs no more tests."""
 
     process: int
     outcome: Outcome
@@ -61,14 +61,14 @@ class Reported:
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """The rank of a process has come to the end of its test, and waits for all others."""
+    """The rank of a process is at the end of its test, and waits for all others."""
 
     process: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaked:
-    """A test has left something behind in a process, which has been undone."""
+    """A test has left something behind in a process. The leak has been cleaned up."""
 
     process: int
     what: str
@@ -76,21 +76,21 @@ class Leaked:
 
 @dataclasses.dataclass(frozen=True)
 class MadeSharedFile:
-    """A process has made a file in shared memory, which is to be removed unless somebody has done so."""
+    """A process has made a file in shared memory. The receiver removes the file if it still exists later."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class WroteStacks:
-    """A process has written (a part of) its last words, such as the stacks that it was asked for."""
+    """A process has written (a part of) its last words, such as the requested stacks."""
 
     process: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """Processes are there, on this host, with these process ids (None for those of other machines)."""
+    """Processes on this host have started, with these process ids (None for those on other machines)."""
 
     start: int
     processes: tuple[int, ...]
@@ -119,7 +119,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """Nothing is left of these processes. ``leaks`` are the commands of what they had started and lost."""
+    """Nothing is left of these processes. ``leaks`` are the commands of processes that they started and lost."""
 
     start: int
     processes: tuple[int, ...]
@@ -128,7 +128,7 @@ class Over:
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """The harness itself failed, for the reason given."""
+    """The harness itself failed, for the given reason."""
 
     start: int
     why: str
@@ -145,7 +145,7 @@ EVENTS = get_args(Event)
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start processes. For each there are two descriptors: its channel, and the pipe for its last words."""
+    """Start processes. Each gets two descriptors: its channel, and the pipe for its last words."""
 
     start: int
     task: Task
@@ -154,7 +154,7 @@ class Start:
     directory: str
     cwd: str
     environment: dict[str, str]
-    preparation: str | None  # of interpreters of their own; None where the processes are to be forked
+    preparation: str | None  # of fresh interpreters; None to fork the processes
     descriptors: tuple[int, ...]
 
 
@@ -168,7 +168,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """Kill what is left of a start, down to processes that its ranks have started and lost."""
+    """Kill what is left of a start, including processes that its ranks have started and lost."""
 
     start: int
 
@@ -181,9 +181,9 @@ REQUESTS = (Start, Signal, End)
 
 @dataclasses.dataclass(frozen=True)
 class StartRank:
-    """Start the rank of this launched process, with what the test has changed in the environment of rank 0.
+    """Start the rank of this launched process, with the test's changes to the environment of rank 0.
 
-    ``local_ranks`` are those of all ranks of the test.
+    ``local_ranks`` are the local ranks of all ranks of the test.
     """
 
     task: Task
@@ -206,21 +206,21 @@ class EndRank:
 
 @dataclasses.dataclass(frozen=True)
 class Collect:
-    """Tell what the rank has written and left behind; with ``close``, once nothing of it is left any more."""
+    """Send the rank's output and what it left behind. With ``close``, wait until nothing of the rank is left."""
 
     close: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-    """The run is over; leave with this exit status."""
+    """The run is over. Leave with this exit status."""
 
     status: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Remains:
-    """What a process has written during its test."""
+    """The output of a process during its test."""
 
     process: int
     stacks: str

@@ -101,18 +101,18 @@ class Assignment:
     def meet(self) -> None:
         """Wait until every other rank has called this, has reported, or is gone.
 
-        After it a rank may destroy a process group, because no other rank is still making it. (To make a group is not a
-        barrier: see c10d's ``_is_barrier_after_init``.)
+        After this call a rank may destroy a process group, because no other rank is still making it. (Making a group is
+        not a barrier: see c10d's ``_is_barrier_after_init``.)
         """
         self._tell(Waits(self.index))
         self._connection.receive()
 
     def leave(self) -> None:
-        """Run no further test after the next report, because the last one left something that cannot be undone."""
+        """Run no more tests after the next report, because the last test left something that cannot be undone."""
         self._leaving = True
 
     def orders(self) -> Iterable[str]:
-        """The tests to run: the one for which the process was started, or those that the test process sends."""
+        """Yield the tests to run: the one for which the process was started, or those that the test process sends."""
         if self.test is not None:
             yield self._entered(self.test)
             return
@@ -204,7 +204,7 @@ def fresh() -> None:
 
 
 def prepare_interpreter(preparation: str) -> None:
-    """Prepare a fresh interpreter like the test process: path, arguments, main module, test classes."""
+    """Prepare a fresh interpreter to match the test process: path, arguments, main module, test classes."""
     from multiprocessing import spawn
 
     recipe = json.loads(preparation)

@@ -1,8 +1,8 @@
-"""How the ranks of a test find each other when a launcher spread them: over its store, not over a file.
+"""How the ranks of a test find each other if a launcher made them: through its store, not through a file.
 
 Tests meet at ``file_name``, a file that ranks on several machines do not share. In a launched rank that name stands for
-a prefix in the launcher's store: whoever makes a ``FileStore`` of it gets the store with that prefix, fresh for each
-test. All other files stay files.
+a prefix in the launcher's store: a ``FileStore`` of that file becomes the store with that prefix, which is fresh for
+each test. All other files stay files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _VARIABLE = "_TORCH_FSDP_TESTS_LAUNCH"
 
 
 def variables(launch: Launch, local_ranks: Sequence[int], rank: int) -> Mapping[str, str]:
-    """What tells a rank process that it is a launched one, for its environment."""
+    """Return the environment variables that mark a rank process as a launched one."""
     place = {"address": launch.address, "port": launch.port, "local_ranks": list(local_ranks)}
     return {_VARIABLE: json.dumps(place), "LOCAL_RANK": str(local_ranks[rank])}
 
 
 def join(file_name: str, rank: int, world_size: int) -> None:
-    """In a rank: if it was launched, let ``file_name`` stand for a part of the launcher's store. Else do nothing."""
+    """In a launched rank: let ``file_name`` stand for a part of the launcher's store. In other ranks, do nothing."""
     text = os.environ.pop(_VARIABLE, None)
     if text is None:
         return
@@ -40,7 +40,7 @@ def join(file_name: str, rank: int, world_size: int) -> None:
     original = dist.FileStore
 
     class FileStore(original):  # type: ignore[misc, valid-type]
-        """A file store, but for the rendezvous file of the test."""
+        """A file store. For the test's rendezvous file, it is the launcher's store instead."""
 
         def __new__(cls, path: str, *arguments: Any) -> Any:
             if str(path) != file_name:

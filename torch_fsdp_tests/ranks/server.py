@@ -41,8 +41,8 @@ class Server(forkserver.ForkServer):
 
     def __init__(self, control: socket.socket) -> None:
         super().__init__(control)
-        self._starts: dict[int, dict[int, int]] = {}  # start -> {process id: process}, of those that are still there
-        self._processes: dict[int, tuple[int, ...]] = {}  # of each start, also those that have ended
+        self._starts: dict[int, dict[int, int]] = {}  # start -> {process id: process}, for processes that still exist
+        self._processes: dict[int, tuple[int, ...]] = {}  # of each start, including processes that have ended
         self._directories: list[str] = []  # of all starts so far
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -148,8 +148,8 @@ class ServerHandle:
         theirs.close()
         self._owner = os.getpid()
         self.connection = Connection(ours, protocol.FROM_SERVER)
-        self._mail: dict[int, list[Any]] = {}  # what has come, by start
-        self.status: int | None = None  # wait status, once it is dead
+        self._mail: dict[int, list[Any]] = {}  # messages that have come, by start
+        self.status: int | None = None  # wait status, after it has died
 
     @property
     def alive(self) -> bool:
@@ -244,7 +244,7 @@ def _run(control: socket.socket) -> None:
 
 
 def preparation() -> str:
-    """What a fresh interpreter needs to look like this one, as JSON: multiprocessing's recipe, without its secrets."""
+    """Describe this process for a fresh interpreter, as JSON: multiprocessing's recipe, without its secrets."""
     data = spawn.get_preparation_data("rank")
     data.pop("authkey", None)
     data["sys_path"] = [path or os.getcwd() for path in data["sys_path"]]
