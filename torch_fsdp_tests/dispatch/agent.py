@@ -1,8 +1,9 @@
-"""The process that a launcher made for another rank than 0, for the whole of a run.
+"""The process that a launcher made for a rank other than 0, for the whole run.
 
-It imports torch once and connects to rank 0's dispatcher. For each file it forks one process, when the dispatcher says
-that a test wants this rank; that process follows the file's process at rank 0 (:mod:`torch_fsdp_tests.ranks.launched`).
-The agent ends what is left of a file and tells what became of it. It selects, plans and prints nothing.
+It imports torch once and connects to rank 0's dispatcher. When the dispatcher says that a test of a file needs this
+rank, it forks one process for the file. That process follows the file's process at rank 0
+(:mod:`torch_fsdp_tests.ranks.launched`). The agent ends what is left of a file and reports how the file ended. It does
+not select, plan or print anything.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.launcher import Launch
 
-PATIENCE = 3.0  # seconds for a file's process to leave by itself, once that of rank 0 is gone
-OUTPUT_TOLD = 1 << 16  # bytes of what a file's process has printed that travel to rank 0; head and tail of more
+PATIENCE = 3.0  # seconds for a file's process to leave by itself, after that of rank 0 is gone
+OUTPUT_TOLD = 1 << 16  # bytes of a process' output that are sent to rank 0; longer output is cut in the middle
 
-# --- what rank 0 says -------------------------------------------------------------------------------------------------
+# --- messages from rank 0 ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Describe:
-    """Say what is installed here. ``test_directory`` is relative to the suite's folder where it lies inside."""
+    """Describe this installation. ``test_directory`` is relative to the suite's folder if it lies inside it."""
 
     test_directory: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Compare:
-    """Say which files of the suite are not those of rank 0, whose digests by name these are."""
+    """List the files of the suite that differ from those of rank 0. ``digests`` are rank 0's, by name."""
 
     test_directory: str
     digests: dict[str, str]
@@ -52,7 +53,7 @@ class Compare:
 
 @dataclasses.dataclass(frozen=True)
 class StartFile:
-    """Start the process of a test file, with these variables beside the agent's own."""
+    """Start the process of a test file, with these variables added to the agent's own."""
 
     number: int
     test_directory: str
@@ -71,14 +72,14 @@ class EndFile:
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-    """The run is over; leave with this exit status, once rank 0's process is gone."""
+    """The run is over. Leave with this exit status after rank 0's process is gone."""
 
     status: int
 
 
 ORDERS = (Describe, Compare, StartFile, EndFile, Dismiss)
 
-# --- what an agent says -----------------------------------------------------------------------------------------------
+# --- messages from an agent -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +88,13 @@ class Machine:
 
     torch: str
     python: str
-    commit: str  # empty where git cannot tell
+    commit: str  # empty if git does not know it
     digest: str  # of all files of the suite
 
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """The answer to :class:`Compare`: a few words for each file."""
+    """The answer to :class:`Compare`: a short description of each file that differs."""
 
     words: tuple[str, ...]
 
@@ -109,7 +110,7 @@ class FileEnded:
 
 @dataclasses.dataclass(frozen=True)
 class FileOver:
-    """Nothing is left of the file. ``leaks`` are the commands of processes that had to be killed beside its own."""
+    """Nothing is left of the file. ``leaks`` are the commands of killed processes, other than the file's own."""
 
     number: int
     was_killed: bool = False
@@ -118,18 +119,18 @@ class FileOver:
 
 @dataclasses.dataclass(frozen=True)
 class Signalled:
-    """Somebody has sent this process a signal that asks it to leave."""
+    """This process has received a signal that asks it to leave."""
 
     signal: int
 
 
 ANSWERS = (Machine, Differences, FileEnded, FileOver, Signalled)
 
-# --- what both do -----------------------------------------------------------------------------------------------------
+# --- for both sides ---------------------------------------------------------------------------------------------------
 
 
 def digests(test_directory: Path) -> dict[str, str]:
-    """The Python files of the suite by name, each with a digest of its content."""
+    """Return the digest of each Python file of the suite, by name."""
     found: dict[str, Path] = {}
     for folder, name in ((installation.PACKAGE, "torch_fsdp_tests"), (test_directory, "test")):
         found |= {f"{name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*.py"))}
@@ -137,7 +138,7 @@ def digests(test_directory: Path) -> dict[str, str]:
 
 
 def describe(test_directory: Path) -> Machine:
-    """This machine, as far as all machines of a run have to agree."""
+    """Return the facts about this machine that must be equal on all machines of a run."""
     text = repr(sorted(digests(test_directory).items()))
     return Machine(
         torch=devices.torch_version() or "not installed",
@@ -148,7 +149,7 @@ def describe(test_directory: Path) -> Machine:
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """What is other here than there, in a few words a file."""
+    """Describe the files that differ between this machine and the other, in a few words each."""
     missing = [f"{name} is missing" for name in sorted(theirs.keys() - mine.keys())]
     changed = [f"{name} differs" for name in sorted(mine.keys() & theirs.keys()) if mine[name] != theirs[name]]
     return (*missing, *changed, *(f"{name} is not there at rank 0" for name in sorted(mine.keys() - theirs.keys())))
@@ -159,7 +160,7 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
 
 @dataclasses.dataclass
 class _File:
-    """The file whose process is here."""
+    """The file that this agent currently runs."""
 
     order: StartFile
     directory: Path
@@ -174,7 +175,7 @@ class _File:
 
 
 class Agent:
-    """Obeys rank 0's dispatcher. It has one file's process at a time."""
+    """Obeys rank 0's dispatcher. It runs the process of one file at a time."""
 
     def __init__(self, launch: Launch, root: Path, directory: Path, reaper: Reaper) -> None:
         self._launch, self._root, self._directory, self._reaper = launch, root, directory, reaper
@@ -195,8 +196,8 @@ class Agent:
             self._signals.append(number)
 
     def serve(self) -> ExitStatus | Path:
-        """Do what rank 0 says until it lets go. Returns in a file's process too: the file, which is to be run."""
-        status = ExitStatus.BROKEN  # where rank 0 leaves without a word
+        """Do what rank 0 says until it lets go. In the process of a file, return the file, which must be run."""
+        status = ExitStatus.BROKEN  # if rank 0 leaves without a message
         poll = select.poll()
         for descriptor in (self._rank_0.fileno(), self._wakeup):
             poll.register(descriptor, select.POLLIN)
@@ -210,7 +211,7 @@ class Agent:
             self._look_after_file()
             for order in self._rank_0.arrived():
                 if isinstance(order, Dismiss):
-                    self._rank_0.receive()  # so that rank 0's process, whose report matters, is the first to leave
+                    self._rank_0.receive()  # so that the process of rank 0 leaves first, because its report matters
                     status = ExitStatus(order.status)
                     break
                 file = self._obey(order)
@@ -254,7 +255,7 @@ class Agent:
         return None
 
     def _become(self, order: StartFile, directory: Path, cwd: Path) -> None:
-        """In the child: what an interpreter with this environment and these files would be."""
+        """Make the child equal to a fresh interpreter with this environment and these files."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -275,7 +276,7 @@ class Agent:
         sys.argv = [str(cwd / f"{order.name}.py"), *order.arguments]
 
     def _end_file(self) -> None:
-        """Give the process a moment to leave. It hears of rank 0's end itself, and ends its rank."""
+        """Give the process a moment to leave. It notices that rank 0 is gone, and ends its rank itself."""
         assert self._file is not None
         if self._file.kill_at is None:
             self._file.kill_at = time.monotonic() + PATIENCE
@@ -318,7 +319,7 @@ class Agent:
             os.killpg(file.pid, signal.SIGKILL)
 
     def _kill_what_is_left(self, file: _File) -> tuple[str, ...]:
-        """Kill what the file has started and lost, which this process has adopted; named but for torch's servants."""
+        """Kill the orphans of the file, which this process has adopted. Name them, except torch's helper processes."""
         self._kill_group(file)
         leaks = []
         give_up = time.monotonic() + PATIENCE
@@ -334,7 +335,7 @@ class Agent:
 
 
 def main(launch: Launch, root: Path) -> ExitStatus:
-    """The agent's whole life, in the process that the launcher made; and that of each file's process below it."""
+    """Run the agent in the process that the launcher made, and each file's process as a child of it."""
     host.adopt_orphans()
     directory = Path(tempfile.mkdtemp(prefix="run_test-"))
     reaper = Reaper(directory)
@@ -350,5 +351,5 @@ def main(launch: Launch, root: Path) -> ExitStatus:
         return ExitStatus.OK
     reaper.close()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # a launcher ends all when it sees the first one leave
+        signal.signal(number, signal.SIG_IGN)  # a launcher ends all processes when it sees the first one leave
     return outcome

@@ -1,8 +1,8 @@
-"""The dispatcher's side of a run under a launcher: the processes of all other ranks, its agents.
+"""The dispatcher's side of a run under a launcher: its agents, which are the processes of all other ranks.
 
-Where a launcher starts ``run_test.py``, the process of rank 0 is the dispatcher, as it would be alone, and those of the
-other ranks are agents (:mod:`torch_fsdp_tests.dispatch.agent`). Files run one after the other. An agent starts its part
-of a file when a test of it first wants the agent's rank, so ranks that no test wants cost nothing.
+If a launcher starts ``run_test.py``, the process of rank 0 is the dispatcher, as it would be alone. The processes of
+the other ranks are agents (:mod:`torch_fsdp_tests.dispatch.agent`). Files run one after the other. An agent starts its
+part of a file when one of the file's tests first needs the agent's rank, so unused ranks cost nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch_fsdp_tests.peers import GATHER_LIMIT, Peer, Peers
 from torch_fsdp_tests.verdict import ranks_in_words
 
 END_LIMIT = 20.0  # seconds for an agent to end its part of a file
-DEATH_NEWS = 2.0  # seconds that the end of rank 0's part of a file may become known after the ends that it caused
+DEATH_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
 ANSWER_LIMIT = 60.0  # seconds for an agent to describe its machine
-FEW = 5  # differences that are named
+FEW = 5  # the most differences that are named
 assert agent.PATIENCE < END_LIMIT
 
 
@@ -36,48 +36,48 @@ class LaunchFailure(RuntimeError):
 
 @dataclasses.dataclass
 class _Part:
-    """What is known of one rank's part of the file that runs."""
+    """What is known about one rank's part of the running file."""
 
     ended: agent.FileEnded | None = None
-    ended_at: float = 0.0  # moment at which that became known
+    ended_at: float = 0.0  # when that was noticed
 
 
 class Agents:
-    """All other ranks' processes, in order of rank."""
+    """The processes of all other ranks, in order of rank."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.lost: str | None = None  # what became of the first process that was found gone, in a sentence
-        self.lost_process = ""  # which one that was
-        self.signals: list[int] = []  # that agents have been sent
+        self.lost: str | None = None  # what happened to the first process that was found gone, in a sentence
+        self.lost_process = ""  # that process
+        self.signals: list[int] = []  # signals that agents have received
         self._peers = Peers(launch, agent.ANSWERS)
         self._give_up = time.monotonic() + GATHER_LIMIT
-        self._number = 0  # of the file that runs
+        self._number = 0  # of the running file
         self._order: agent.StartFile | None = None
         self._parts: dict[int, _Part] = {}
         self._over: dict[int, agent.FileOver] = {}
         self._gone: set[int] = set()  # ranks
-        self._end_by: float | None = None  # moment by which all parts must be over
-        self._ended_at = 0.0  # moment at which rank 0's part was
+        self._end_by: float | None = None  # when all parts must be over
+        self._ended_at = 0.0  # when rank 0's part was over
         self._answers: dict[int, Any] = {}
 
     # --- before the first file ---
 
     def gather(self) -> None:
-        """Wait for all. Raises :class:`LaunchFailure`."""
+        """Wait for all agents. Raises :class:`LaunchFailure`."""
         absent = self._peers.gather(range(1, self.launch.world_size), self._give_up)
         if absent:
             raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not come within {GATHER_LIMIT:g} s")
 
     def hosts(self) -> dict[str, str]:
-        """The hosts by name, each with its ranks in words."""
+        """Return the hosts by name, each with a description of its ranks."""
         found: dict[str, list[int]] = {socket.gethostname(): [0]}
         for rank, peer in sorted(self._peers.of_rank.items()):
             found.setdefault(peer.hello.host, []).append(rank)
         return {name: ranks_in_words(ranks) for name, ranks in found.items()}
 
     def check(self, root: Path, test_directory: Path) -> None:
-        """Raises :class:`LaunchFailure` where a machine does not have what this one has."""
+        """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
         relative = _relative(root, test_directory)
         mine = agent.describe(test_directory)
         answers = self._ask(agent.Describe(relative), sorted(self._peers.of_rank))
@@ -127,17 +127,17 @@ class Agents:
 
     @property
     def ranks(self) -> list[int]:
-        """All but 0."""
+        """All ranks except 0."""
         return sorted(self._peers.of_rank)
 
     def connection(self, rank: int) -> Connection:
-        """For a selector: when something may have arrived there, call :meth:`hear`."""
+        """The connection for a selector. When something may have arrived there, call :meth:`hear`."""
         return self._peers.of_rank[rank].connection
 
     def begin_file(
         self, root: Path, test_directory: Path, name: str, arguments: tuple[str, ...], wishes: Mapping[str, str]
     ) -> dict[str, str]:
-        """Another file begins. Returns the variables by which its process at rank 0 knows the launch."""
+        """Begin another file. Returns the variables that describe the launch to the file's process at rank 0."""
         self._number += 1
         attempt = f"{self.launch.attempt}.{self._number}"
         self._parts, self._over, self._end_by = {}, {}, None
@@ -147,13 +147,13 @@ class Agents:
         return self.launch.variables(attempt)
 
     def call(self, ranks: Collection[int]) -> None:
-        """Have the file's process started at these ranks, where that has not been done."""
+        """Start the file's process at these ranks, unless it has been started already."""
         for rank in sorted(set(ranks) - self._parts.keys() - self._gone):
             self._parts[rank] = _Part()
             self._peers.of_rank[rank].connection.tell(self._order)
 
     def end_file(self) -> None:
-        """Rank 0's part is over: have the others ended."""
+        """Rank 0's part is over. End the other parts."""
         self._ended_at = time.monotonic()
         self._end_by = self._ended_at + END_LIMIT
         for rank in self._parts.keys() - self._gone:
@@ -161,11 +161,11 @@ class Agents:
 
     @property
     def busy(self) -> list[int]:
-        """The ranks that have a part of the file, also one that has ended."""
+        """The ranks that have a part of the file, including parts that have ended."""
         return sorted(self._parts.keys() - self._over.keys() - self._gone)
 
     def hear(self, rank: int) -> bool:
-        """Take in what an agent has said; False once it is gone."""
+        """Process the messages of an agent. Returns False if the agent is gone."""
         peer = self._peers.of_rank[rank]
         try:
             for message in peer.connection.arrived():
@@ -188,14 +188,14 @@ class Agents:
             self.lost, self.lost_process = f"{peer} {how}, so the run ends", str(peer)
 
     def due(self) -> float | None:
-        """The moment at which :meth:`check_time` has something to do."""
+        """The time at which :meth:`check_time` has something to do."""
         early = [part.ended_at + DEATH_NEWS for part in self._parts.values() if part.ended is not None]
         if self._end_by is None:
             return min(early, default=None)
         return self._end_by if self.busy else None
 
     def check_time(self) -> str | None:
-        """What ends the file, in words, when another rank's process of it left by itself; lost agents are noted."""
+        """Describe what ends the file, if another rank's process left it by itself. Also records lost agents."""
         now = time.monotonic()
         if self._end_by is not None:
             for rank in self.busy if now >= self._end_by else ():
@@ -212,7 +212,7 @@ class Agents:
         return f"{how}, on {self._peers.of_rank[rank].hello.host}"
 
     def told(self) -> tuple[list[str], str]:
-        """After a file: what went wrong in its other parts, in sentences, and what those printed."""
+        """After a file: describe what went wrong in its other parts, and return their output."""
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
             over = self._over.get(rank)
@@ -236,7 +236,7 @@ class Agents:
     # --- at the end ---
 
     def dismiss(self, status: int) -> None:
-        """Let all leave with this status, after this process; those that have not come yet are waited for."""
+        """Let all agents leave with this status, after this process. Waits for agents that have not connected yet."""
         self._peers.gather(range(1, self.launch.world_size), self._give_up)
         self._peers.outlive()
         for peer in self._peers.of_rank.values():
@@ -244,7 +244,7 @@ class Agents:
 
 
 def _receive(connection: Connection, give_up: float) -> Any | None:
-    """The next message; None where the connection ends, or none comes in time."""
+    """Return the next message, or None if the connection ends or no message comes in time."""
     while (left := give_up - time.monotonic()) > 0:
         for message in connection.arrived():
             return message

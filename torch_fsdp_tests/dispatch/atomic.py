@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def naming(place: object) -> Iterator[None]:
-    """Add the path to an ``OSError`` in the block, because errors of a write do not have it."""
+    """Add the path to an ``OSError`` in the block, because errors of a write do not contain it."""
     try:
         yield
     except OSError as error:

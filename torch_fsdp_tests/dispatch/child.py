@@ -1,8 +1,8 @@
 """The process of one test file: ``python -m torch_fsdp_tests.dispatch.child FILE ORDERS -- ARGUMENTS``.
 
-It runs FILE as ``python FILE ARGUMENTS`` would, and tells the dispatcher about its tests: a file that calls plain
-``unittest.main()`` is seen as well as one that calls our ``run_tests()``. ORDERS is a JSON file of the
-dispatcher that says which tests to leave out and in what order to run the rest; :class:`Orders` describes it.
+It runs FILE like ``python FILE ARGUMENTS``, and reports the tests to the dispatcher. This works for files that call
+plain ``unittest.main()`` and for files that call our ``run_tests()``. ORDERS is a JSON file of the dispatcher. It says
+which tests to leave out, and in what order to run the rest; :class:`Orders` describes it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torch_fsdp_tests.verdict import in_one_line
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """What the dispatcher wants of one process."""
+    """The dispatcher's orders for one process."""
 
-    dispatcher: int  # its process id
+    dispatcher: int  # the dispatcher's process id
     run: RunTests
     part: ShardedTest
     only: tuple[str, ...] | None = None  # full names, for a rerun
-    entries: tuple[Entry, ...] = ()  # of the disabled, slow and known-failure lists
+    entries: tuple[Entry, ...] = ()  # from the disabled, slow and known-failure lists
     device: str | None = None  # type of the device under test, as far as the dispatcher knows
 
 
 def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str], int]:
-    """Positions of the tests to run among all tests of the file, in order, and remarks on names that select nothing.
+    """Return the positions of the tests to run, in order, and remarks on names that select nothing.
 
-    The number tells how many were selected before the file was cut into parts.
+    The number is that of the selected tests before the file was cut into parts.
     """
     chosen = set(range(len(names)))
     remarks: list[str] = []
@@ -55,7 +55,7 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
             matches = named(wanted, names)
             found |= matches
             if not matches and wanted not in part.test.order:
-                import difflib  # not at import: few runs name something unknown
+                import difflib  # not imported at the top: few runs have unknown names
 
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)
                 remarks.append(f"{wanted!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
@@ -66,7 +66,7 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
         chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in run.patterns)}
     selected = len(chosen)
     if part.num_shards > 1:
-        # By position among the selected tests, so that the parts together are the whole, whatever was left out before.
+        # By position among the selected tests, so that the parts together are complete, whatever was left out before.
         chosen = {i for place, i in enumerate(sorted(chosen)) if place % part.num_shards == part.shard - 1}
     if orders.only is not None:
         chosen = {index for index in chosen if names[index] in orders.only}
@@ -80,26 +80,26 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """unittest's rule for ``-k``: a substring of the full name, or a glob when there is a star in it."""
+    """Apply unittest's rule for ``-k``: a substring of the full name, or a glob if it contains a star."""
     full = f"__main__.{name}"
     return fnmatch.fnmatchcase(full, pattern) if "*" in pattern else pattern in full
 
 
 def _shuffled(name: str, seed: int) -> tuple[bytes, bytes]:
-    """A place that depends on the seed and the name alone, so it is stable for any subset; classes stay together."""
+    """A sort key that depends only on the seed and the name, so subsets keep their order. Classes stay together."""
     digests = (hashlib.sha256(f"{seed}:{part}".encode()).digest() for part in (name.rpartition(".")[0], name))
     return next(digests), next(digests)
 
 
 class Run:
-    """What the orders make of each suite that the file hands to a runner."""
+    """Applies the orders to each suite that the file passes to a runner."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.happened = False
 
     def prepare(self, suite: Any) -> unittest.TestSuite:
-        """Announce the tests that will run and return a suite of them."""
+        """Announce the tests that will run, and return a suite of them."""
         self.happened = True
         tests = list(events.tests_in([suite]))
         names = [events.test_name(test) for test in tests]
@@ -110,7 +110,7 @@ class Run:
         for index in picked:
             reason = verdicts["skip"].get(names[index])
             if reason is not None and not self.orders.run.rerun_disabled:
-                # Before its fixtures, as the decorator would.
+                # Skip before its fixtures run, as the decorator would.
                 setattr(tests[index], tests[index]._testMethodName, unittest.skip(reason)(lambda: None))
         by_class: dict[str, list[str]] = {}
         for index in picked:
@@ -156,7 +156,7 @@ class Run:
 
 
 def install(orders: Orders) -> Run:
-    """Let every runner of this process obey the orders and report. Works with any result class of the file."""
+    """Make every runner of this process obey the orders and report. Works with any result class of the file."""
     run = Run(orders)
     runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
@@ -169,10 +169,10 @@ def install(orders: Orders) -> Run:
             suite = unittest.TestSuite()
         if not issubclass(self.resultclass, events.Reporting):
             self.resultclass = type("EventResult", (events.Reporting, self.resultclass), {})
-        self.verbosity = 2  # the output is shown when something failed, and then names help
+        self.verbosity = 2  # the output is shown if something failed, and then names help
         self.tb_locals = self.tb_locals or orders.run.show_locals
         result = original(self, suite)
-        # A program leaves with an error where nothing ran, which is what a listing asks for.
+        # A program exits with an error if nothing ran, but a listing is meant to run nothing.
         result.testsRun += listed
         return result
 
@@ -181,7 +181,7 @@ def install(orders: Orders) -> Run:
 
 
 def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """The part of a traceback from the first frame in the test file on; the whole when the file is not in it."""
+    """Return the traceback from the first frame in the test file on, or all of it if the file is not in it."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename != file:
         inner = inner.tb_next
@@ -189,13 +189,13 @@ def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the file. Leaves with the status that the file leaves with."""
+    """Run the file, and exit with the file's exit status."""
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     host.die_with_parent(orders.dispatcher)
     events.attach()
     faulthandler.enable()
-    # For a file whose process takes no notice of the signal: the stacks, and then the end that the signal means.
+    # If the file's process ignores the signal: write the stacks, and then die of the signal.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     if orders.run.save_map is not None:
         from torch_fsdp_tests.dispatch import coverage
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
     except BaseException as error:
         trace = _below(error.__traceback__, file)
         if isinstance(error, SyntaxError) and trace is error.__traceback__:
-            trace = None  # only the machinery that read the file stands in it
+            trace = None  # all its frames belong to the machinery that read the file
         text = "".join(traceback.format_exception(type(error), error, trace))
         events.emit("broken", reason=in_one_line(error), text=text)
         sys.stdout.flush()
@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def follow(file: Path) -> None:
-    """Run the file as its process at rank 0 does, and follow that: the file's tests do not run here."""
+    """Run the file like its process at rank 0, and follow that process. The file's tests do not run here."""
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     sys.path[0] = str(file.parent)

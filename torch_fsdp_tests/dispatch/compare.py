@@ -1,4 +1,4 @@
-"""What differs between two reports: as lines for a terminal, and as a page with both side by side.
+"""The differences between two reports: as lines for a terminal, and as a page with both side by side.
 
 ``python -m torch_fsdp_tests.dispatch.compare BEFORE AFTER [PAGE]`` compares two existing reports.
 """
@@ -22,8 +22,8 @@ from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.verdict import State
 
 PAGE = "compare.html"
-SLOWER_BY = 1.5  # times the earlier seconds
-SLOWER_AT_LEAST = 1.0  # seconds more; below that machines differ more than tests
+SLOWER_BY = 1.5  # how many times as long as before
+SLOWER_AT_LEAST = 1.0  # seconds longer; smaller differences come from the machine more than from the test
 Report = Mapping[str, Any]
 Test = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ class Difference:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A ``report.json``, which may be of an earlier version. Raises :class:`MalformedList` for another file."""
+    """Load a ``report.json``, possibly of an earlier version. Raises :class:`MalformedList` for any other file."""
     report = read_json(path)
     try:
         for test in _tests(report).values():
@@ -79,7 +79,7 @@ def _tests(report: Any) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def files_gone(before: Report, after: Report) -> list[str]:
-    """The files that are in the earlier report only. They are many if the later run was of a few files."""
+    """The files that are only in the earlier report. These are many if the later run was of a few files."""
     return sorted({file["file"] for file in before["files"]} - {file["file"] for file in after["files"]})
 
 
@@ -134,7 +134,7 @@ def _lead(found: Sequence[Difference]) -> str:
 
 
 def _runs(before: Report, after: Report) -> str:
-    """The facts of both runs, those that differ in bold."""
+    """The facts of both runs. Facts that differ are bold."""
     sides = (before, after)
     columns = [{"verdict": html_report.verdict(side)[0], **html_report.facts(side)} for side in sides]
     counts = [html_report.counts(side) for side in sides]
@@ -170,7 +170,7 @@ def _features(before: Report, after: Report) -> str:
 
 
 def _changed(was: int, now: int, kind: str) -> str:
-    """A number of the later run, after that of the earlier one where they differ; nothing where both are 0."""
+    """Show a number of the later run, after that of the earlier run if they differ. Empty if both are 0."""
     later = html_report.number(now, kind)
     return later if was == now else f"<span class=dim>{was} → </span><b>{later or 0}</b>"
 
@@ -196,7 +196,7 @@ def _table(found: Sequence[Difference], with_times: bool) -> str:
 
 
 def _defects(before: Report, after: Report) -> list[Section]:
-    """The known defects that only one of the two runs showed. Defects of files that only one run had are left out."""
+    """The known defects that only one of the two runs showed, in files that both runs had."""
     files = [{file["file"] for file in report["files"]} for report in (before, after)]
     common = files[0] & files[1]
     was, now = ({defect["id"]: defect for defect in report["known_defects"]} for report in (before, after))
@@ -211,7 +211,7 @@ def _defects(before: Report, after: Report) -> list[Section]:
 
 
 def render(before: Report, after: Report) -> str:
-    """Two runs side by side, from their ``report.json``."""
+    """Render the page with two runs side by side, from their ``report.json``."""
     found = differences(before, after)
     by_kind = {kind: [each for each in found if each.kind == kind] for kind in KINDS}
     titles = [html_report.title(report) for report in (before, after)]
@@ -243,7 +243,7 @@ def write(folder: Path, before: Report, after: Report) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare two reports: print what differs, and write the page where one is named."""
+    """Compare two reports: print the differences, and write the page if a path is given for it."""
     if len(arguments) not in (2, 3):
         print("usage: python -m torch_fsdp_tests.dispatch.compare BEFORE.json AFTER.json [PAGE.html]", file=sys.stderr)
         return 2

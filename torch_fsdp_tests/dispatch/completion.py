@@ -1,4 +1,4 @@
-"""Completion of the command line in a shell, which asks for it by a variable where argcomplete is set up."""
+"""Completion of the command line in a shell. If argcomplete is set up, the shell asks for it with a variable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIABLE = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser, directory: Path, environment: Mapping[str, str]) -> None:
-    """Answer the shell and leave, if it asks. ``directory`` is where the tests are unless the command line says."""
+    """Answer the shell and exit, if it asks. ``directory`` has the tests, unless the command line names another one."""
     if VARIABLE not in environment:
         return
     with contextlib.suppress(ImportError):
@@ -30,7 +30,7 @@ def complete(parser: argparse.ArgumentParser, directory: Path, environment: Mapp
 
 
 def _tests(directory: Path, prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """What can follow: a folder, a file or a list of tests, and the classes of a file behind ``::``."""
+    """Return the possible completions: a folder, a file or a list of tests, and the classes of a file after ``::``."""
     directory = getattr(parsed_args, "test_directory", directory)
     files = {file.name: file for file in discover(directory)}
     name, colons, _inside = prefix.partition("::")
@@ -42,6 +42,6 @@ def _tests(directory: Path, prefix: str, parsed_args: argparse.Namespace, **_: A
 
 
 def _next_step(name: str, prefix: str) -> str:
-    """A name as far as the next folder: nobody wants to be shown a hundred files at once."""
+    """Cut a name after the next folder, because a list of a hundred files is too long."""
     end = name.find("/", len(prefix))
     return name if end < 0 else name[: end + 1]

@@ -21,7 +21,7 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
 
-GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # as terminals count colours
+GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
 _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky": YELLOW, "skipped": BLUE}
 RULE = "=" * 78
 THIN_RULE = "-" * 78
@@ -30,13 +30,13 @@ QUIET = 30.0  # seconds of silence after which a log gets a progress line
 
 
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
-    """The command that runs one test, one class or one file, as it ran here; ``facts`` are what it was tested on."""
+    """The command that repeats one test, class or file as it ran here. ``facts`` say what it was tested on."""
     words = installation.program_words()
     if run.test_directory != run.default_directory:
         words += ["--test-directory", os.path.relpath(run.test_directory)]
     inside = f"::{test.replace('.', '::')}" if test else ""
     words += ["-i", f"{file}{inside}"]
-    if test or run.shuffle:  # for a whole file the option would also shuffle, which this run did not
+    if test or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
         words += ["--seed", str(run.seed)]
     for option, value in (("device", run.device), ("backend", run.backend), ("ranks", run.ranks)):
         value = value or facts.get(option)
@@ -59,22 +59,22 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
 
 
 def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether a terminal shows colours, unless one of the usual variables says otherwise."""
+    """Whether to use colours: only on a terminal, and unless one of the usual variables forbids it."""
     if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
         return not environment.get("NO_COLOR")
     return stream.isatty() and environment.get("TERM") != "dumb"
 
 
 class Console:
-    """Prints to one stream, flushed at once. On a terminal the last line is a status, rewritten in place."""
+    """Prints to one stream, and flushes each time. On a terminal the last line is a status, rewritten in place."""
 
     def __init__(self, run: RunTests, stream: TextIO, total: int, under_test: Mapping[str, Any], slots: int) -> None:
         self._run, self._stream, self._total, self._slots = run, stream, total, slots
-        self.under_test = dict(under_test)  # expected at first; the first file with ranks knows
+        self.under_test = dict(under_test)  # what is expected at first; the first file with ranks reports the facts
         self._done = self._failures = self._tests = 0
         self.is_terminal = stream.isatty()
         self._coloured = wants_colours(stream, os.environ)
-        # Seconds between two progress reports: a rewritten line on a terminal, or lines of a log.
+        # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
         self.refresh = REFRESH if self.is_terminal else min(QUIET, run.slow_after / 2)
         self._said_at = time.monotonic()
         self._status = ""
@@ -94,12 +94,12 @@ class Console:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured and colour else text
 
     def begin(self) -> None:
-        """Print the first line at once where it is known; a vendor's device may have to be asked for its backend."""
+        """Print the first line now if it is known. The backend of a vendor's device may only be known later."""
         if self.under_test.get("backend"):
             self.introduce()
 
     def learn(self, file: str, facts: Mapping[str, Any]) -> None:
-        """Process what a file reports about its device. If the first line said something else, print that once."""
+        """Process what a file reports about its device. If it differs from the first line, print that once."""
         names = ("torch", "device", "backend")
         told = {name: facts[name] for name in names if facts.get(name) is not None}
         wrong = any(self.under_test.get(name) != value for name, value in told.items())
@@ -118,15 +118,15 @@ class Console:
         return ", ".join([*parts, "devices shared" if told.get("shared") else "devices not shared"])
 
     def introduce(self) -> None:
-        """The first line."""
+        """Print the first line."""
         self._introduced = True
         about = [plural(self._slots, "slot"), plural(devices.cores(), "core"), f"seed {self._run.seed}"]
         self.say(f"{self._about_test()}, {', '.join(about)}")
 
     def file_done(self, file: FileResult) -> None:
-        """One line a file, and the whole output of one that failed."""
+        """Print one line for each file, and the whole output of a file that failed."""
         self._clear()
-        self._status = ""  # what it says of this file is old
+        self._status = ""  # the status line about this file is outdated
         self._done += 1
         tests = file.tests()
         self._tests += len(tests)
@@ -166,7 +166,7 @@ class Console:
             self.say(f"{file.attempts[-1].output.rstrip()}\n")
 
     def _output(self, attempt: Attempt, tests: Iterable[TestResult], title: str) -> None:
-        """The whole output of a process, and then a line for each of these tests that went wrong."""
+        """Print the whole output of a process, and then a line for each of these tests that failed."""
         self.say(f"{THIN_RULE}\n{title}\n{THIN_RULE}\n{attempt.output.rstrip()}\n{THIN_RULE}")
         for test in tests:
             if test.outcome.is_bad:
@@ -195,7 +195,7 @@ class Console:
         self.say(f"slow: {process.job.part.name} has run for {seconds(now - process.began)}{about}{at}")
 
     def progress(self, running: Iterable[TestProcess], now: float, left: float | None) -> None:
-        """Rewrite the status line; in a log, say the same in a line where nothing else was said for a while."""
+        """Rewrite the status line. In a log, print a line instead if nothing was printed for a while."""
         if not self._introduced or (not self.is_terminal and time.monotonic() < self._said_at + self.refresh):
             return
         running = list(running)
@@ -229,7 +229,7 @@ class Console:
             self.say(f"  {count:5d}  {next(iter(reason.strip().splitlines()), 'no reason given')}")
 
     def end(self, results: Results, remarks: Iterable[str]) -> None:
-        """Print everything that follows when all files are done. The closing line comes last."""
+        """Print everything that follows after all files. The closing line comes last."""
         self._clear()
         self._status = ""
         self.say()

@@ -158,9 +158,9 @@ def _variable(vendor: Vendor, environment: Mapping[str, str]) -> str | None:
 
 
 def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The devices in the caller's variable. As for vendors, the list ends at the first negative index.
+    """The devices in the caller's variable; without a variable, all devices.
 
-    Without a variable these are all devices.
+    Like the vendors' own rule, the list ends at the first negative index.
     """
     variable = _variable(vendor, environment)
     if variable is None:

@@ -19,7 +19,7 @@ class TestFile:
     path: Path
 
     def source(self) -> str:
-        """Its text. It is empty if the file cannot be read; the run of the file reports that."""
+        """Its text, or an empty string if the file cannot be read. The run of the file reports that."""
         try:
             return self.path.read_text(encoding="utf-8", errors="replace")
         except OSError:

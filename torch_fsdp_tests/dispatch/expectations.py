@@ -1,10 +1,10 @@
 """Lists of tests that are treated specially: disabled, slow, known to fail.
 
-Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}``, or without the issue's number, and
-its slow list ``{"test_x (__main__.Class)": seconds}``; a class there stands for all whose names begin so. Our own is
-``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y", "action": "disable" | "slow" | "fail", "reason":
-..., "link": ..., "device": ..., "torch": ">=2.10,<2.12", "world_size": 2}]}``: ``test`` may hold globs, and an entry
-counts only where all conditions that it states hold.
+Upstream's disabled list is ``{"test_x (__main__.Class)": [issue, url, platforms]}``; the issue number may be missing.
+Its slow list is ``{"test_x (__main__.Class)": seconds}``. A class in these lists stands for all classes whose names
+begin with it. Our own list is ``{"version": 1, "entries": [{"test": "folder/test_x::Class::test_y", "action": "disable"
+| "slow" | "fail", "reason": ..., "link": ..., "device": ..., "torch": ">=2.10,<2.12", "world_size": 2}]}``. ``test``
+may have globs. An entry counts only if all of its conditions hold.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _FIELDS = _REQUIRED | {"link", "device", "torch", "world_size"}
 
 
 class MalformedList(ValueError):
-    """A list cannot be read. The message says which file, and what is wrong in it."""
+    """A list cannot be read. The message names the file and the error in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Where a test is about to run. Unknown values are None."""
+    """The place where a test is about to run. Unknown values are None."""
 
     device: str | None
     torch: str | None
@@ -72,7 +72,7 @@ class Entry:
         return " ".join(filter(None, (self.reason, f"({self.link})" if self.link else ""))) or "no reason given"
 
     def names(self, file: str, test: str) -> bool:
-        """Whether it names this test (``Class.test``) of this file."""
+        """Whether this entry names this test (``Class.test``) of this file."""
         pattern, _, inside = self.test.partition("::")
         inside = inside.replace("::", ".") or "*"
         if self.upstreams:
@@ -81,7 +81,7 @@ class Entry:
         return fnmatch.fnmatchcase(file, pattern.removesuffix(".py")) and fnmatch.fnmatchcase(test, inside)
 
     def applies(self, situation: Situation) -> bool:
-        """Whether all its conditions are true. A condition about something unknown is not."""
+        """Whether all conditions of this entry are true. A condition about an unknown value is not true."""
         return (
             self.device in (None, situation.device)
             and self.world_size in (None, situation.world_size)
@@ -189,11 +189,11 @@ def _system(name: str) -> Callable[[], bool]:
 
 
 def _build(variable: str, built_for: str = "") -> Callable[[], bool]:
-    """A kind of build. CI names it in a variable, and some kinds can be read from the installed torch."""
+    """A kind of build. CI names it in a variable; some kinds can be read from the installed torch."""
     return lambda: os.environ.get(f"PYTORCH_TEST_WITH_{variable}") == "1" or devices.torch_is_built_for(built_for)
 
 
-# The platforms in upstream's lists, and how to find out whether this is one.
+# The platforms in upstream's lists, and how to find out whether this machine is one of them.
 _PLATFORMS: Mapping[str, Callable[[], bool]] = {
     "linux": _system("linux"),
     "mac": _system("darwin"),

@@ -20,8 +20,8 @@ class Feature:
     """A feature. A test belongs to it if its file matches a pattern, or if its name has one of the words.
 
     ``files`` are patterns of paths below the test directory. ``words`` are lower-case words joined by ``_``. They are
-    looked for in the names of file, class and test, as whole words: ``tp`` is in ``test_fsdp_tp_integration`` and in
-    ``TestTPTraining``, but not in ``test_http``.
+    looked for in the names of the file, class and test, as whole words: ``tp`` is in ``test_fsdp_tp_integration`` and
+    in ``TestTPTraining``, but not in ``test_http``.
     """
 
     name: str
@@ -205,7 +205,7 @@ def words_of(file: str, test: str) -> str:
 
 
 def features_of(file: str, test: str, features: Sequence[Feature] = FEATURES) -> list[Feature]:
-    """The features of a test. There are none if nothing is known of it."""
+    """The features of a test. Empty if nothing is known about the test."""
     name = words_of(file, test)
     return [feature for feature in features if feature.has(file, name)]
 

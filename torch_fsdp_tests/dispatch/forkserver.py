@@ -1,11 +1,11 @@
 """A process that has imported torch and forks the processes of test files, because each import takes seconds.
 
-It serves where a fork of it is what a fresh interpreter would have become: on the CPU, where no device is lent and so
-all files have the same environment when torch is imported. It imports nothing that a test file would not find imported
-after its own ``import torch``, runs no tensor operation, and knows nothing of tests. Files need not wait for it: until
-it is ready, and once it is gone, they get interpreters of their own.
+It is used only if its fork equals a fresh interpreter: on the CPU, where no device is lent, so all files have the same
+environment when torch is imported. It imports only what a test file has imported after its own ``import torch``. It
+runs no tensor operation, and does not know about tests. Files need not wait for it: while it is not ready, or after it
+is gone, they get interpreters of their own.
 
-A forked process becomes a child of the dispatcher, like any other: the one that stands between ends at once.
+A forked process becomes a child of the dispatcher, like any other process: the process in between ends at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.messages import Connection, MessageError
 
-ANSWER_LIMIT = 10.0  # seconds for a fork by a server that is ready
+ANSWER_LIMIT = 10.0  # seconds for a server that is ready to fork
 _GO = b"g"
 
 
@@ -72,11 +72,12 @@ class ForkServer:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about what the server could not import."""
+        """Return sentences about what the server could not import."""
         return self._ready.read_text(encoding="utf-8").splitlines() if self._ready.exists() else []
 
     def fork(self, command: Sequence[str], environment: Mapping[str, str], output: int, stream: int) -> int | None:
-        """The process id of a new child of this process that runs ``child.main(command)``, or None after a failure.
+        """Return the process id of a new child of this process that runs ``child.main(command)``, or None after a
+        failure.
 
         ``output`` becomes stdout and stderr, and ``stream`` becomes the event stream of its environment.
         """

@@ -1,4 +1,4 @@
-"""``report.html``: what a run showed, for somebody who was not there."""
+"""``report.html``: the results of a run, for somebody who was not there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
-_REASONS = 1  # that a feature shows in the open
+_REASONS = 1  # reasons of a feature that are shown without a click
 
-# What is told apart on the page: the class and the mark of each.
+# The states that the page distinguishes: the class and the mark of each.
 STATES = {
     "passed": ("ok", "✓"),
     "failed": ("bad", "✗"),
@@ -32,7 +32,7 @@ STATES = {
     "skipped": ("skip", "-"),
     "not run": ("skip", "·"),
 }
-_KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky", "skipped": "nothing executed"}  # of the timeline
+_KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky", "skipped": "nothing executed"}  # timeline's legend
 TOTALS = {state: state for state in STATES} | {"known defect": "show known defects", "flaky": "passed when run again"}
 VERDICTS = {
     ExitStatus.OK: "passed",
@@ -43,7 +43,7 @@ VERDICTS = {
 
 
 def state_of(test: Mapping[str, Any]) -> str:
-    """One of ``STATES``."""
+    """Return the one of ``STATES`` that a test is in."""
     outcome = State(test["outcome"])
     if outcome.is_bad:
         return "failed"
@@ -53,7 +53,7 @@ def state_of(test: Mapping[str, Any]) -> str:
 
 
 def mark(state: str) -> str:
-    """A character for a state, in its colour."""
+    """Return a character for a state, in its colour."""
     kind, character = STATES[state]
     return f'<span class="mark {kind}" title="{state}">{character}</span>'
 
@@ -84,18 +84,18 @@ def _item(file: Mapping[str, Any], test: Mapping[str, Any], is_test: bool = Fals
 
 
 def verdict(data: Mapping[str, Any]) -> tuple[str, str]:
-    """The verdict on a run in a word or two, and its class."""
+    """Return the verdict on a run in a word or two, and its class."""
     words = VERDICTS.get(data["exit_code"], f"exit status {data['exit_code']}")
     return words, "ok" if data["exit_code"] == ExitStatus.OK else "bad"
 
 
 def counts(data: Mapping[str, Any]) -> collections.Counter[str]:
-    """How many tests came out in which of ``STATES``."""
+    """Return the number of tests in each of ``STATES``."""
     return collections.Counter(state_of(test) for file in data["files"] for test in file["tests"])
 
 
 def _lead(data: Mapping[str, Any]) -> str:
-    """The verdict in sentences."""
+    """Return the verdict in sentences."""
     count = counts(data)
     failed, ran = count["failed"], sum(count.values()) - count["skipped"] - count["not run"]
     if failed:
@@ -123,13 +123,13 @@ def _lead(data: Mapping[str, Any]) -> str:
 
 
 def hosts(data: Mapping[str, Any]) -> str:
-    """The machines, each with its ranks where a launcher spread them."""
+    """List the machines, each with its ranks if a launcher distributed them."""
     told = [f"{name} ({ranks})" for name, ranks in (data.get("hosts") or {}).items()]
     return ", ".join(told) or data.get("host") or ""
 
 
 def facts(data: Mapping[str, Any]) -> dict[str, str]:
-    """What was tested, where and when: titles and texts. What is not known is left out."""
+    """List what was tested, where and when: titles and texts. Unknown facts are left out."""
     suite, device = data.get("suite") or {}, data["device"]
     if data.get("device_count"):
         device = plural(data["device_count"], f"{device} device")
@@ -158,7 +158,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The large numbers of a run."""
+    """Return the large numbers of a run."""
     count = counts(data)
     shown = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
     boxes = [(str(count[state]), TOTALS[state], STATES[state][0] if count[state] else "none") for state in shown]
@@ -194,7 +194,7 @@ def state_of_feature(row: Mapping[str, Any]) -> str:
 
 
 def number(count: int, kind: str = "") -> str:
-    """A number of a table; nothing in place of 0."""
+    """Show a number in a table. A 0 is left empty."""
     return f'<span class="{kind}">{count}</span>' if count else ""
 
 
@@ -209,7 +209,7 @@ def _missing(reasons: Sequence[Mapping[str, Any]]) -> str:
 
 
 def grouped(rows: Iterable[Mapping[str, Any]], cells: Any) -> list[Row]:
-    """Rows of a table of features, each group of them below its name."""
+    """Return the rows of a table of features, each group below its name."""
     told = []
     for group, its in itertools.groupby(rows, key=lambda row: row["group"]):
         told.append(Row([escape(group)]))
@@ -281,7 +281,7 @@ def defects_table(defects: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
-    """One test: its state and why, a row for each of its ranks, and everything that was raised."""
+    """Show one test: its state and why, a row for each of its ranks, and all exceptions."""
     phase = " in a fixture" if test["phase"] == Phase.FIXTURE else ""
     head = f'<b class="bad">{escape(test["outcome"])}{phase}</b> {page.code(test["test"])}'
     ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
@@ -332,7 +332,7 @@ def _skips(data: Mapping[str, Any]) -> str:
 
 
 def _notes(data: Mapping[str, Any]) -> str:
-    """What is no verdict: leaks, stale entries of lists."""
+    """Show what does not change the verdict: leaks, and stale entries of lists."""
     notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
     notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
     notes += [("lists", remark) for remark in data["list_remarks"]]
@@ -344,7 +344,7 @@ def _notes(data: Mapping[str, Any]) -> str:
 
 
 def _timeline(data: Mapping[str, Any]) -> str:
-    """Slots downwards, seconds to the right, a box for each process on the slots that it was lent."""
+    """Draw slots downwards and seconds to the right, with a box for each process on the slots that it was lent."""
     total = max(data["seconds"], 0.001)
     scale = (_WIDTH - _LEFT - 20) / total
     height = _ROW * len(data["slots"]) + 24
@@ -406,7 +406,7 @@ def _slowest(data: Mapping[str, Any]) -> str:
 
 
 def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
-    """A line of the list of all tests."""
+    """Show one line of the list of all tests."""
     details = [plural(test["subtests"], "subtest")] * bool(test["subtests"])
     details += [plural(test["world_size"], "rank")] * bool(test["world_size"])
     why = f"<span class=why>{page.text(test['reason'])}</span>" if test["reason"] else ""
@@ -418,7 +418,7 @@ def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
 
 
 def _tests(data: Mapping[str, Any]) -> str:
-    """Every test, file by file."""
+    """List every test, file by file."""
     parts = []
     for file in data["files"]:
         count = collections.Counter(map(state_of, file["tests"]))
@@ -442,7 +442,7 @@ def _tests(data: Mapping[str, Any]) -> str:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page of a run, from its ``report.json``."""
+    """Render the page of a run, from its ``report.json``."""
     present = counts(data)
     names = {row["name"] for row in data["features"]}
     filters = page.filters([state for state in STATES if present[state]], [f.name for f in FEATURES if f.name in names])

@@ -12,20 +12,20 @@ from torch_fsdp_tests.dispatch.result import FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.verdict import State, rank_rows, tell
 
-# What XML 1.0 cannot hold, and the escape character that Jenkins and GitLab refuse with it.
+# The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab refuse.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-OF_FILE = "file"  # stands where a class would, for what concerns the whole file
+OF_FILE = "file"  # replaces the class in results about the whole file
 
 
 def clean(text: str) -> str:
-    """The text with what XML cannot hold written out, as in ``\\x1b``."""
+    """Escape the characters that XML cannot hold, as in ``\\x1b``."""
     return _FORBIDDEN.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def write(folder: Path, results: Results) -> None:
-    """One file for each test class of each job. Raises ``OSError``."""
+    """Write one file for each test class of each job. Raises ``OSError``."""
     facts = {name: value for name, value in results.facts().items() if name in ("torch", "device", "backend")}
     about = {"torch_fsdp_tests": installation.version(), **facts}
     for file in results.files:
@@ -80,7 +80,7 @@ def _case(file: FileResult, cls: str, attempts: list[TestResult]) -> ET.Element:
 
 
 def _tag(outcome: State) -> str | None:
-    """JUnit knows three ways not to pass; ``type`` tells ours apart."""
+    """Return the tag of an outcome. JUnit has three tags for tests that did not pass; ``type`` distinguishes ours."""
     if outcome in (State.SKIPPED, State.NOT_RUN):
         return "skipped"
     if outcome in (State.FAILED, State.UNEXPECTED_SUCCESS, State.LEFT_BEHIND):
@@ -89,7 +89,7 @@ def _tag(outcome: State) -> str | None:
 
 
 def _element(tag: str, test: TestResult) -> ET.Element:
-    """What became of a test, rank by rank where it had ranks."""
+    """Return the result of a test, with one entry for each rank if it had ranks."""
     element = ET.Element(tag, {"message": clean(test.reason or test.outcome.value), "type": test.outcome.value})
     rows = rank_rows(test.ranks)
     widths = [max(map(len, column)) for column in zip(*rows)]

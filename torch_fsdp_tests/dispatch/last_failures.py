@@ -13,11 +13,11 @@ from torch_fsdp_tests.verdict import Scope, State
 
 FILE = "failed.json"
 
-Failed = dict[str, list[str]]  # names of tests by file; none if the whole file should run
+Failed = dict[str, list[str]]  # names of tests by file; an empty list means the whole file
 
 
 def load(directory: Path) -> Failed:
-    """The failures of the last run, or nothing without a last run. Raises :class:`MalformedList`."""
+    """Load the failures of the last run. Empty if there was no last run. Raises :class:`MalformedList`."""
     path = directory / FILE
     if not path.exists():
         return {}
@@ -28,7 +28,7 @@ def load(directory: Path) -> Failed:
 
 
 def save(directory: Path, results: Results, remarks: list[str]) -> None:
-    """Store the failures of a run, and those of earlier runs in files that this run did not run."""
+    """Store the failures of a run. Also keep those of earlier runs in files that this run did not run."""
     try:
         failed = load(directory)
     except MalformedList:
@@ -50,7 +50,7 @@ def save(directory: Path, results: Results, remarks: list[str]) -> None:
 
 
 def narrow(test: TestRun, names: list[str]) -> TestRun:
-    """The part of a selected file that failed last time."""
+    """Return the part of a selected file that failed last time."""
     if not names or test.included:
         return test
     return TestRun(test.file, frozenset(names), test.excluded)

@@ -10,7 +10,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 
 
 def seconds(value: float) -> str:
-    """``4.2s``, ``3m05s``, ``1h02m``: with useful precision."""
+    """Format seconds with useful precision: ``4.2s``, ``3m05s``, ``1h02m``."""
     if value < 59.95:
         return f"{value:.1f}s"
     minutes, rest = divmod(round(value), 60)
@@ -22,13 +22,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def files_text(jobs: Iterable[Job], needs: Mapping[str, Needs]) -> str:
-    """The files in path order, each with the ranks of its widest test, the devices that it is lent and its estimate."""
+    """List the files in path order, each with the ranks of its widest test, its devices and its estimated time."""
     in_order = sorted(jobs, key=lambda job: job.key)
     return "\n".join(f"{_name(job)}  {plural(needs[job.part.name].ranks, 'rank')}{_about(job)}" for job in in_order)
 
 
 def plan_text(jobs: Sequence[Job], total: Seconds) -> str:
-    """The plan, with a line for each job in order of start."""
+    """List the plan, with a line for each job in order of start."""
     lines = [f"{_name(job)}{_about(job)}" for job in jobs]
     return "\n".join([*lines, f"{plural(len(jobs), 'job')}, estimate {seconds(total)}"])
 
@@ -48,7 +48,7 @@ def _about(job: Job) -> str:
 
 
 def plan_json(run: RunTests, jobs: Sequence[Job], total: Seconds) -> dict:
-    """The plan as data. ``data/plan.schema.json`` describes it."""
+    """Return the plan as data. ``data/plan.schema.json`` describes it."""
     return {
         "shard": run.shard,
         "num_shards": run.num_shards,

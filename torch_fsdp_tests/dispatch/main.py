@@ -36,7 +36,7 @@ NOTHING = "0 passed, 0 failed, 0 skipped"
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
     """Run the dispatcher and return its exit status. ``root`` is the folder that holds the tests' own.
 
-    Where a launcher made this process, that of rank 0 is the dispatcher, and the others work for it.
+    If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
     """
     _replace_closed_streams()
     try:
@@ -73,18 +73,18 @@ def _guarded(argv: Sequence[str], root: Path, agents: Agents | None) -> ExitStat
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.REFUSED
-    except KeyboardInterrupt:  # while planning; a run takes signals itself
+    except KeyboardInterrupt:  # while planning; a run handles signals itself
         return ExitStatus.INTERRUPTED
     except OSError as error:
         with contextlib.suppress(OSError):
             _remark(f"cannot continue: {error}")
-        # What is still in stdout's buffer cannot be written either; the interpreter must not try again at its end.
+        # The rest of stdout's buffer cannot be written either. The interpreter must not try again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitStatus.BROKEN
 
 
 def _replace_closed_streams() -> None:
-    """Open the null device for a standard stream that the caller has closed: a file would be opened in its place."""
+    """Open the null device for each closed standard stream. Otherwise a file would be opened in its place."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -110,14 +110,14 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
         _remark(words)
     device_set = devices.find(run.device, run.devices, os.environ)
     if agents is not None:
-        device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes that of its LOCAL_RANK
+        device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if selection and device_set.remark is not None and agents is None:
         _remark(device_set.remark)
     ranks = run.ranks or (DEFAULT_RANKS if agents is None else agents.launch.world_size)
     few = FEW_RANKS if device_set.lendable is None else ranks
-    # The CPU lends no devices, so there the needs of files matter only where they are shown.
+    # The CPU lends no devices, so there the needs of files matter only if they are shown.
     read = selection if run.list_files or device_set.lendable is not None else []
     needs = {test.file: files[test.file].needs(ranks, few) for test in read}
     jobs_at_a_time = 1 if agents is not None else run.jobs or options.default_jobs(ranks)
@@ -171,7 +171,7 @@ def _entries(run: RunTests) -> list[expectations.Entry]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a list of upstream's is there; its CI names the file also where it could not fetch it."""
+    """Whether one of upstream's lists exists. Upstream's CI also names files that it could not fetch."""
     if not path.exists():
         _remark(f"{path} does not exist, so no test is disabled or slow because of it")
     return path.exists()
@@ -185,14 +185,14 @@ def _plan(
     pool: DevicePool,
     device_set: DeviceSet,
 ) -> tuple[list[Job], plan.Seconds]:
-    """The jobs of this shard in order of start, and the seconds that one of unknown length is taken to last."""
+    """Return the jobs of this shard in order of start, and the assumed seconds of a job of unknown length."""
     weights = {name: min(need, pool.size) for name, need in needs.items()} if device_set.lendable else {}
     shards = plan.calculate_shards(
         run.num_shards, selection, known.files, known.classes, threshold=run.split_threshold, weights=weights
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
-    if run.by_reach:  # the order of the selection is worth more than slots that are never idle
+    if run.by_reach:  # the order of the selection matters more than full use of the slots
         places = {test.file: place for place, test in enumerate(selection)}
         parts = sorted(parts, key=lambda part: (places[part.name], part.shard))
         return plan.make_jobs(parts, needs, device_set.lendable), default
@@ -241,7 +241,7 @@ def _run(
 
 
 def _under_test(run: RunTests, device_set: DeviceSet, launched: int | None) -> dict[str, Any]:
-    """What the files are expected to test on. One that has ranks says what it really is, and the console compares."""
+    """Return what the files are expected to test on. A file with ranks reports the facts, and the console compares."""
     lendable = device_set.lendable or 0
     ranks = run.ranks or launched or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
     guessed = run.device is None and not lendable and devices.loads_extensions(os.environ)
@@ -267,9 +267,9 @@ def _print_tests(results: Results) -> ExitStatus:
 
 
 def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[list[str], bool]:
-    """Write what was asked for, and what ``--failed`` will read; remarks on it, and whether all could be written.
+    """Write the requested reports, and what ``--failed`` will read. Returns remarks, and whether all could be written.
 
-    What cannot be written is said beside what can; it never costs the reader the rest.
+    If something cannot be written, the rest is still written.
     """
     from torch_fsdp_tests.dispatch import compare, junit, last_failures, reaching, report
 

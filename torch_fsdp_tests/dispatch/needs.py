@@ -37,7 +37,7 @@ _BODY = re.compile(r"^([ \t]*)((?:async )?def (?!world_size)\w+\([^\n]*:)\n(?:\1
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """The ranks and the devices of the widest tests. Ranks in threads share a device."""
+    """The numbers of ranks and devices of the widest tests. Ranks in threads share a device."""
 
     ranks: int = 1
     devices: int = 1
@@ -102,7 +102,7 @@ class _Module:
                 self._imports |= {alias.asname or alias.name: (node, alias.name) for alias in node.names}
 
     def find(self, name: str) -> tuple[_Module, ast.AST] | None:
-        """The definition of a name and its module, or None if it is outside of what is read."""
+        """The definition of a name and its module, or None if it is not in the files that are read."""
         if name in self.values:
             return self, self.values[name]
         if name not in self._imports:
@@ -156,7 +156,7 @@ def _lineage(module: _Module, node: ast.ClassDef) -> Iterator[tuple[_Module, ast
 
 
 def _name(node: ast.AST) -> str:
-    """The last name of ``a.b.name``, or an empty string if it is not a name."""
+    """The last name of ``a.b.name``, or an empty string if the node is not a name."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 

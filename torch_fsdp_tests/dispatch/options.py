@@ -84,7 +84,7 @@ def _seed(text: str) -> int:
 
 
 class _Version(argparse.Action):
-    """Print the versions, which take a moment to find out, and leave."""
+    """Print the versions, and exit. This takes a moment."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         torch = devices.torch_version()
@@ -340,8 +340,8 @@ def _unwritable(run: RunTests) -> str | None:
 def default_jobs(ranks: int) -> int:
     """The number of files at a time on the CPU. Ranks often wait for each other, so each core is used twice.
 
-    With 4 ranks on 2 cores, eight files took 123 s two at a time, 145 s three and 128 s four at a time, beside other
-    work on the machine; more than two only slowed each file down, which its tests' own limits do not forgive.
+    With 4 ranks on 2 cores, eight files took 123 s with two at a time, 145 s with three and 128 s with four, while the
+    machine had other work. More than two only slowed each file down, so that tests could reach their own limits.
     """
     cores = devices.cores()
     return max(min(2, cores), 2 * cores // max(ranks, 1))

@@ -1,6 +1,6 @@
-"""What all pages of results have in common.
+"""The common parts of all pages of results.
 
-Each page is one file without external resources. Scripts only filter: without them everything is there to read.
+Each page is one file without external resources. Scripts only filter: without them the page shows everything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from torch_fsdp_tests.dispatch.junit import clean
 
 _DATA = Path(__file__).parent / "data"
-_FEW = 30  # names that are listed in the open; more are folded away
+_FEW = 30  # names that are always visible; longer lists are folded away
 _MOST = 20_000  # characters of one text that a page shows
 
 
@@ -26,7 +26,7 @@ def seconds(value: float) -> str:
 
 
 def text(value: object) -> str:
-    """Any value as text of HTML."""
+    """Any value as HTML text."""
     return escape(clean(str(value)))
 
 
@@ -35,12 +35,12 @@ def code(value: str) -> str:
 
 
 def prose(value: str) -> str:
-    """A sentence in which ``code`` stands between two pairs of backquotes."""
+    """A sentence as HTML. A pair of backquotes marks ``code``."""
     return re.sub("``(.+?)``", r"<code>\1</code>", text(value))
 
 
 def pre(value: str) -> str:
-    """A text of several lines. Of a long one the end is shown, which is where the cause mostly stands."""
+    """A text of several lines. Of a long text only the end is shown, because the cause is usually there."""
     value = clean(value)
     note = ""
     if len(value) > _MOST:
@@ -49,7 +49,7 @@ def pre(value: str) -> str:
 
 
 def command(value: str) -> str:
-    """A command in one line."""
+    """A command on one line."""
     return f"<pre class=command tabindex=0>{text(value)}</pre>"
 
 
@@ -58,37 +58,37 @@ def folded(summary: str, inside: str, is_open: bool = False, attributes: str = "
 
 
 def names(what: str, names: Sequence[str]) -> str:
-    """A list of names in one paragraph, folded away when it is long."""
+    """A list of names in one paragraph. A long list is folded away."""
     listed = code(", ".join(names))
     return f"<p>{what}: {listed}</p>" if len(names) <= _FEW else folded(f"{what}: {len(names)}", listed)
 
 
 def item(state: str = "", features: Iterable[str] = (), is_test: bool = False) -> str:
-    """The attributes of an element that the filter may hide. Only tests are counted, each of them once on a page."""
+    """The attributes of an element that the filter may hide. Only tests are counted, each one once per page."""
     told = {"item": "test" if is_test else "more", "state": state, "features": "|".join(features)}
     return " ".join(f'data-{name}="{escape(value)}"' for name, value in told.items() if value)
 
 
-HOLDER = "data-holder"  # the attribute of an element that is hidden with the last item in it
+HOLDER = "data-holder"  # the attribute of an element that is hidden together with the last item in it
 
 
 def sought(words: str, **wanted: str) -> str:
-    """Words that become a link to what the filter finds, where scripts run."""
+    """Words that become a link to the filter's results if scripts run."""
     return f'<span data-sought="{escape(urlencode(wanted))}">{words}</span>'
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a table, with attributes. A single cell is the heading of the rows below it."""
+    """A row of a table, with attributes. A row of a single cell is the heading of the rows below it."""
 
     cells: Sequence[str]
     attributes: str = ""
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str] | Row], stack: bool = False) -> str:
-    """Columns are given by title and class; cells are HTML. Nothing where there are no rows.
+    """A table. Columns have a title and a class; cells are HTML. Empty if there are no rows.
 
-    On a phone the cells of a ``stack`` stand below each other, numbers with the titles of their columns.
+    On a phone the cells of a ``stack`` are below each other, and numbers have the titles of their columns.
     """
     head = "".join(f'<th class="{kind}">{escape(title)}</th>' for title, kind in columns)
     body = "".join(_row(columns, row if isinstance(row, Row) else Row(row), stack) for row in rows)
@@ -115,7 +115,7 @@ def bar(value: float, longest: float) -> str:
 
 
 def parts(counts: Mapping[str, int]) -> str:
-    """A bar of the parts of a whole, each given by its class."""
+    """A bar that shows the parts of a whole, each with its class."""
     return (
         "<span class=parts aria-hidden=true>"
         + "".join(f'<i class={kind} style="flex-grow:{count}"></i>' for kind, count in counts.items() if count)
@@ -124,13 +124,13 @@ def parts(counts: Mapping[str, int]) -> str:
 
 
 def sums(boxes: Iterable[tuple[str, str, str]]) -> str:
-    """The large numbers of a head: the number, what it counts, and its class."""
+    """The large numbers at the top of a page: the number, what it counts, and its class."""
     told = "".join(f"<div><b{f' class={kind}' * bool(kind)}>{number}</b>{words}</div>" for number, words, kind in boxes)
     return f"<div class=sums>{told}</div>"
 
 
 def facts(told: Iterable[tuple[str, str]]) -> str:
-    """What is known of a run: titles, and values in HTML. A long value has a line of its own."""
+    """The facts about a run: titles, and values in HTML. A long value has a line of its own."""
     return (
         "<dl class=facts>"
         + "".join(
@@ -159,7 +159,7 @@ def _select(name: str, everything: str, values: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading. One that holds items is hidden while the filter finds nothing in it."""
+    """A part of a page under a heading. If it has items, it is hidden when the filter finds none of them."""
 
     title: str
     content: str
@@ -176,7 +176,7 @@ class Section:
 
 
 def sections(told: Iterable[Section], before: str = "") -> str:
-    """The sections that have something to show, below a list of them; ``before`` stands between."""
+    """The sections that have something to show, below a list of them. ``before`` stands between the two."""
     full = [section for section in told if section.content]
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in full)
     return f'<nav aria-label="Sections">{links}</nav>{before}' + "".join(
@@ -187,7 +187,7 @@ def sections(told: Iterable[Section], before: str = "") -> str:
 
 
 def document(title: str, body: Iterable[str]) -> str:
-    """The whole file, of pieces of HTML. Browsers are told to load nothing, and to run no script but the filter's."""
+    """The whole file, from pieces of HTML. It tells browsers to load nothing, and to run no script but the filter's."""
     style, script = (_DATA.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"

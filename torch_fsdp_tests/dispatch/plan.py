@@ -1,7 +1,7 @@
 """Decides what runs where, and in which order: pure functions over plain data.
 
-Long files are split by tests, files are distributed over shards (one machine each), and ordered on a machine's slots.
-:class:`TestRun`, :class:`ShardedTest` and :func:`calculate_shards` mean what they mean in PyTorch's tools/testing.
+Long files are split by tests. Files are distributed over shards (one machine each), and ordered on a machine's slots.
+:class:`TestRun`, :class:`ShardedTest` and :func:`calculate_shards` work like those in PyTorch's tools/testing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _ORDERS_TRIED_UP_TO = 400
 class TestRun:
     """A test file, or a part of one. Inclusions and exclusions are ``Class`` or ``Class.test``."""
 
-    __test__ = False  # no test case, whatever pytest makes of the name
+    __test__ = False  # not a test case, although pytest matches its name
 
     file: str
     included: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
-    order: tuple[str, ...] = ()  # the order of tests; that of the source if it is empty
+    order: tuple[str, ...] = ()  # the order of tests; the source's order if it is empty
 
     @property
     def is_whole(self) -> bool:
-        """True when every test of the file is in it."""
+        """Whether it includes every test of the file."""
         return not self.included and not self.excluded
 
     def contains(self, name: str) -> bool:
@@ -113,14 +113,14 @@ class ShardedTest:
     test: TestRun
     shard: int = 1
     num_shards: int = 1
-    time: Seconds | None = None  # of this part; None when nothing is known
+    time: Seconds | None = None  # of this part; None if it is unknown
 
     @property
     def name(self) -> str:
         return self.test.file
 
     def get_time(self, default: Seconds = 0) -> Seconds:
-        """The estimate in seconds, or ``default`` where there is none."""
+        """The estimate in seconds, or ``default`` if there is none."""
         return default if self.time is None else self.time
 
     def __str__(self) -> str:
@@ -137,13 +137,13 @@ class Job:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Path order, and the order of the parts of a file."""
+        """A sort key: path order, and the order of the parts of a file."""
         return self.part.name, self.part.shard
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where and when a job would run if every estimate were right."""
+    """Where and when a job would run if every estimate were correct."""
 
     job: Job
     start: Seconds
@@ -192,10 +192,10 @@ def calculate_shards(
 ) -> list[tuple[Seconds, list[ShardedTest]]]:
     """Distribute tests over shards of about the same length. Returns each shard with its load in seconds.
 
-    Longest first onto the shard with the least load, as upstream does. Unlike upstream's, parts of unknown length are
-    taken to last as long as the mean of the others, so that they spread too, and a file that needs ``weights[file]``
-    devices counts that many times. Without ``sort_by_time`` the given order is dealt in equal runs. The union of the
-    shards is the input, and the same input gives the same shards.
+    Each part goes to the shard with the least load, the longest first, as upstream does. Unlike upstream, parts of
+    unknown length are assumed to last as long as the mean of the others, so that they are distributed too. A file that
+    needs ``weights[file]`` devices counts that many times. Without ``sort_by_time``, the given order is cut into runs
+    of equal size. The union of the shards is the input, and the same input gives the same shards.
     """
     parts = split(tests, test_file_times, test_class_times or {}, threshold)
     default = assumed(parts)
@@ -234,9 +234,9 @@ def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: 
 def next_job(queue: Sequence[Job], free: int, releases: Iterable[tuple[Seconds, int]], default: Seconds) -> int | None:
     """The index in the queue of the job to start on ``free`` slots now, or None if it is better to wait.
 
-    The first job starts when it fits. When it does not, it is promised the earliest time at which enough slots come
-    free by ``releases`` (seconds from now, slots), and a later job may start only if it ends before that or leaves the
-    slots that were promised: wide jobs do not starve, and narrow ones fill the gaps.
+    The first job starts if it fits. If it does not fit, it is promised the earliest time at which ``releases`` (seconds
+    from now, slots) free enough slots. A later job may start only if it ends before that time, or leaves the promised
+    slots free. So wide jobs do not starve, and narrow ones fill the gaps.
     """
     if not queue or free <= 0:
         return None
@@ -280,7 +280,7 @@ def makespan(placements: Iterable[Placement]) -> Seconds:
 
 
 def lower_bound(jobs: Sequence[Job], slots: int, default: Seconds) -> Seconds:
-    """No order ends earlier than evenly distributed work, or than the longest job."""
+    """A lower bound for any order: evenly distributed work, or the longest job."""
     work = sum(job.slots * job.part.get_time(default) for job in jobs)
     return max(work / slots, max((job.part.get_time(default) for job in jobs), default=0.0))
 

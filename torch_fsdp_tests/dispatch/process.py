@@ -1,4 +1,4 @@
-"""The process of a test file: starts it, listens to it, ends it and judges it.
+"""The process of a test file: starts it, reads its events, ends it and judges it.
 
 Nothing here waits. The runner's loop passes bytes, the end of the process, and the time.
 """
@@ -26,13 +26,13 @@ from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, Ending, How, 
 from torch_fsdp_tests.forkserver import start_fresh
 from torch_fsdp_tests.verdict import Phase, Scope, State
 
-GRACE = 5.0  # seconds between the signal on which stacks are written, and the kill
-OUTPUT_SHOWN = 1 << 20  # bytes of a file's output in a report; only head and tail of a longer output
-NO_TESTS_STATUS = 5  # unittest's own since Python 3.12
+GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
+OUTPUT_SHOWN = 1 << 20  # bytes of a file's output in a report; longer output is cut in the middle
+NO_TESTS_STATUS = 5  # the exit status of unittest itself since Python 3.12
 
 
 class TestProcess:
-    """A running process, and what it has said so far."""
+    """A running process, and what it has reported so far."""
 
     __test__ = False
 
@@ -42,7 +42,7 @@ class TestProcess:
         self.output_path = self.directory / "output"
         self.running: str | None = None
         self._running_since = time.monotonic()
-        self.said_slow: float | None = None  # when it was last named as slow
+        self.said_slow: float | None = None  # when it was last reported as slow
         self.results: list[TestResult] = []
         self.facts: dict[str, Any] = {}
         self._reader = events.Reader()
@@ -56,7 +56,7 @@ class TestProcess:
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: dict[str, Any] | None = None
         self._left: int | None = None
-        self.ranks: set[int] = set()  # of a launch, that its tests have wanted so far
+        self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
         self.is_gone = False
         self._over = False
         self._stop: Ending | None = None
@@ -65,7 +65,7 @@ class TestProcess:
     def start(
         self, orders: Orders, environment: Mapping[str, str], measure: tuple[str, ...], forkserver: ForkServer | None
     ) -> None:
-        """Start it, as a fork where one can be had. Raises ``OSError`` or ``SubprocessError`` when that fails."""
+        """Start it, if possible as a fork. Raises ``OSError`` or ``SubprocessError`` if that fails."""
         scratch = self.directory / "tmp"
         scratch.mkdir()
         orders_path = self.directory / "orders.json"
@@ -100,7 +100,7 @@ class TestProcess:
             os.close(write)
 
     def listen(self) -> bool:
-        """Take in what the process has said; False once it will say no more."""
+        """Read the events of the process. Returns False if no more will come."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.events_descriptor, 1 << 16):
                 for event in self._reader.feed(data):
@@ -147,7 +147,7 @@ class TestProcess:
         self.running = None
 
     def stop(self, why: Ending, now: float) -> None:
-        """Ask the process to show its stacks and leave; :meth:`next_deadline` brings the kill."""
+        """Ask the process to show its stacks and leave. :meth:`next_deadline` is then the time of the kill."""
         if self._stop is not None or self.is_gone:
             return
         self._stop, self._kill_at = why, now + GRACE
@@ -155,7 +155,7 @@ class TestProcess:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the whole process group at once."""
+        """Kill the whole process group at once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -166,7 +166,7 @@ class TestProcess:
         return self._kill_at if self._kill_at is not None else self.began + self.limit
 
     def check(self, now: float) -> None:
-        """Do what the time asks for."""
+        """Do what is due at this time."""
         if now < self.next_deadline():
             return
         if self._stop is None:
@@ -176,8 +176,8 @@ class TestProcess:
             self._kill_at = float("inf")
 
     def conclude(self, wait_status: int, now: float, extra_notes: list[str], extra_output: str = "") -> Attempt:
-        """The process is gone: judge it by what it said and how it ended, and let go of everything of it."""
-        self.kill()  # what is left of its group
+        """The process is gone. Judge it by its reports and how it ended, and release everything that belongs to it."""
+        self.kill()  # what is left of its process group
         self.listen()
         os.close(self.events_descriptor)
         code = os.waitstatus_to_exitcode(wait_status)
@@ -208,9 +208,9 @@ class TestProcess:
         )
 
     def _blame(self, ending: Ending, output: str) -> list[TestResult]:
-        """A result for what went wrong outside of any test's own verdict; none when nothing did."""
+        """Return a result for a problem that no test's own verdict covers, or nothing if there was no problem."""
         if self._unknown and not self._announced:
-            return []  # the run says which names are wrong
+            return []  # the run reports which names are wrong
         state = State.TIMED_OUT if ending.how is How.TIMED_OUT else State.CRASHED
         if self.running is not None:
             state = State.NOT_RUN if ending.how is How.STOPPED else state
@@ -228,7 +228,7 @@ class TestProcess:
             when = "before its tests were known" if not self._announced else "between tests"
             return [_about_file(state, f"{ending} ended the process {when}", _tail(output))]
         failed = any(test.outcome.is_bad or test.outcome is State.KNOWN_FAILURE for test in self.results)
-        # Where a fixture failed, none of the announced tests may have run either.
+        # If a fixture failed, perhaps none of the announced tests ran either.
         fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
         if ending.how is How.EXITED and ending.detail in fine:
             return []
@@ -236,7 +236,7 @@ class TestProcess:
 
     def _not_reached(self, ending: Ending) -> Iterator[TestResult]:
         seen = {result.name for result in self.results} | {self.running}
-        # What a failed fixture is the set-up of: a class, or the whole file, which has no class name.
+        # What a failed fixture sets up: a class, or the whole file, which has no class name.
         unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
         came_first = "the process never reached it" if self._over else f"{ending} came first"
         for name in dict.fromkeys(name for name in self._announced if name not in seen):

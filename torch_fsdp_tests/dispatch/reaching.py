@@ -109,7 +109,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def save(run: RunTests, path: Path, results: Results) -> str:
     """Write the map of a recorded run, and say what is in it. Raises ``OSError``."""
-    from torch_fsdp_tests.dispatch import coverage  # not at import: a plan records nothing
+    from torch_fsdp_tests.dispatch import coverage  # not imported at the top: a plan records nothing
     from torch_fsdp_tests.dispatch.atomic import write_text
 
     root, version = devices.torch_folder(), devices.torch_version()

@@ -1,7 +1,7 @@
 """A process that outlives the dispatcher for a moment, and ends what a killed dispatcher leaves behind.
 
-The dispatcher tells it which process groups started and ended. When the connection closes, the dispatcher is gone. Then
-the remaining groups are killed, and the run's directory is removed.
+The dispatcher tells it which process groups have started and ended. When the connection closes, the dispatcher is gone.
+Then the reaper kills the remaining groups, and removes the run's directory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reaper:
 
 
 def _reap(dispatcher: Connection, directory: Path) -> None:
-    os.setsid()  # not reached by the terminal's signals
+    os.setsid()  # the terminal's signals do not reach it
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""``report.json``, the data of a run, as ``data/report.schema.json`` describes it; ``html_report`` shows it."""
+"""``report.json``, the data of a run, as ``data/report.schema.json`` describes it. ``html_report`` shows it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch_fsdp_tests.verdict import State
 
 VERSION = 3
 FILE, PAGE = "report.json", "report.html"
-UNFINISHED = "report.unfinished.json"  # while the run goes on, and for ever when it is killed
-SHARE = 20  # of the time between two of these, one part in so many may go into writing one
+UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
+SHARE = 20  # times the seconds that one took to write, until the next one
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def _selection(run: RunTests) -> str:
-    """The options that selected the tests, as they were given; empty where all tests were meant."""
+    """The options that selected the tests, as they were given. Empty if all tests were selected."""
     lists = {"-i": run.include, "-x": run.exclude, "-k": run.patterns, "--reaching": run.reaching}
     words = [word for option, values in lists.items() for value in values for word in (option, value)]
     flags = {"--distributed-tests": run.distributed_only, "--failed": run.failed_only, "--changed": run.changed}
@@ -125,7 +125,7 @@ def _repeat(run: RunTests, file: FileResult, test: TestResult) -> str:
 
 
 def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Seconds by file and by class, of files that ran whole and to their end in one process."""
+    """Seconds by file and by class, for files that ran completely in one process."""
     files: dict[str, float] = {}
     classes: dict[str, dict[str, float]] = {}
     for file in results.files:
@@ -142,7 +142,7 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
 
 
 def write(folder: Path, results: Results) -> Path:
-    """Write both reports into the folder, and return where the one for people is. Raises ``OSError``."""
+    """Write both reports into the folder, and return the path of the HTML one. Raises ``OSError``."""
     data = as_json(results)
     write_text(folder / FILE, json.dumps(data, indent=1, default=str) + "\n")
     write_text(folder / PAGE, html_report.render(data))
@@ -151,10 +151,10 @@ def write(folder: Path, results: Results) -> Path:
 
 
 class Unfinished:
-    """Keeps the data of the files that have ended so far, so that a run that is killed does not lose them."""
+    """Stores the data of the files that have ended so far, so that a killed run does not lose them."""
 
     def __init__(self, folder: Path) -> None:
-        installation.commit()  # asked before the first test runs, so that no process of git runs beside the tests
+        installation.commit()  # asked before the first test runs, so that git does not run at the same time as tests
         self._path = folder / UNFINISHED
         self._next = 0.0
 
@@ -162,14 +162,14 @@ class Unfinished:
         began = time.monotonic()
         if began < self._next:
             return
-        with contextlib.suppress(OSError):  # the end of the run will say what cannot be written
+        with contextlib.suppress(OSError):  # the end of the run will report what cannot be written
             write_text(self._path, json.dumps(as_json(results), default=str) + "\n")
         ended = time.monotonic()
         self._next = ended + SHARE * (ended - began)
 
 
 def write_logs(results: Results) -> Path:
-    """Write the output of every process into the folder of reports, and return where."""
+    """Write the output of every process into the folder of reports, and return the path."""
     folder = results.run.reports / "logs"
     for file in results.files:
         for number, attempt in enumerate(file.attempts, 1):

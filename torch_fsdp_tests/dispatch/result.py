@@ -1,4 +1,4 @@
-"""The verdict on one process and on one file. The sum over files is in ``results``."""
+"""The verdict on one process and on one file. ``results`` has the sum over files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
 @dataclasses.dataclass(frozen=True)
 class TestResult:
-    """One test in one process. ``name`` is ``Class.test``, or ``Class.fixture`` for a fixture that failed."""
+    """The result of one test in one process. ``name`` is ``Class.test``, or ``Class.fixture`` for a failed fixture."""
 
     __test__ = False
 
@@ -21,12 +21,12 @@ class TestResult:
     scope: Scope = Scope.TEST
     phase: Phase | None = None
     seconds: float = 0.0
-    reason: str = ""  # in one line: of a skip, or why it failed or was not run
-    text: str = ""  # tracebacks, but for those of the ranks
+    reason: str = ""  # one line: why it skipped, failed or was not run
+    text: str = ""  # tracebacks, except those of the ranks
     ranks: tuple[RankResult, ...] = ()
     is_left_out: bool = False  # by a list
-    subtests: int = 0  # that ran
-    subtests_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # how many, by reason
+    subtests: int = 0  # subtests that ran
+    subtests_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # number of skipped subtests, by reason
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -37,12 +37,12 @@ class TestResult:
 
     @property
     def class_name(self) -> str:
-        """The bare name of its class; empty for a module's fixture and for the file itself."""
+        """The name of its class. Empty for a module's fixture and for the file itself."""
         return self.name.rpartition(".")[0]
 
     @property
     def method(self) -> str:
-        """The bare name of the test, or of the fixture that stands in its place."""
+        """The name of the test, or of the fixture that failed in its place."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -51,30 +51,30 @@ class TestResult:
 
     @property
     def skipped_subtests(self) -> dict[str, int]:
-        """How many subtests skipped, by reason: as the ranks told it, else as unittest did."""
+        """The number of skipped subtests by reason: from the ranks, or else from unittest."""
         return dict(self.facts.get("subtests_skipped") or self.subtests_skipped)
 
     @property
     def requirements_not_met(self) -> list[str]:
-        """Why it, or subtests of it, did not run here; what a list says of a test is no requirement."""
+        """Why the test, or subtests of it, could not run here. Exclusions by a list are not requirements."""
         skipped = self.outcome is State.SKIPPED and not self.is_left_out
         return list(dict.fromkeys([*[self.reason] * skipped, *self.skipped_subtests]))
 
 
 class How(enum.Enum):
-    """How a process ended. The words take what is known beside that."""
+    """How a process ended. The detail is filled into the text."""
 
     EXITED = "exit status {}"
     KILLED = "{}"  # by the signal of this name
     TIMED_OUT = "the file limit of {:g} s"
-    STOPPED = "the end of the run"  # by a person or by its caller, and this process with it
-    LOST = "the loss of {}"  # by the dispatcher, since another rank's process of the file had left
-    NOT_STARTED = "a failed start: {}"  # our fault, or the machine's
+    STOPPED = "the end of the run"  # a person or the caller ended the run, and this process with it
+    LOST = "the loss of {}"  # the dispatcher ended it, because the file's process at another rank had left
+    NOT_STARTED = "a failed start: {}"  # because of the harness or the machine
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """The end of a process: of an exit the status, of a kill the signal, of a time-out the limit, or why none began."""
+    """The end of a process. ``detail`` is the exit status, the signal, the time limit, or why it did not start."""
 
     how: How
     detail: str | float = ""
@@ -83,7 +83,7 @@ class Ending:
         return self.how.value.format(self.detail)
 
 
-FILE_ITSELF = "(the file itself)"  # stands for a test where no test is to blame
+FILE_ITSELF = "(the file itself)"  # replaces the test if no test is to blame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Attempt:
     output: str = ""
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    selected: int = 0  # tests, before the file was cut into parts
+    selected: int = 0  # number of tests, before the file was cut into parts
     unknown: tuple[str, ...] = ()
-    matched: frozenset[int] | None = None  # entries of the lists that name a test of it; None: it never said
+    matched: frozenset[int] | None = None  # entries of the lists that name a test of it; None if it did not report them
     known: dict[str, int] = dataclasses.field(default_factory=dict)  # tests listed as failing, by entry
 
     @property
@@ -115,7 +115,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class FileResult:
-    """All attempts at one job. What a test amounts to follows from them; nothing of that is stored."""
+    """All attempts at one job. The results of its tests are computed from them, and not stored."""
 
     attempts: tuple[Attempt, ...]
 
@@ -134,17 +134,17 @@ class FileResult:
         for attempt in self.attempts:
             for test in attempt.tests:
                 found.setdefault(test.name, []).append(test)
-        # Only a later process can show that what befell a class or the file was chance.
+        # Only a later process can show that the failure of a class or the file was chance.
         if len(self.attempts) > 1 and not self.attempts[-1].is_bad:
             return {name: results for name, results in found.items() if results[0].scope is Scope.TEST}
         return found
 
     def tests(self) -> list[TestResult]:
-        """What counts of each test: its last result."""
+        """The result of each test that counts: its last one."""
         return [results[-1] for results in self.history().values()]
 
     def flaky(self) -> list[str]:
-        """Tests that failed, or were cut off by a failure, and passed in a later process."""
+        """Tests that failed, or that a failure cut off, and that passed in a later process."""
         return [
             name
             for name, results in self.history().items()

@@ -1,4 +1,4 @@
-"""The sum over all files, and the exit status that it makes."""
+"""The sum over all files, and the exit status that follows from it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch_fsdp_tests.verdict import State
 
 @dataclasses.dataclass
 class Results:
-    """What a run amounts to so far."""
+    """The results of a run so far."""
 
     run: RunTests
     entries: Sequence[Entry] = ()
     files: list[FileResult] = dataclasses.field(default_factory=list)
-    not_started: list[str] = dataclasses.field(default_factory=list)  # files that the end of the run came before
+    not_started: list[str] = dataclasses.field(default_factory=list)  # files that did not start before the end
     seconds: float = 0.0
-    signal: int | None = None  # that ended the run
+    signal: int | None = None  # the signal that ended the run
     remarks: list[str] = dataclasses.field(default_factory=list)
-    under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # as expected before any file said so
+    under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # expected, until a file reports it
     slots: Sequence[str] = ()
-    hosts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of a launch, each with its ranks in words
-    lost: str | None = None  # a process of the launch that is gone, in words
+    hosts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of a launch, each with its ranks as text
+    lost: str | None = None  # a description of the first process of the launch that is gone
 
     def tests(self) -> Iterator[tuple[FileResult, TestResult]]:
-        """What counts of each test, with its file."""
+        """The result of each test that counts, with its file."""
         return ((file, test) for file in self.files for test in file.tests())
 
     def count(self, *outcomes: State) -> int:
@@ -43,11 +43,11 @@ class Results:
 
     @property
     def failed(self) -> int:
-        """Tests that failed in whatever way, and files that went wrong outside of their tests."""
+        """The number of tests that failed in any way, and of files with a failure outside of their tests."""
         return sum(self.failures().values())
 
     def failures(self) -> dict[State, int]:
-        """How many failed in which way, the most frequent first."""
+        """The number of tests by kind of failure, the most frequent first."""
         found = collections.Counter(test.outcome for _, test in self.tests() if test.outcome.is_bad)
         return dict(found.most_common())
 
@@ -64,7 +64,7 @@ class Results:
         return self._by_defect("known_defects", State.KNOWN_DEFECT)
 
     def repaired_defects(self) -> list[dict[str, Any]]:
-        """The defects that were expected and did not show, each with the names of the tests that passed."""
+        """The expected defects that did not show, each with the names of the tests that passed."""
         return self._by_defect("repaired_defects", State.PASSED)
 
     def _by_defect(self, fact: str, outcome: State) -> list[dict[str, Any]]:
@@ -76,26 +76,26 @@ class Results:
         return [found[id] for id in sorted(found)]
 
     def unknown(self) -> list[str]:
-        """Names inside files that turned out to stand for nothing."""
+        """Names inside files that match nothing."""
         return [f"{file.job.part.name}: {words}" for file in self.files for words in file.attempts[-1].unknown]
 
     def flaky(self) -> list[str]:
         return [f"{file.name}::{name}" for file in self.files for name in file.flaky()]
 
     def skips_by_reason(self) -> list[tuple[str, int]]:
-        """Reasons with the number of tests, the most frequent first."""
+        """The number of tests for each reason to skip, the most frequent first."""
         reasons = (test.reason for _, test in self.tests() if test.outcome is State.SKIPPED)
         return sorted(collections.Counter(reasons).items(), key=lambda item: (-item[1], item[0]))
 
     def skipped_subtests_by_reason(self) -> list[tuple[str, int]]:
-        """Reasons with the number of subtests that skipped inside tests that ran, the most frequent first."""
+        """The number of subtests that skipped inside tests that ran, for each reason, the most frequent first."""
         counts: collections.Counter[str] = collections.Counter()
         for _, test in self.tests():
             counts.update({} if test.outcome is State.SKIPPED else test.skipped_subtests)
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
     def skips(self) -> list[dict[str, Any]]:
-        """Every reason to skip with the numbers of tests and of subtests that it kept from running."""
+        """Every reason to skip, with the numbers of tests and subtests that skipped for it."""
         tests, subtests = dict(self.skips_by_reason()), dict(self.skipped_subtests_by_reason())
         return [
             {"reason": reason, "tests": tests.get(reason, 0), "subtests": subtests.get(reason, 0)}
@@ -103,16 +103,16 @@ class Results:
         ]
 
     def is_left_empty(self) -> bool:
-        """Whether this shard got parts of long files only, and too few tests were selected to fill them."""
+        """Whether this shard got only parts of long files, and too few tests were selected to fill them."""
         return self.run.num_shards > 1 and all(not f.tests() and f.attempts[-1].selected for f in self.files)
 
     def facts(self) -> dict[str, Any]:
-        """What the files have said of torch and the device; the first word on each counts, else what was expected."""
+        """The facts about torch and the device: from the first file that reports each, or else as expected."""
         said = (attempt.facts for file in self.files for attempt in file.attempts)
         return dict(collections.ChainMap(*said, dict(self.under_test)))
 
     def list_remarks(self) -> list[str]:
-        """Entries of the lists that match nothing, or whose test passes by now."""
+        """Remarks on entries of the lists that match nothing, or whose test now passes."""
         matched = {index for file in self.files for attempt in file.attempts for index in attempt.matched or ()}
         remarks = []
         for file, test in self.tests():
@@ -121,7 +121,7 @@ class Results:
                 remarks.append(f"{file.name}::{test.name} passes, and is listed: {self.entries[entry].words}")
             elif test.outcome is State.PASSED and self.run.rerun_disabled:
                 remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
-        # Only a run that came to all files that an entry may mean, and heard their tests, can call it stale.
+        # An entry is stale only if this run has heard the tests of all files that it may name.
         silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
         ran = {file.job.part.name for file in self.files} - silent
         complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
@@ -143,7 +143,7 @@ class Results:
         if self.lost is not None:
             return ExitStatus.BROKEN
         if self.signal is not None:
-            return ExitStatus(128 + self.signal)  # as shells count it
+            return ExitStatus(128 + self.signal)  # as shells number it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
             return ExitStatus.FAILED
         if self.unknown():

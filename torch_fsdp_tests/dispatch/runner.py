@@ -1,4 +1,4 @@
-"""Runs the plan in one thread with one loop, which starts processes, listens to them, keeps time and lends slots."""
+"""Runs the plan in one thread with one loop, which starts processes, reads events, checks times and lends slots."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State
 
-UNKNOWN_LIMIT = 1800.0  # seconds of a file whose time is not known; upstream's
+UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
 LEAST_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
-LIMIT_FACTOR = 10.0  # of the known time
-NO_LIMIT = 86400.0  # seconds; a limit is always on
+LIMIT_FACTOR = 10.0  # times the known time
+NO_LIMIT = 86400.0  # seconds; there is always a limit
 SLOW_FACTOR = 2.0  # times the recorded time, after which a running file may be reported as slow
 assert RunTests.slow_after < LEAST_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < LEAST_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
@@ -76,10 +76,10 @@ class Runner:
         agents: Agents | None,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
-        """``keep`` is told of the results whenever a file has ended. ``agents`` are the other ranks of a launch."""
+        """``keep`` is called with the results whenever a file has ended. ``agents`` are the other ranks of a launch."""
         self._keep = keep
         self._agents = agents
-        self._winding_up: tuple[int, int] | None = None  # the process that has ended at rank 0 alone, and its status
+        self._winding_up: tuple[int, int] | None = None  # the process that has ended only at rank 0, and its status
         self._run, self._devices, self._pool = run, device_set, pool
         self._entries, self._console = tuple(entries), console
         self._default = plan.assumed(job.part for job in jobs)
@@ -94,7 +94,7 @@ class Runner:
         self._signals: list[int] = []
         self._measure: tuple[str, ...] = ()
         self._forkserver: ForkServer | None = None
-        self._probed: dict[int, Any] = {}  # what a file found out about its devices, by how many it was lent
+        self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
         self._selector = selectors.DefaultSelector()
         self._epoch = time.monotonic()
         self._drawn = 0.0
@@ -111,13 +111,13 @@ class Runner:
         return {**installation.on_path(os.environ), **stated}
 
     def run(self) -> Results:
-        """Run all processes. The results have everything that finished, however the run ended.
+        """Run all processes. The results have everything that finished, no matter how the run ended.
 
-        To be called inside of :meth:`taking_signals`.
+        Call this inside of :meth:`taking_signals`.
         """
         self._console.begin()
         self._directory = Path(tempfile.mkdtemp(prefix="run_test-"))
-        self._inherited = host.children()  # of the program that became this one
+        self._inherited = host.children()  # children of the program that ran in this process before
         self._reaper = Reaper(self._directory)
         self._adopts = host.adopt_orphans()
         if self._agents is not None:
@@ -143,7 +143,7 @@ class Runner:
                 self.results.remarks += self._forkserver.remarks
                 self._forkserver.close()
             self._reaper.close()
-            for waiting in self._queue:  # the end of the run came between two attempts
+            for waiting in self._queue:  # the run ended between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
             self.results.not_started = [w.job.part.name for w in self._queue if not w.attempts]
@@ -155,10 +155,10 @@ class Runner:
 
     @contextlib.contextmanager
     def taking_signals(self) -> Iterator[None]:
-        """Have signals wake the loop, also where the caller has this program ignore them.
+        """Make signals wake the loop, even if the caller made this program ignore them.
 
-        What comes after the last file, while the reports are written, only counts for the exit status: reports are
-        short, and whole.
+        Signals after the last file, while the reports are written, only change the exit status: reports are short, and
+        must be complete.
         """
         read, write = os.pipe()
         os.set_blocking(read, False)
@@ -229,7 +229,7 @@ class Runner:
             self._selector.unregister(self._agents.connection(rank))
 
     def _check_agents(self) -> None:
-        """What the other ranks have to do with the file that runs, and with the run."""
+        """Process what the other ranks report about the running file, and about the run."""
         agents = self._agents
         if agents is None:
             return
@@ -273,7 +273,7 @@ class Runner:
             self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
 
     def _slow_at(self, running: TestProcess) -> float:
-        """When to name a running file as slow: once it takes longer than it should, and then again and again."""
+        """When to report a running file as slow: when it is late, and then again from time to time."""
         if running.said_slow is not None:
             return running.said_slow + self._run.slow_after
         return running.began + max(self._run.slow_after, SLOW_FACTOR * running.job.part.get_time(0.0))
@@ -285,17 +285,17 @@ class Runner:
             return None
         work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
         rest = [max(0.0, p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
-        return max([work / self._pool.size, *rest]) or None  # all that still runs takes longer than expected
+        return max([work / self._pool.size, *rest]) or None  # everything that still runs takes longer than expected
 
     def _heed_signals(self) -> None:
         if self._agents is not None and self._agents.signals:
-            # The launcher asks all its processes, which is not asking twice.
+            # A launcher signals all its processes. That does not count as a second request.
             self._signals += self._agents.signals[:1] * (not self._signals and self.results.signal is None)
             self._agents.signals.clear()
         while self._signals:
             number = self._signals.pop(0)
             if self._stopping and self.results.signal is not None:
-                for running, _ in self._running.values():  # somebody asks a second time
+                for running, _ in self._running.values():  # this is the second request
                     running.kill()
             self.results.signal = self.results.signal or number
             self._console.say(f"{signal.Signals(number).name}: stopping {plural(len(self._running), 'running file')}")
@@ -304,7 +304,7 @@ class Runner:
                 running.stop(Ending(How.STOPPED), self._now())
 
     def _collect(self) -> None:
-        """Take every child that has ended; one that is no job was left behind by one."""
+        """Collect every child that has ended. A child that is not a job was left behind by one."""
         for pid, status in host.ended_children():
             if pid not in self._running:
                 continue
@@ -335,17 +335,17 @@ class Runner:
             self._forkserver = ForkServer(self._environment, self._run.test_directory, self._directory)
 
     def _may_fork(self) -> bool:
-        """Whether the files' processes may be forked off one that has imported torch, and none is there for it yet."""
+        """Whether a fork server can be used for the files' processes, and none exists yet."""
         same_environment = self._devices.lendable is None and not self._measure
         return self._forkserver is None and same_environment and self._adopts and host.can_fork()
 
     def _end_descendants(self, running: TestProcess) -> list[str]:
-        """Kill what a job left running, also outside of its group, and name it."""
+        """Kill what a job left running, also outside of its process group, and name it."""
         ended = host.end_strays(running.directory, self._running.keys() | self._helpers())
         return [f"the process {command} was left running, and was killed" for command in ended]
 
     def _helpers(self) -> set[int]:
-        """Children of this process that are no jobs."""
+        """Children of this process that are not jobs."""
         helpers = {self._reaper.pid, *self._inherited}
         return helpers if self._forkserver is None else helpers | {self._forkserver.pid}
 
@@ -357,9 +357,9 @@ class Runner:
         file = FileResult(attempts)
         self._take_result(file)
         if file.is_bad and not self._run.keep_going and not self._run.list_tests:
-            # Nothing more is started. What runs already goes on to its end: no run is stopped inside a file.
+            # Nothing new starts. A running job continues to its end, because no run is stopped inside a file.
             self._stopping = True
-            # But for one that is to end at its first failure: then nothing that still runs is of interest.
+            # An exception is a run that ends at its first failure: then nothing that still runs matters.
             for running, _ in self._running.values() if self._run.fail_fast else ():
                 running.stop(Ending(How.STOPPED), self._now())
 
@@ -376,13 +376,13 @@ class Runner:
             running.kill()
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        for pid in set(host.children()) - self._helpers():  # let go by every file and named at none
+        for pid in set(host.children()) - self._helpers():  # all files have released it, and none names it
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def _to_repeat(attempt: Attempt) -> tuple[str, ...] | None:
-    """Tests for the next process: those that failed or were not reached; all where no single test is to blame."""
+    """Tests for the next process: those that failed or did not run. All tests, if no single test is to blame."""
     bad = [test for test in attempt.tests if test.outcome.is_bad]
     if any(test.scope is not Scope.TEST for test in bad):
         return None

@@ -17,7 +17,7 @@ class RunTests:
     """One run of the dispatcher. Times are in seconds; paths are absolute."""
 
     test_directory: Path
-    default_directory: Path  # the suite's own, which needs not be named
+    default_directory: Path  # the suite's own lists, which need not be named
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
@@ -33,7 +33,7 @@ class RunTests:
     dry_run: bool = False
     as_json: bool = False
 
-    shard: int = 1  # from one
+    shard: int = 1  # counted from one
     num_shards: int = 1
     split_threshold: float = SPLIT_THRESHOLD
     devices: tuple[str, ...] | None = None
@@ -57,7 +57,7 @@ class RunTests:
     verbose: bool = False
     show_output: bool = False
     pipe_logs: bool = False
-    logs_must_be: bool = False  # asked for by option; under CI a checkout that is read-only is no reason to fail
+    logs_must_be: bool = False  # the user asked for it by option; under CI a read-only checkout is no reason to fail
     coverage: bool = False
     save_map: Path | None = None
 

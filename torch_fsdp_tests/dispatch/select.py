@@ -22,7 +22,7 @@ class UnknownTest(ValueError):
 def select(
     files: Sequence[TestFile], include: Sequence[str], exclude: Sequence[str], directory: Path, source: Source
 ) -> list[TestRun]:
-    """The parts of files that are included (all when nothing is) and not excluded, in path order.
+    """The parts of files that are included and not excluded, in path order. If nothing is included, all files are.
 
     Raises :class:`UnknownTest` if a name in either list matches nothing.
     """
@@ -41,7 +41,7 @@ def select(
 
 
 def _with_lists(words: Iterable[str], names: Sequence[str], directory: Path) -> Iterator[str]:
-    """The words, and in place of a list's name the names that it holds: one a line, and remarks behind a ``#``.
+    """Return the words, with each list replaced by the names in it. A list has one name per line, and ``#`` remarks.
 
     A list is a file ``NAME.txt`` in the test directory, unless a folder or a file of tests has that name.
     """
@@ -77,7 +77,7 @@ def find(text: str, names: Sequence[str], directory: Path, source: Source) -> li
 
 
 def normalise(text: str, directory: Path) -> str:
-    """A name as discovery gives it, for a path with or without the test directory in front and ``.py`` behind."""
+    """The name that discovery gives a path, with or without the test directory before it and ``.py`` after it."""
     text = text.replace("\\", "/").strip()
     if Path(text).is_absolute():
         try:
@@ -108,7 +108,7 @@ def _is_there(text: str) -> bool:
 
 
 def matching(wanted: str, names: Iterable[str]) -> list[str]:
-    """The names that match a normalised argument: that file, everything below that folder, or the glob's matches."""
+    """The names that match a normalised argument: that file, all files below that folder, or the glob's matches."""
     if wanted == ".":
         return list(names)
     if any(character in wanted for character in "*?["):
@@ -129,7 +129,7 @@ def _folders(names: Iterable[str]) -> set[str]:
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> str:
-    """The remark ``; nearest: a, b``: by the whole name, or else by its last component, which people remember best."""
+    """The remark ``; nearest: a, b``. Compares whole names, then last parts, which people remember best."""
     import difflib  # imported late, because it is rarely needed
 
     known = sorted(set(known))
