@@ -1,24 +1,24 @@
 """What a device without a runtime of its own, such as the CPU, lacks for FSDP1 and for parameter offload.
 
-All of it is here, so that no test repeats it, and all of it goes by capability:
+All substitutes are here, so that no test repeats them. Each one depends on a capability:
 
-- ``device_memory``: FSDP1 looks for the accelerator it computes on and refuses a host without one ("FSDP needs a
-  non-CPU accelerator device", ``torch.distributed.fsdp._init_utils``). An explicit ``device_id`` answers that
-  question, so a constructor called without one is given that of its rank. Proves as much as a ``device_id`` in each
-  test would: sharding, communication and schedule are FSDP's own. What FSDP does without a ``device_id`` is not tested.
-- ``device_memory``, again: ``FlatParamHandle.prepare_gradient_for_backward`` tells an offloaded gradient of an
-  earlier step, which it drops, from one to accumulate with by their devices. Where those are the same it would
-  accumulate, also what ``zero_grad`` had let go of before (FULL_SHARD with the original parameters writes it back).
-  So the offloaded gradient is dropped before FSDP looks, and where low precision gradients are kept, the memory for
-  the next one gets the dtype of the parameters again, as FSDP gives it. Proves that the rest of the step is right, not
-  that FSDP tells the two apart.
+- ``device_memory``: FSDP1 looks for the accelerator that it computes on, and refuses a host without one ("FSDP needs a
+  non-CPU accelerator device", ``torch.distributed.fsdp._init_utils``). With an explicit ``device_id`` it does not look.
+  So a constructor that is called without one gets its rank's ``device_id``. This proves as much as a ``device_id`` in
+  each test: sharding, communication and schedule are FSDP's own. What FSDP does without a ``device_id`` is not tested.
+- ``device_memory``, again: ``FlatParamHandle.prepare_gradient_for_backward`` drops an offloaded gradient of an earlier
+  step, but keeps a gradient to accumulate with. It compares their devices to tell them apart. If the devices are the
+  same, FSDP would always accumulate, even into gradients that ``zero_grad`` has released (FULL_SHARD with the original
+  parameters writes them back). So the offloaded gradient is dropped before FSDP looks. If low precision gradients are
+  kept, the memory for the next gradient gets the dtype of the parameters again, as in FSDP. This proves that the rest
+  of the step is right, but not that FSDP tells the two gradients apart.
 - ``pinned_memory``: offloaded parameters are pinned (``_flat_param``, ``_fsdp_param``), which needs an accelerator.
-  ``Tensor.pin_memory`` returns the tensor itself. Proves where FSDP keeps parameters and gradients, and when it
-  asks for copies; not that memory is pinned, nor that a copy is right, since host and device are the same memory. FSDP1
-  under NO_SHARD computes in the very storage that it offloads.
+  ``Tensor.pin_memory`` returns the tensor itself. This proves where FSDP keeps parameters and gradients, and when it
+  asks for copies. It does not prove that memory is pinned, or that a copy is right, because host and device are the
+  same memory. FSDP1 under NO_SHARD computes in the very storage that it offloads.
 - ``streams``: the end of FSDP1's backward waits for the offload's stream, and ``torch.cpu.Stream`` has no
-  ``synchronize``. It gets one that returns at once. Proves nothing about waiting: on the host every copy is done when
-  it returns.
+  ``synchronize``. It gets one that returns at once. This proves nothing about waiting: on the host every copy is
+  complete when it returns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _installed: contextlib.ExitStack | None = None
 
 
 def install(device: Accelerator) -> None:
-    """Install the substitutes that ``device`` needs, for the whole process. Does nothing the second time, or if none is
+    """Install the substitutes that ``device`` needs, for the whole process. Does nothing if called again, or if not
     needed.
 
     Meant for a rank, which ends with its test. :func:`uninstall` removes them. Several threads may call it.
@@ -111,9 +111,7 @@ def _drop_offloaded_gradient(device: Accelerator, undo: contextlib.ExitStack) ->
 
 
 def _has_offloaded_gradient(handle: Any) -> bool:
-    """Whether ``.grad`` is an offloaded gradient of an earlier step. Under ``no_sync`` it is on the device, and
-    unsharded.
-    """
+    """Whether ``.grad`` is an earlier step's offloaded gradient. Under ``no_sync`` it is unsharded, on the device."""
     flat_param = handle.flat_param
     if flat_param.grad is None:
         return False

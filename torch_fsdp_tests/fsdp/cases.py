@@ -15,7 +15,7 @@ class FewRanksTest(FSDPTest):
 
     @property
     def world_size(self) -> int:
-        """2 on the CPU, elsewhere that of the device under test."""
+        """2 on the CPU; elsewhere the default number of the device under test."""
         return accelerator.current().few_ranks
 
 

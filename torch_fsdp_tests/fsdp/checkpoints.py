@@ -1,4 +1,4 @@
-"""Training that is saved in one layout and continues in another, and the plain run that it is compared with.
+"""Training that is saved in one layout and continues in another, and the plain run to compare it with.
 
 A layout says how a model is distributed over the first ranks of a test: with FSDP1, FSDP2 or tensor parallelism, and
 over how many ranks.
@@ -48,7 +48,7 @@ else:
 
 
 class UnevenLayers(nn.Module):
-    """Layers of 5 x 3 and 3 x 5 with biases. 2 or 4 do not divide their rows, and some of 4 ranks have no rows."""
+    """Layers of 5 x 3 and 3 x 5 with biases. Neither 2 nor 4 divides their rows, and some of 4 ranks have no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _fsdp1(
     offload: bool = False,
     strategy: ShardingStrategy | None = None,
 ) -> nn.Module:
-    """Wrap each child. What computes in ``param_dtype`` reduces in float32."""
+    """Wrap each child. Layers that compute in ``param_dtype`` reduce in float32."""
     if strategy is None:
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     return FSDP(
@@ -132,7 +132,7 @@ def _fsdp2(
     offload: bool = False,
     wrap: Callable[..., Any] = fully_shard,
 ) -> nn.Module:
-    """Wrap each child. What computes in ``param_dtype`` reduces in float32."""
+    """Wrap each child. Layers that compute in ``param_dtype`` reduce in float32."""
     policy = MixedPrecisionPolicy(param_dtype, torch.float32) if param_dtype else MixedPrecisionPolicy()
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*model.children(), model):
@@ -145,14 +145,14 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    # Between the layers a DTensor, since a local tensor would not say how many columns the other ranks have.
+    # A DTensor passes between the layers: a local tensor would not say how many columns the other ranks have.
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     styles = ColwiseParallel(use_local_output=False), RowwiseParallel()
     return parallelize_module(model, mesh, dict(zip(linear, itertools.cycle(styles))))
 
 
 def _stage(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Leave this rank's stage of the model, which runs its children one after the other."""
+    """Keep only this rank's stage of the model. The stage runs its children one after the other."""
     names = [name for name, _ in model.named_children()]
     length = len(names) // mesh.size()
     start = mesh.get_local_rank() * length
@@ -162,7 +162,7 @@ def _stage(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def before_tensor(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of a mesh that data parallelism has: all but the last, which is tensor parallelism's."""
+    """The dimensions of a mesh for data parallelism: all but the last, which is for tensor parallelism."""
     return mesh[(mesh.mesh_dim_names or ())[:-1]]
 
 
@@ -196,12 +196,12 @@ LAYOUTS = {
 
 
 class Run:
-    """A model in a layout, with Adam: it trains on its ranks' shares of the batches, is saved, and is loaded.
+    """A model in a layout, with Adam. It trains on its ranks' shares of the batches, is saved, and is loaded.
 
-    All ranks of the default group make it; those outside of the layout have no part of it afterwards (``takes_part``).
+    All ranks of the default group must create it. Ranks outside of the layout then have no part of it (``takes_part``).
     """
 
-    options: StateDictOptions | None = None  # of ``get_state_dict`` and its like
+    options: StateDictOptions | None = None  # of ``get_state_dict`` and similar functions
 
     def __init__(self, layout: Layout, seed: int = 0, model_class: Callable[[], nn.Module] = UnevenLayers) -> None:
         self.layout, self.mesh = layout, layout.mesh()
@@ -212,7 +212,7 @@ class Run:
             self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
 
     def train(self, steps: range) -> Run:
-        """Train for these steps, whose batches follow from their numbers. Returns the run."""
+        """Train for these steps. Their numbers determine the batches. Returns the run."""
         if self.takes_part:
             train_on_share(self.model, self.optim, steps, self.layout.batch_index, self.layout.batches)
         return self
@@ -226,11 +226,11 @@ class Run:
 
     @property
     def _is_fsdp1_of_some_ranks(self) -> bool:
-        """Whether FSDP's own functions must be told the group, which ``get_state_dict`` does not do before 2.13."""
+        """Whether FSDP's own functions need the group. Before 2.13 ``get_state_dict`` does not pass it."""
         return isinstance(self.model, FSDP) and self.layout.size < dist.get_world_size()
 
     def full(self) -> dict[str, torch.Tensor]:
-        """Parameters, moments and step counts, whole, in host memory; nothing on a rank outside of the layout."""
+        """The full parameters, moments and step counts in host memory. Empty on a rank outside of the layout."""
         if not self.takes_part:
             return {}
         state = self.state_dict()
@@ -247,14 +247,14 @@ class Run:
         dist.barrier()
 
     def load(self, path: str, **kwargs: Any) -> None:
-        """Load what any run saved there, of whatever layout."""
+        """Load a checkpoint that any run saved there, in any layout."""
         if self.takes_part:
             state = self.state_dict()
             dcp.load(state, checkpoint_id=path, process_group=self.group, **kwargs)
             self.set_state_dict(state)
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` has returned, of this layout."""
+        """Load what :meth:`state_dict` of the same layout has returned."""
         if self._is_fsdp1_of_some_ranks:
             self.model.load_state_dict(state["model"])
             FSDP.optim_state_dict_to_load(self.model, self.optim, state["optim"], load_directly=True, group=self.group)
@@ -269,7 +269,7 @@ class Run:
 
 
 def plain_run(steps: range, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> dict[str, torch.Tensor]:
-    """What :meth:`Run.full` of the plain model must have after these steps, worked out on each rank by itself."""
+    """The expected result of :meth:`Run.full` after these steps, from a plain model that each rank trains by itself."""
     model = filled(model_class().to(rank_device()), seed=seed)
     optim = torch.optim.Adam(model.parameters(), lr=1e-2)
     train_on_share(model, optim, steps)
@@ -280,23 +280,23 @@ def plain_run(steps: range, seed: int = 0, model_class: type[nn.Module] = Uneven
 
 
 def compiled(layout: Layout) -> Layout:
-    """The layout, compiled as far as it goes without a compiler of C++."""
+    """The layout, compiled as far as that is possible without a C++ compiler."""
     return layout._replace(apply=lambda model, mesh: torch.compile(layout.apply(model, mesh), backend="aot_eager"))
 
 
 def from_first_rank(value: Any) -> Any:
-    """What the first rank calls this with. A collective of the default group."""
+    """The value that the first rank passes. A collective of the default group."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 class HostBackendMixin(_Base):
-    """For a ``DTensorTestBase`` whose tensors travel in host memory too, as they do when they are saved in a thread."""
+    """For a ``DTensorTestBase`` with collectives in host memory too, as for saving in a thread."""
 
     @property
     def backend(self) -> str:
-        """The device's own backend, and gloo for the host where that is another one."""
+        """The device's own backend, and gloo for the host if that is a different backend."""
         device = accelerator.current()
         return device.backend if device.is_host else f"cpu:gloo,{device.type}:{device.backend}"
 
@@ -305,10 +305,10 @@ class LayoutsMixin(_Base):
     """For a ``DTensorTestBase`` of four ranks with a temporary directory."""
 
     def _check_goes_on(self, saved: str, loaded: str, **kwargs: Any) -> None:
-        """Training that was saved in one of the :data:`LAYOUTS` goes on in another.
+        """Training that was saved in one of the :data:`LAYOUTS` continues in another.
 
-        The states come back bit for bit, over those of another training, and two steps later they are those of a plain
-        run that was never interrupted.
+        The loaded states replace those of another training, and equal the saved ones bit for bit. Two steps later they
+        equal those of a plain run that was never interrupted.
         """
         path = os.path.join(self.temp_dir, f"{saved} to {loaded}")
         source = Run(LAYOUTS[saved]).train(range(2))

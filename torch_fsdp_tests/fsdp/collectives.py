@@ -50,7 +50,7 @@ class Calls(list[Call]):
 def recorded(*wanted: str) -> Iterator[Calls]:
     """Record the collectives that FSDP calls in this rank inside the context. ``wanted`` restricts them to these names.
 
-    The collectives are carried out. Only for ranks that are processes, because threads would share the patches. All
+    The collectives are carried out. Use it only if ranks are processes, because threads would share the patches. All
     gathers have one name, whether they fill one tensor or a list of tensors, as FSDP1's do in host memory.
     """
     names = {

@@ -68,7 +68,7 @@ def subtests(**config: Values) -> Callable[[Test], Test]:
 
 
 def pairwise_subtests(valid: Callable[..., bool] = lambda **case: True, **config: Values) -> Callable[[Test], Test]:
-    """Like :func:`subtests`, for the combinations that :func:`pairwise` selects."""
+    """Like :func:`subtests`, but for the combinations that :func:`pairwise` selects."""
     return _in_one_set_of_ranks(lambda: one_by_one(pairwise(_known(config), valid)))
 
 

@@ -73,7 +73,7 @@ def reduce_scatter() -> Any:
 
 
 def keeping_version(tensor: torch.Tensor) -> Any:
-    """A context in which writes do not change the tensor's version. FSDP2 uses it to write what it gathers."""
+    """A context in which writes do not change the tensor's version. FSDP2 writes gathered parameters in it."""
     return grad_mode._unsafe_preserve_version_counter(tensor)
 
 
@@ -101,7 +101,7 @@ def fsdp_states(model: nn.Module) -> list[State]:
 
 
 def gathered(flat_param: FlatParam) -> torch.Tensor:
-    """The buffer for the whole flat parameter, padded; its storage is empty while the parameter is sharded."""
+    """The buffer for the whole flat parameter, padded. Its storage is empty while the parameter is sharded."""
     return attribute(flat_param, "_full_param_padded")
 
 
@@ -126,9 +126,7 @@ def low_precision_shard(flat_param: FlatParam) -> torch.Tensor:
 
 
 def has_low_precision_shard(flat_param: FlatParam) -> bool:
-    """Whether the flat parameter has a shard in the dtype of mixed precision. It has one only for a low precision
-    dtype.
-    """
+    """Whether the flat parameter has a shard in the dtype of mixed precision. Only a low precision dtype has one."""
     return _has_optional(flat_param, "_mp_shard")
 
 
@@ -202,7 +200,7 @@ def clean_name(name: str) -> str:
 
 
 def patched_gather(**kwargs: Any) -> AbstractContextManager[Any]:
-    """Replace the method with which a handle gathers its flat parameter by a mock. ``kwargs`` are the mock's."""
+    """Replace the method with which a handle gathers its flat parameter by a mock. ``kwargs`` go to the mock."""
     return torch_names.patched(flat_param.FlatParamHandle, "_all_gather_flat_param", **kwargs)
 
 
@@ -224,7 +222,7 @@ def hybrid_strategies() -> list[ShardingStrategy]:
 
 
 def gather_buffers(flat_param: FlatParam) -> list[torch.Tensor]:
-    """The buffers into which a flat parameter is gathered: that of :func:`gathered`, and similar ones if they exist."""
+    """The buffers into which a flat parameter is gathered: that of :func:`gathered`, and any similar ones."""
     return [
         getattr(flat_param, name)
         for name in ("_full_param_padded", "_full_prec_full_param_padded")

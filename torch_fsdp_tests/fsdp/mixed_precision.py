@@ -1,4 +1,4 @@
-"""Mixed precision of FSDP2 and of ``replicate`` on it: a replica that casts by hand, and tests of what is cast."""
+"""Mixed precision of FSDP2 and of ``replicate`` on it: a replica that casts by hand, and tests of the casts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class CastsMixin(_Base):
             self.assertEqual([param.grad.dtype for param in model.parameters()], [single] * 4)
 
     def _check_submodules_with_external_inputs(self, wrap: Wrap, enable_submodule_cast: bool) -> None:
-        """A tensor that does not come from the root is cast by the submodule or not at all."""
+        """A submodule casts a tensor that does not come from the root, or nothing does."""
 
         class Adder(nn.Module):
             def __init__(self) -> None:

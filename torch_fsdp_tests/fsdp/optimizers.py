@@ -1,6 +1,6 @@
 """Optimizers on the shards of FSDP2's parameters, for tests that are not about optimizers.
 
-DTensor takes milliseconds for each operation that is new to it with these shapes, and in a test's process all are new.
+The first DTensor operation of each kind and shape takes milliseconds, and in a test's process all operations are new.
 So the first step of Adam on DTensors takes a tenth of a second or more. An elementwise optimizer has the same result on
 shards.
 """

@@ -1,13 +1,13 @@
-"""Whether work on different streams is ordered wherever it shares memory: a race detector that needs no accelerator.
+"""A race detector for streams that needs no accelerator: work on shared memory must be ordered.
 
-Streams of the CPU do nothing. A wait that FSDP leaves out goes unnoticed there, and on an accelerator it shows once in
-a while. :func:`recorded` gives clocks to streams and events. An operator reads and writes memory on the stream that is
-current when it is called. A wait orders what follows on a stream after what the other stream, or the event, has seen.
-Two accesses to the same bytes race if one of them writes and neither is ordered after the other.
+Streams of the CPU do nothing. If FSDP leaves out a wait, the CPU does not show it, and an accelerator shows it only now
+and then. :func:`recorded` gives clocks to streams and events. An operator reads and writes memory on the stream that is
+current when it is called. A wait orders the later work of a stream after everything that the other stream, or the
+event, has seen. Two accesses to the same bytes race if at least one is a write and neither is ordered after the other.
 
-Memory that is freed goes to the next allocation on the stream where it was allocated, as in a caching allocator. That
-allocation has to come after all accesses, except on streams that ``record_stream`` has told the allocator of.
-Accelerators' own sanitizers, such as ``torch.cuda._sanitizer``, have these rules but for the one about freed memory.
+Freed memory goes to the next allocation on the stream where it was allocated, as in a caching allocator. That
+allocation must come after all accesses, except those on streams that were passed to ``record_stream``. Sanitizers for
+accelerators, such as ``torch.cuda._sanitizer``, have the same rules, except the one about freed memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.fsdp import internals
 
-Clock = dict[int, int]  # of each stream, how many of its operators are known to be done
+Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
 
 _NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stream", "sym_", "storage_offset", "_has_")
-# Arguments that are written, where the schema does not say so: collectives fill their first.
+# Arguments that an operator writes although the schema does not say so. Collectives write their first argument.
 _WRITES = {"fsdp::all_gather_copy_in": ("all_gather_output",)}
 _WRITES_FIRST = "c10d::"
 
@@ -41,7 +41,7 @@ class Access(NamedTuple):
     """One operator's access to bytes of a storage."""
 
     stream: int
-    number: int  # of the operator, on its stream
+    number: int  # the number of the operator on its stream
     operator: str
     start: int
     end: int
@@ -49,7 +49,7 @@ class Access(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders, and where FSDP, or whoever it was, made the later one."""
+    """Two accesses that nothing orders, and the place in FSDP (or elsewhere) that made the later one."""
 
     earlier: str
     later: str
@@ -61,7 +61,7 @@ class Race(NamedTuple):
 
 @dataclass
 class _Memory:
-    """What was done with a storage. ``users`` are streams that the allocator was told of."""
+    """The accesses to a storage. ``users`` are the streams that were passed to ``record_stream``."""
 
     storage: StorageWeakRef
     stream: int
@@ -70,7 +70,7 @@ class _Memory:
 
 
 class Recording(TorchDispatchMode):
-    """The races that were found; ``waits`` counts how often one stream waited for another."""
+    """The races that were found. ``waits`` counts how often one stream waited for another."""
 
     def __init__(self, device_module: Any) -> None:
         super().__init__()
@@ -78,17 +78,17 @@ class Recording(TorchDispatchMode):
         self.waits = 0
         self._module = device_module
         self._names: dict[int, str] = {}
-        self._streams: dict[int, Any] = {}  # so that no other gets the id of one that is gone
+        self._streams: dict[int, Any] = {}  # kept, so that no other stream gets the id of a deleted one
         self._clocks: dict[int, Clock] = {}
         self._host: Clock = {}
         self._events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
         self._memory: dict[int, _Memory] = {}
-        self._freed: dict[int, list[Access]] = {}  # of each stream, what was done with memory that is free again
+        self._freed: dict[int, list[Access]] = {}  # for each stream, the accesses to memory that is free again
 
     # Streams and events
 
     def stream(self, stream: Any = None) -> int:
-        """The number of a stream, of the current one by default."""
+        """The number of a stream. The default is the current one."""
         stream = self._module.current_stream() if stream is None else stream
         key = getattr(stream, "stream_id", id(stream))
         if key not in self._streams:
@@ -97,32 +97,32 @@ class Recording(TorchDispatchMode):
         return key
 
     def record(self, event: Any, stream: Any = None) -> None:
-        """An event stands for all that its stream has been given so far."""
+        """Let an event stand for all work that its stream has been given so far."""
         self._events[event] = dict(self._clocks[self.stream(stream)])
 
     def wait(self, stream: Any, seen: Mapping[int, int] | None) -> None:
-        """What follows on a stream comes after what was seen."""
+        """Order the later work of a stream after what was seen."""
         self.waits += 1
         _merge(self._clocks[self.stream(stream)], seen or {})
 
     def wait_stream(self, stream: Any, other: Any) -> None:
-        """What follows on a stream comes after what another has been given so far."""
+        """Order the later work of a stream after all work that another stream has been given so far."""
         self.wait(stream, self._clocks[self.stream(other)])
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """What follows on a stream, the current one by default, comes after what an event stands for."""
+        """Order the later work of a stream after what an event stands for. The default is the current stream."""
         self.wait(stream, self._events.get(event))
 
     def synchronize_stream(self, stream: Any) -> None:
-        """The host goes on when a stream is done."""
+        """Let the host wait for a stream."""
         _merge(self._host, self._clocks[self.stream(stream)])
 
     def synchronize_event(self, event: Any) -> None:
-        """The host goes on when what an event stands for is done."""
+        """Let the host wait for what an event stands for."""
         _merge(self._host, self._events.get(event, {}))
 
     def synchronize(self) -> None:
-        """The host goes on when everything is done."""
+        """Let the host wait for everything."""
         for clock in self._clocks.values():
             _merge(self._host, clock)
 
@@ -130,7 +130,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operators, on local tensors, come here in turn
+            return NotImplemented  # a DTensor's operators on local tensors come here too
         kwargs = kwargs or {}
         self._free()
         read, written = _operands(func, args, kwargs)
@@ -182,14 +182,14 @@ class Recording(TorchDispatchMode):
                 self.races.append(race)
 
     def free(self, key: int) -> None:
-        """The allocator may hand the memory of a storage to the next allocation on its stream."""
+        """Let the allocator give the memory of a storage to the next allocation on its stream."""
         memory = self._memory.pop(key, None)
         if memory is not None:
             left = (access for access in memory.accesses if access.stream not in memory.users)
             self._freed.setdefault(memory.stream, []).extend(left)
 
     def allocate(self, storage: torch.UntypedStorage, operator: str) -> None:
-        """Memory is handed out, on the current stream: perhaps what was freed there since the last time."""
+        """Allocate memory on the current stream. It may be memory that was freed there since the last allocation."""
         self._of(storage)
         stream = self.stream()
         _merge(self._clocks[stream], self._host)
@@ -201,7 +201,7 @@ class Recording(TorchDispatchMode):
             self.free(key)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """``record_stream``: the memory, once freed, waits for what this stream was given until then."""
+        """``record_stream``: after it is freed, the memory stays unused until the stream's work so far is done."""
         self._of(tensor.untyped_storage()).users.add(self.stream(stream))
 
 
@@ -215,7 +215,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _is_within(inner: Access, outer: Access) -> bool:
-    """Whether what is ordered after ``outer`` is ordered after ``inner`` too, and it has no bytes of its own."""
+    """Whether ``outer`` covers all bytes of ``inner``, and all that is ordered after ``outer`` follows ``inner``."""
     return inner.stream == outer.stream and outer.start <= inner.start and inner.end <= outer.end
 
 
@@ -246,13 +246,13 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what this rank does within the context. For ranks that are processes: threads share the patches."""
+    """Record what this rank does inside the context. Use it only if ranks are processes: threads share the patches."""
     module = torch.get_device_module(accelerator.current().type)
     recording = Recording(module)
     with contextlib.ExitStack() as patches:
 
         def patch(owner: Any, name: str, note: Callable[..., Any]) -> None:
-            """Call ``note`` with what the original returned, and with its arguments, once it has been called."""
+            """Call ``note`` after each call of the original, with its result and its arguments."""
             original = getattr(owner, name, lambda *args, **kwargs: None)
 
             def noted(*args: Any, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ def recorded() -> Iterator[Recording]:
             patches.enter_context(mock.patch.object(owner, name, noted, create=True))
 
         def record_event(event: Any, stream: Any, *args: Any) -> Any:
-            event = module.Event() if event is None else event  # a stream of the CPU makes none
+            event = module.Event() if event is None else event  # a stream of the CPU creates no event
             recording.record(event, stream)
             return event
 
@@ -280,7 +280,7 @@ def recorded() -> Iterator[Recording]:
         patch(module.Event, "synchronize", lambda _, event: recording.synchronize_event(event))
         patch(module, "synchronize", lambda *_: recording.synchronize())
         patch(torch.UntypedStorage, "resize_", resize)
-        # FSDP2 asks this for the stream of the device under test, which need not be what torch calls an accelerator.
+        # FSDP2 asks this for the stream of the device under test, which may differ from torch's own accelerator.
         current = mock.patch.object(torch.accelerator, "current_stream", lambda *_: module.current_stream())
         patches.enter_context(current)
         for owner in (internals.flat_param, internals.fsdp1_runtime):  # does nothing on the CPU

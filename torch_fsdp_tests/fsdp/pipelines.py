@@ -18,7 +18,7 @@ from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_each
 
-SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the others have two
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the other schedules have two
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 SCHEDULES = [*SINGLE, *LOOPED, *V_SHAPED]
@@ -28,7 +28,7 @@ SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 DIM = 4
 BLOCKS = 4
 MICROBATCHES = 4  # the number that DualPipeV needs on two ranks
-ROWS = 2  # of a microbatch
+ROWS = 2  # rows of a microbatch
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # the inputs and the targets of all microbatches
 
@@ -79,7 +79,7 @@ def microbatched_in_bfloat16(plain: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def units_of(stage: Any) -> list[Any]:
-    """The first layer of each block, each block, and the stage. All but the stage get a group of parameters."""
+    """The first layer of each block, each block, and the stage. All but the stage get a parameter group."""
     return [*(module for block in stage for module in (block.net1, block)), stage]
 
 
@@ -101,9 +101,9 @@ def indices_of(schedule: str, rank: int, size: int) -> list[int]:
 class Pipeline:
     """Parts of a plain model as stages on the ranks of a group, under one of the ``SCHEDULES``.
 
-    ``wrap`` parallelizes a copy of each part and returns it. The stages find out the shapes of activations themselves,
-    or get them. In that case ``told`` is the dtype of everything but the pipeline's input. Other arguments are the
-    schedule's.
+    ``wrap`` parallelizes a copy of each part and returns it. The stages find the shapes of activations themselves, or
+    get them as arguments. In that case ``told`` is the dtype of everything but the pipeline's input. Other arguments go
+    to the schedule.
     Raises ``unittest.SkipTest`` if the installed torch cannot start the schedule over any backend.
     """
 
@@ -138,7 +138,7 @@ class Pipeline:
         self._rank_of_last = size - 1 if schedule not in V_SHAPED else 0
 
     def step(self, batch: Batch, **kwargs: Any) -> torch.Tensor:
-        """Run the schedule. Returns the losses of the microbatches, on all ranks. Other arguments are the step's."""
+        """Run the schedule. Returns the losses of the microbatches, on all ranks. Other arguments go to the step."""
         targets = self._targets(batch)
         self.schedule.step(*self._inputs(batch), **targets, **kwargs)
         known = torch.stack(targets["losses"]).detach() if targets else batch[0].new_empty(MICROBATCHES)

@@ -45,7 +45,7 @@ class FourLayers(nn.Module):
         self.net4 = nn.Sequential(nn.ReLU(), nn.Linear(64, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From rows of 8 elements to rows of 8 elements."""
+        """Map rows of 8 elements to rows of 8 elements."""
         return self.net4(self.net3(self.net2(self.net1(x))))
 
     def get_input(self, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -72,7 +72,7 @@ class SimpleModel(nn.Module):
 
 
 class SimpleModelUneven(SimpleModel):
-    """From 5 to 10, 15 and 5 elements. The rows of some layers are not divisible by 2 or 4."""
+    """Layers from 5 to 10, 15 and 5 elements. The rows of some layers are not divisible by 2 or 4."""
 
     sizes = (5, 10, 15, 5)
 
@@ -80,9 +80,10 @@ class SimpleModelUneven(SimpleModel):
 def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range, rank: int = 0, size: int = 1) -> None:
     """Train on this rank's share of a batch of four parts, or with ``size`` 1 on the whole batch.
 
-    A part is the ``get_input(generator)`` of the model, or of the module that FSDP or DDP holds. It depends on the
+    A part comes from ``get_input(generator)`` of the model, or of the module that FSDP or DDP holds. It depends on the
     number of the step, so that other steps are a different training. The loss is the sum of the outputs, divided by the
-    number of parts that the rank has: what ``size`` ranks average is the gradient of a plain model on the whole batch.
+    number of parts that the rank has. So the average over ``size`` ranks is the gradient of a plain model on the whole
+    batch.
     """
     source: Any = getattr(model, "module", model)
     device = next(model.parameters()).device
@@ -160,7 +161,7 @@ class ShardedStatesMixin(_Base):
     def _check_laid_out(
         self, model: nn.Module, optim: torch.optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...]
     ) -> None:
-        """Sharded state dicts have a DTensor on this mesh for each of eight parameters and for its two moments."""
+        """Sharded state dicts must have a DTensor on this mesh for each of eight parameters and for its two moments."""
         use_sharded_state_dicts(model)
         found = parameters_and_moments(model, optim)
         self.assertEqual(len(found), 8 + 16)
@@ -172,7 +173,7 @@ class ShardedStatesMixin(_Base):
         self.assertTrue(settings.optim_state_dict_config._use_dtensor)
 
     def _check_same_dtensors(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """DTensors of the same names with the same values, bit for bit, in every shard."""
+        """The DTensors must have the same names and the same values, bit for bit, in every shard."""
         self.assertEqual(list(found), list(wanted))
         for name in wanted:
             self.assertEqual([type(found[name]), type(wanted[name])], [DTensor, DTensor])
@@ -180,7 +181,7 @@ class ShardedStatesMixin(_Base):
             self.assertEqual(found[name].to_local(), wanted[name].to_local(), msg=name, rtol=0, atol=0)
 
     def _check_same_rows(self, on_mesh: Trained, on_groups: Trained, offload_to_cpu: bool) -> list[str]:
-        """DTensors have the rows that ShardedTensors have. Returns the names of those of which this rank has none."""
+        """DTensors must have the rows of the ShardedTensors. Returns the names of those without rows here."""
         empty, found = [], []
         for model, optim in (on_mesh, on_groups):
             use_sharded_state_dicts(model, offload_to_cpu)
@@ -218,12 +219,10 @@ class ShardedStatesMixin(_Base):
         self._check_same_dtensors(moments(found), moments(wanted))
         self.assertEqual(step_counts(found), [1] * len(wanted["state"]))
         self.assertEqual(found["param_groups"], wanted["param_groups"])
-        self.assertNotEqual(full_parameters(model), parameters)  # those were not saved
+        self.assertNotEqual(full_parameters(model), parameters)  # the parameters were not saved
 
     def _check_model_comes_back(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-        """A step after saving changes every parameter. After loading, the model must compute what it did when it was
-        saved.
-        """
+        """A step after saving changes every parameter. After loading, the model must compute what the saved one did."""
         saved = model.state_dict()
         wanted, file, parameters = copy.deepcopy(saved), _written(saved), full_parameters(model)
         source: Any = getattr(model, "module", model)

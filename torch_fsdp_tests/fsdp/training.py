@@ -83,9 +83,7 @@ def train(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def accumulating(model: nn.Module, mark: Callable[[bool], object]) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """A :func:`train` for batches of microbatches. ``mark`` is called before each microbatch of ``model``, and is told
-    whether it is the last.
-    """
+    """A :func:`train` for batches of microbatches. It calls ``mark(model, is_last)`` before each microbatch."""
 
     def step(each: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
         losses = []
@@ -119,11 +117,11 @@ def check_parity(
     what: tuple[str, ...] = ("parameter", "gradient"),
     **tolerance: Any,
 ) -> None:
-    """Compare this rank's part of an FSDP2 model with its shards of another model, all at once.
+    """Compare this rank's part of an FSDP2 model with the same shards of another model, all at once.
 
     The other model is a plain one, or an FSDP2 model too. Compares parameters and gradients, unless ``what`` names only
-    one of them. A gradient may be missing from both. It is like ``check_sharded_parity``, but a hundred times as fast,
-    and works for every layout of FSDP. This includes shards of what tensor parallelism has sharded, which
+    one of them. A gradient may be missing from both. The check is like ``check_sharded_parity``, but a hundred times as
+    fast, and works for every layout of FSDP. That includes FSDP shards of parameters under tensor parallelism, which
     ``distribute_tensor`` does not support.
     """
     refs, params = named(ref_model), named(model)
@@ -212,9 +210,7 @@ class TrainingMixin(_Base):
         return copy.deepcopy(model).to(self.device)
 
     def _seed(self, data_rank: int | None = None) -> None:
-        """From here on, ranks draw different random numbers, except that ranks with the same ``data_rank`` draw the
-        same.
-        """
+        """Draw different random numbers on each rank from here on. Ranks with the same ``data_rank`` draw the same."""
         manual_seed(42 + (self.rank if data_rank is None else data_rank) + 1)
 
     def _inputs(self, *shape: int, **kwargs: Any) -> torch.Tensor:
@@ -224,7 +220,7 @@ class TrainingMixin(_Base):
         return torch.randint(0, vocab_size, shape, device=self.device)
 
     def _sleep(self, milliseconds: float) -> None:
-        """Sleep, odd ranks twice as long. A millisecond is enough if nothing of the rank runs in parallel."""
+        """Sleep; odd ranks sleep twice as long. A millisecond is enough if nothing of the rank runs in parallel."""
         kind = accelerator.current().type
         milliseconds = milliseconds if accelerator.current().has("streams") else 1
         device_sleep(kind, int(milliseconds * (1 + self.rank % 2) * get_cycles_per_ms(kind)))
@@ -245,9 +241,9 @@ class TrainingMixin(_Base):
     ) -> None:
         """Train both models on different data on each rank, and compare losses, gradients and parameters.
 
-        Ranks of the same ``data_rank`` share their data. ``step`` makes the gradients of either model and returns its
-        losses; ``average`` turns those of the plain model into what FSDP computes; ``compare`` is called with the test
-        and both models, and once more after the last step.
+        Ranks with the same ``data_rank`` share their data. ``step`` makes the gradients of either model and returns its
+        losses. ``average`` turns the plain model's gradients into those that FSDP computes. ``compare`` is called with
+        the test and both models, and once more after the last step.
         """
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model, cls=optim_cls, **optim_kwargs)
@@ -274,7 +270,7 @@ class TrainingMixin(_Base):
         with self.assertRaisesRegex(ValueError, "does not have a method feature"):
             register_fsdp_forward_method(model.vit, "feature")
         register_fsdp_forward_method(model.vit, "features")
-        register_fsdp_forward_method(ref_model.vit, "features")  # has no shards, so there is nothing to do
+        register_fsdp_forward_method(ref_model.vit, "features")  # it has no shards, so there is nothing to do
         seen: list[type] = []
         model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
         self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)

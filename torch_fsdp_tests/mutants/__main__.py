@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.mutants``: what would the suite miss?"""
+"""``python -m torch_fsdp_tests.mutants``: finds the changes that the suite would miss."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def _choose(asked: Options, found: Sequence[Mutant]) -> list[Mutant]:
 
 
 def _sources(asked: Options) -> dict[str, str]:
-    """The sources of the test files that may run."""
+    """Return the sources of the test files that may run."""
     files = {file.name: file for file in discover(asked.test_directory)}
     chosen = select([*files.values()], asked.include, (), asked.test_directory, lambda name: files[name].source())
     return {test.file: files[test.file].source() for test in chosen}
 
 
 def _facts(asked: Options, device: str) -> dict[str, Any]:
-    """What must not change between runs, so that their findings belong together."""
+    """Return the facts that must not change between runs, so that their findings can be combined."""
     version = devices.torch_version()
     return {"torch": version, "python": platform.python_version(), "device": device, "package": asked.package}
 

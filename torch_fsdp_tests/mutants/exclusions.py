@@ -1,4 +1,4 @@
-"""What is not changed, and why: code whose changes no test on this device can notice."""
+"""The code that is not changed, and why: no test on this device can notice a change there."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ class Outcome(str, enum.Enum):
     NOTICED = "noticed"
     MISSED = "missed"
     NOT_REACHED = "not reached"  # no test runs the changed statement
-    EQUIVALENT = "equivalent"  # the list says that no test can notice it
-    UNDECIDED = "undecided"  # the harness could not do its work
+    EQUIVALENT = "equivalent"  # the list says that no test can notice the change
+    UNDECIDED = "undecided"  # the harness failed
 
     @property
     def counts(self) -> bool:
-        """Whether it counts for the share of noticed mutants."""
+        """Whether it counts in the share of noticed mutants."""
         return self in (Outcome.NOTICED, Outcome.MISSED)
 
 
@@ -53,7 +53,7 @@ class Finding:
 
 
 class Record:
-    """The file. Its first line says what was tried. An incomplete line at the end is ignored."""
+    """The file of findings. Its first line describes the selection. An incomplete line at the end is ignored."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path, self.facts = path, dict(facts)

@@ -20,8 +20,8 @@ from typing import Any
 from torch_fsdp_tests.mutants.sites import MARKER, Source, module_of
 
 VARIABLE = "TORCH_FSDP_TESTS_MUTANT"  # the id of a process' mutant
-REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is made when changed code runs
-BROKEN = ".broken"  # the suffix of one that says why there is no changed code
+REACHED = "TORCH_FSDP_TESTS_MUTANT_REACHED"  # a file that is created when changed code runs
+BROKEN = ".broken"  # the suffix of a file that says why there is no changed code
 SITE = Path(__file__).parent / "site"
 
 
@@ -64,7 +64,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _marker(path: str | None) -> Any:
-    """Changed code calls this. It makes a file, once per process."""
+    """Create a file, once per process. Changed code calls this."""
     done = path is None
 
     def reached() -> None:

@@ -51,7 +51,7 @@ class NoPackage(ValueError):
 
 
 def folder_of(package: str) -> Path:
-    """The folder of a package. Looks up only the outermost package, which imports nothing. Raises NoPackage."""
+    """Return the folder of a package. Only finds the outermost package, so nothing is imported. Raises NoPackage."""
     outermost, *inner = package.split(".")
     spec = importlib.util.find_spec(outermost)
     for place in (spec and spec.submodule_search_locations) or ():
@@ -92,19 +92,19 @@ def _place(id: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:{id}".encode()).digest()
 
 
-SPECIFIC = 4  # tests that come first for being specific
-START = 0.5  # seconds that a test costs beside its own
+SPECIFIC = 4  # the number of specific tests that come first
+START = 0.5  # seconds that a test costs in addition to its own
 
 
 class Tests:
-    """The tests that could notice a mutant: a few specific ones, then those that soon enter most functions together.
+    """The tests that could notice a mutant: first a few specific ones, then those that quickly cover most functions.
 
-    Hundreds of tests enter a function that all of FSDP goes through. The most specific of them do little else, so what
-    a mutant breaks shows elsewhere.
+    Hundreds of tests enter a function that all of FSDP uses. The most specific of them do little else, so the effect of
+    a mutant often shows only in other tests.
     """
 
     def __init__(self, reach: ReachMap, sources: Mapping[str, str]) -> None:
-        """``sources`` are the texts of the test files, by name; only tests of these count."""
+        """``sources`` are the texts of the test files, by name. Only tests of these files count."""
         self._map, self._sources = reach, sources
         self._known: dict[str, Sequence[Reached]] = {}
 
@@ -126,7 +126,7 @@ class Tests:
         return entered
 
     def _neighbours(self, function: str) -> int:
-        """The functions of the package in which one lies, as bits; of all packages, if its module is not in the map."""
+        """The functions of the package that contains this one, as bits. All functions, if its module is unknown."""
         module = function
         while module and module not in self._map.modules:
             module = module.rpartition(".")[0]
@@ -135,16 +135,17 @@ class Tests:
         return sum(1 << number for number, is_inside in enumerate(inside) if is_inside)
 
     def _spread(self, found: Sequence[Reached], wanted: int) -> list[Reached]:
-        """After the specific tests each next one enters, for its seconds, most of the wanted functions that are new.
+        """After the specific tests: each next test enters the most new functions per second among the wanted ones.
 
-        Once there are none that are new, all are again.
+        When no function is new, all functions count as new again.
         """
         order, left = list(found[:SPECIFIC]), list(found[SPECIFIC:])
         fresh = wanted
         for test in order:
             fresh &= ~self._entered[test]
         while left:
-            # Nobody gains by what others enter: the first that gains as much as it promised is the best.
+            # A gain never grows while other tests enter functions. So the first test that gains what it promised is
+            # best.
             queue = [(-self._gain(test, fresh), place, test) for place, test in enumerate(left)]
             heapq.heapify(queue)
             left = []
@@ -181,6 +182,6 @@ class Tests:
 
 
 def equivalents(path: Path, on_host: bool) -> Mapping[str, Mapping[str, Any]]:
-    """The mutants that no test can notice on this kind of device, by id, with the change and the argument."""
+    """Return the mutants that no test can notice on this kind of device, by id, with the change and the argument."""
     entries = json.loads(path.read_text(encoding="utf-8"))["mutants"]
     return {entry["id"]: entry for entry in entries if on_host or entry.get("only") != "host"}

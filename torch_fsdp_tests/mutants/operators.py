@@ -1,7 +1,7 @@
 """The kinds of changes. Each operator takes a node of the syntax tree, and returns nodes that may replace it.
 
-A tired programmer could make these changes. Changes that Python itself refuses at once say nothing about tests, so
-operators leave out the obvious ones. New nodes share the children of the old one, which does not change.
+A tired programmer could make these changes. A change that is an error in Python itself does not test the tests, so
+operators leave out the obvious ones. New nodes share the children of the old node, which does not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Change = Callable[[Any, Place], Iterator[ast.AST]]
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    name: str  # in the ids of mutants
+    name: str  # part of the ids of mutants
     words: str
     nodes: tuple[type[ast.AST], ...]
     change: Change
@@ -82,7 +82,7 @@ _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def _is_opposed(node: ast.AST) -> bool:
-    """Whether exchanging the comparison negates it, so that one of both changes is enough."""
+    """Whether exchanging the comparison negates it, so that one of the two changes is enough."""
     return isinstance(node, ast.Compare) and len(node.ops) == 1 and not isinstance(node.ops[0], _ORDERINGS)
 
 
@@ -165,7 +165,7 @@ _DECORATORS_KEPT = {"contextmanager", "dataclass", "wraps", "cache", "lru_cache"
 
 @_operator("decorator", "decorator left out", ast.Call)
 def _decorator(node: ast.Call, place: Place) -> Iterator[ast.AST]:
-    """Replaces it by one that does nothing."""
+    """Replaces it by a decorator that does nothing."""
     if place.is_decorator and dotted(node).rpartition(".")[2] not in _DECORATORS_KEPT:
         yield ast.parse("lambda undecorated: undecorated", mode="eval").body
 
@@ -188,9 +188,7 @@ def _is_there_before(target: ast.expr, line: int, place: Place) -> bool:
 
 @_operator("drop", "argument dropped", ast.Call)
 def _drop(node: ast.Call, place: Place) -> Iterator[ast.AST]:
-    """Drops each keyword argument, and the last positional one, which may have a default. The others are rarely
-    optional.
-    """
+    """Drops each keyword argument, and the last positional one. The other arguments are rarely optional."""
     for position, keyword in enumerate(node.keywords):
         if keyword.arg is not None:
             yield _replaced(node, keywords=[*node.keywords[:position], *node.keywords[position + 1 :]])

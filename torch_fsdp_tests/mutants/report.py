@@ -19,7 +19,7 @@ from torch_fsdp_tests.mutants.operators import OPERATORS
 
 VERSION = 1
 RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"
-_SHOWN = 400  # tests that a missed mutant names on the page
+_SHOWN = 400  # the most tests that the page names for a missed mutant
 _KINDS = {operator.name: operator.words for operator in OPERATORS}
 
 
@@ -92,7 +92,7 @@ def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _mutant(entry: Mapping[str, Any]) -> str:
-    """One that was missed: what is changed where, which tests ran, and the command that repeats it."""
+    """Show a mutant that was missed: the change and its place, the tests that ran, and the command that repeats it."""
     tests = entry.get("tests", ())
     parts = [f"<div class=dim>{page.text(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
     parts.append(page.pre(entry.get("change", "")))
@@ -126,7 +126,7 @@ def _noticed(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _head(data: Mapping[str, Any]) -> str:
-    """What share of the mutants was noticed, of what, and where."""
+    """Show the share of the mutants that was noticed, the package, and the place of the run."""
     kinds = {Outcome.NOTICED: "ok", Outcome.MISSED: "bad", Outcome.UNDECIDED: "warn"}
     boxes = [
         (str(data[outcome.value]), outcome.value, kinds.get(outcome, "skip") if data[outcome.value] else "none")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     id = os.environ.get(hook.VARIABLE, "")
     hook.install(id, forgotten)
     if id:
-        sys.path.insert(1, str(hook.SITE))  # for ranks that are not forked: they get this path
+        sys.path.insert(1, str(hook.SITE))  # ranks that are not forked get this path
     child.main(command)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch_fsdp_tests.mutants.exclusions import BLOCKS, Exclusions
 from torch_fsdp_tests.mutants.operators import OPERATORS, Place
 
-_MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator takes
+_MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
 MARKER = "__mutant_reached__"  # what changed code calls before it runs
 
 
@@ -23,7 +23,7 @@ def module_of(id: str) -> str:
 
 
 def function_of(id: str) -> str:
-    """The function, class or module of a mutant, whose tests can notice it."""
+    """Return the function, class or module of a mutant. Its tests can notice the mutant."""
     module, name, *_ = id.split(":")
     return module if name == "<module>" else f"{module}.{name}"
 
@@ -33,12 +33,12 @@ class Site:
     """One possible change: replace ``old`` by ``new`` in the tree."""
 
     id: str
-    function: str  # qualified name of the function, class or module whose tests can notice
+    function: str  # qualified name of the function, class or module whose tests can notice the change
     operator: str
-    excluded: str | None  # why it is not made
+    excluded: str | None  # why the change is not made
     line: int
     statement: ast.stmt
-    block: list[ast.stmt]  # that holds the statement
+    block: list[ast.stmt]  # the block that holds the statement
     old: ast.AST
     new: ast.AST
     holder: ast.AST
@@ -76,7 +76,7 @@ class Site:
         return getattr(self.holder, self.field) is self.block
 
     def apply(self) -> None:
-        """Change the tree, for good."""
+        """Apply the change to the tree. This cannot be undone."""
         ast.fix_missing_locations(ast.copy_location(self.new, self.old))
         self._put(self.new)
 
@@ -96,8 +96,8 @@ def _header(node: ast.AST) -> str:
 class _Around:
     """The surroundings of a node."""
 
-    name: str  # of the function, class or module
-    inner: str  # what the name of a function or class in it begins with
+    name: str  # name of the function, class or module
+    inner: str  # prefix of the names of functions and classes in it
     statement: ast.stmt | None = None
     block: list[ast.stmt] = dataclasses.field(default_factory=list)
     excluded: str | None = None
@@ -165,7 +165,7 @@ def _place(node: ast.AST, field: str, outer: Place) -> Place:
     condition = field == "test" if isinstance(node, (ast.If, ast.While, ast.IfExp)) else field == "ifs"
     default = field in ("defaults", "kw_defaults") or isinstance(node, ast.ClassDef)
     if isinstance(node, (ast.Assign, ast.AnnAssign)) and field == "value":
-        default = outer.is_default  # of a field, in the body of a class
+        default = outer.is_default  # the default of a field in the body of a class
     return dataclasses.replace(
         outer, is_condition=condition, is_decorator=field == "decorator_list", is_default=default
     )

@@ -32,11 +32,11 @@ from torch_fsdp_tests.verdict import Scope, State
 TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time
 FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of its tests
 FACTOR = 10.0  # on the recorded times, because a busy machine is slower than the one that recorded them
-WORTH_A_SERVER = 3  # mutants one after the other; for fewer, separate interpreters start faster
+WORTH_A_SERVER = 3  # mutants in a row; for fewer, separate interpreters start faster
 TICK = 0.1  # seconds between two checks whether the server is ready
 FEW = 2  # tests in a mutant's first process; each further process has up to twice as many, but no more than MANY
 MANY = 8
-SOON = 4  # how far ahead a process looks for tests of its file, as a multiple of the tests it may have
+SOON = 4  # how far ahead a process looks for tests of its file, as a multiple of its number of tests
 assert TEST_LIMIT < FILE_LIMIT
 
 
@@ -51,7 +51,7 @@ class Setting:
     may_fork: bool
     at_a_time: int
     patience: float = 1.0
-    budget: float = math.inf  # known seconds of tests that a mutant is given
+    budget: float = math.inf  # sum of the known seconds of a mutant's tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Work:
     """Some tests of a file, for a process that is the mutant with this id. With an empty id nothing is changed."""
 
     id: str
-    tests: tuple[Reached, ...]  # all of one file
+    tests: tuple[Reached, ...]  # all tests are of one file
 
     @property
     def file(self) -> str:
@@ -78,7 +78,7 @@ def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
 
 
 def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
-    """The first tests that fit into so many known seconds together, and at least one."""
+    """The first tests whose known seconds fit into the budget together, and at least one."""
     chosen: list[Reached] = []
     for test in tests:
         budget -= test.seconds
@@ -95,16 +95,16 @@ class Trials:
     """Tries mutants in one thread. Use it only once."""
 
     def __init__(self, setting: Setting, tests: Tests, argued: Mapping[str, Mapping[str, str]]) -> None:
-        """``argued`` has the mutants that are equivalent, by id."""
+        """``argued`` has the equivalent mutants, by id."""
         self._setting, self._tests, self._argued = setting, tests, argued
         self._running: dict[int, tuple[TestProcess, Story]] = {}
-        self._streams: dict[int, TestProcess] = {}  # of processes that may still report, by descriptor
+        self._streams: dict[int, TestProcess] = {}  # the streams of processes that may still report, by descriptor
         self._fit: dict[tuple[str, str], bool] = {}  # whether a test passes without a change, by file and name
         self._forkserver: ForkServer | None = None
-        self._inherited = host.children()  # of the program that this process ran before
+        self._inherited = host.children()  # children of the program that ran in this process before
 
     def judge(self, mutants: Iterable[Mutant]) -> Generator[Finding]:
-        """Yield each mutant's finding as soon as it is known. If the caller stops, everything that runs is ended."""
+        """Yield each mutant's finding as soon as it is known. If the caller stops, all running processes are ended."""
         waiting = collections.deque(mutants)
         self._directory = Path(tempfile.mkdtemp(prefix="mutants-"))
         self._reaper = Reaper(self._directory)
@@ -196,7 +196,7 @@ class Trials:
         return self._fit[key]
 
     def _reached(self, id: str) -> Path:
-        """The file that is made when a mutant's changed code runs."""
+        """The file that is created when a mutant's changed code runs."""
         return self._directory / f"{id.translate(str.maketrans(':<>', '...'))}.reached"
 
     def _start(self, work: Work) -> TestProcess:
