@@ -1,8 +1,8 @@
-"""Pipelines with stages of FSDP2: who gathers, who reduces, and when.
+"""Pipelines with stages of FSDP2: which stage gathers, which one reduces, and when.
 
 While a schedule runs, FSDP2 does not end the backward of a microbatch by itself. The schedule gathers a stage before it
-computes, and reduces its gradients after the last microbatch. The reference is the plain model in one piece, whose
-gradients of the same microbatches are averaged over the ranks that have data of their own.
+computes, and reduces its gradients after the last microbatch. The reference is the plain model in one piece. Its
+gradients of the same microbatches are averaged over the ranks with different data.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import FEW, check_gradients
 
 BF16 = torch.bfloat16
-GROUPS = 4  # of parameters, on each rank of two that share the pipeline
+GROUPS = 4  # parameter groups on each of two ranks that share the pipeline
 POLICIES = {
     "FSDP": MixedPrecisionPolicy(),
     "FSDP_MP": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
 }
 FORWARDS, BACKWARDS = ([f"0{kind}{index}" for index in range(MICROBATCHES)] for kind in "FB")
-# How many parameters have no gradient for which reason.
+# The number of parameters without a gradient, by reason.
 NO_GRADIENT = {"unused": 1, "layer": 2, "stage": 4}
-# The methods of a stage by which a schedule computes.
+# The methods of a stage that a schedule calls to compute.
 COMPUTE = ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"]
-# The plain model's step for each of the policies.
+# The plain model's step for each policy.
 REFERENCES = {"FSDP": microbatched, "FSDP_MP": microbatched_in_bfloat16}
 
 
@@ -68,12 +68,12 @@ def reduction() -> list[str]:
 
 
 def first_mode() -> list[str]:
-    """What a pipeline may do first, and then train."""
+    """The modes that a pipeline may run in before training."""
     return ["training", *(["evaluation"] if torch_facts.PIPELINES_TRAIN_AFTER_EVALUATION else [])]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether all parameters are sharded; they must be alike."""
+    """Whether all parameters are sharded. Either all or none must be."""
     (answer,) = {isinstance(param, DTensor) for param in module.parameters()}
     return answer
 
@@ -93,7 +93,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     def _pipeline(
         self, schedule: str, plain: nn.Sequential, mesh: DeviceMesh, dp_type: str = "FSDP", **kwargs: Any
     ) -> Pipeline:
-        """A pipeline of fully sharded stages. From here on the data is that of this rank's pipeline."""
+        """A pipeline of fully sharded stages. From here on, random data is that of this rank's pipeline."""
         wrap = functools.partial(shard_stage, mesh=mesh["data"], mp_policy=POLICIES[dp_type])
         told = BF16 if dp_type == "FSDP_MP" else torch.float32
         self._seed(mesh.get_local_rank("data"))
@@ -106,14 +106,14 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         schedule=SCHEDULES,
     )
     def test_pp_fsdp(self, dp_type, schedule):
-        """The gradients are there, and may be changed, as soon as a step returns."""
+        """The gradients are complete, and may be changed, as soon as a step returns."""
         self._check_one_step(dp_type, schedule)
 
     @needs(torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES)
     @torch_defect("fsdp2_split_backward_adds_up_in_low_precision")
     @skip_if_lt_x_gpu(4)
     def test_split_backward_in_low_precision(self):
-        """Beyond upstream: gradients of parameters are added up in float32, too, if they come several in a row.
+        """Beyond upstream: the split backward also adds up gradients of parameters in float32, even several in a row.
 
         Before 2.15 they are added in bfloat16, the dtype in which autograd computes them.
         """
@@ -135,10 +135,10 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=SCHEDULES)
     def test_collectives(self, schedule):
-        """Beyond upstream: each group is gathered and reduced once a step, however many microbatches there are.
+        """Beyond upstream: each group is gathered and reduced once per step, for any number of microbatches.
 
-        Where a rank has several stages, no computation of a microbatch calls a collective. A single stage is gathered
-        by its first forward.
+        If a rank has several stages, the computation of a microbatch calls no collective. A single stage is gathered by
+        its first forward.
         """
         mesh = self._pipelines_and_data()
         pipeline = self._pipeline(schedule, self._plain(), mesh)
@@ -152,7 +152,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
             self.assertEqual([call for each in others for call in each], [])
 
     def _calls_of_computations(self, pipeline: Pipeline, calls: Calls) -> list[Calls]:
-        """A list to which each computation of a stage will add those of the calls that are made in it."""
+        """Return a list. Each computation of a stage adds to it the ``calls`` that it makes."""
         found: list[Calls] = []
         for name in COMPUTE:
             self._intercept(pipeline, name, lambda: len(calls), lambda before: found.append(Calls(calls[before:])))
@@ -161,7 +161,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     def _intercept(
         self, pipeline: Pipeline, name: str, before: Callable[[], Any], after: Callable[[Any], Any] = lambda value: None
     ) -> None:
-        """Have the stages call ``before`` before their method of this name, and ``after`` with its value afterwards."""
+        """Make the stages call ``before`` before their method of this name, and ``after`` with its result."""
 
         def run(original: Any, *args: Any, **kwargs: Any) -> Any:
             value = before()
@@ -176,7 +176,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(dp_type=["FSDP", "FSDP_MP"])
     def test_pp_fsdp_unshard_reshard_runtime(self, dp_type):
-        """A schedule made by hand gathers and reshards a stage, or reduces its gradients, which reshards it too."""
+        """A schedule made by hand gathers and reshards a stage, or reduces its gradients, which also reshards it."""
         plain = self._plain()
         pipeline = self._pipeline_of_one(plain, dp_type)
         module, seen = pipeline.modules[0], []
@@ -203,7 +203,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @needs(torch_facts.REDUCES_GRADIENTS_BY_ACTION)
     @skip_if_lt_x_gpu(4)
     def test_runtime_gathers_again(self):
-        """Beyond upstream: a stage may be resharded, and gathered again, between forwards and before backward."""
+        """Beyond upstream: a stage may be resharded and gathered again between forwards and before backward."""
         plain = self._plain()
         pipeline, batch = self._pipeline_of_one(plain), self._batch()
         first, second = FORWARDS[:2], FORWARDS[2:]
@@ -227,14 +227,14 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         ]
     )
     def test_runtime_refuses(self, actions_and_message):
-        """Beyond upstream: what does not go together is refused on all ranks."""
+        """Beyond upstream: all ranks refuse actions that do not fit together."""
         actions, message = actions_and_message
         pipeline = self._pipeline_of_one(self._plain())
         with self.assertRaisesRegex(AssertionError, message):
             self._act(pipeline, actions, self._batch())
 
     def _pipeline_of_one(self, plain: nn.Sequential, dp_type: str = "FSDP") -> Pipeline:
-        """A pipeline whose only stage is the whole model, sharded over all ranks, each with data of its own."""
+        """A pipeline whose only stage is the whole model, sharded over all ranks, each with its own data."""
         return self._pipeline("ScheduleGPipe", plain, self._mesh(4, 1, names=("data", "pipeline")), dp_type)
 
     def _act(self, pipeline: Pipeline, actions: list[str], batch: Batch, loss_fn: Any = loss_fn) -> torch.Tensor:
@@ -245,7 +245,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=SCHEDULES, which=["unused", "layer", "stage"])
     def test_unused_or_frozen(self, schedule, which):
-        """Beyond upstream: a parameter that no forward uses, a frozen layer, or a frozen stage, has no gradient."""
+        """Beyond upstream: an unused parameter, a frozen layer, and a frozen stage have no gradient."""
         torch.manual_seed(42)
         make = {1: BlockWithSpare} if which == "unused" else {}
         plain = nn.Sequential(*(make.get(index, Block)(hidden=5) for index in range(BLOCKS))).to(self.device)
@@ -259,7 +259,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=SCHEDULES, scale_grads=[False, True])
     def test_scale_grads(self, schedule, scale_grads):
-        """Beyond upstream: gradients are divided by the number of microbatches once, beside the number of ranks."""
+        """Beyond upstream: gradients are divided by the number of microbatches once, and by the number of ranks."""
         mesh, plain = self._pipelines_and_data(), self._plain()
         pipeline = self._pipeline(schedule, plain, mesh, scale_grads=scale_grads)
         batch = self._batch()
@@ -279,9 +279,9 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=[*SINGLE, *LOOPED], first=first_mode)
     def test_evaluation(self, schedule, first):
-        """Beyond upstream: an evaluation computes what the plain model does, reduces nothing, and disturbs no step.
+        """Beyond upstream: an evaluation has the plain model's output, reduces nothing, and does not disturb training.
 
-        A V-shaped schedule cannot evaluate, whatever its stages are: it asks for the gradients of activations.
+        A V-shaped schedule cannot evaluate with any stages, because it asks for the gradients of activations.
         """
         mesh, plain = self._pipelines_and_data(), self._plain()
         pipeline, batch = self._pipeline(schedule, plain, mesh), self._batch()
@@ -293,7 +293,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         self.assertEqual(calls, [])
         if output is not None:  # on the rank of the last stage
             self.assertEqual(output, plain(batch[0]))
-        # Without a backward a stage may stay unsharded (since 2.15), and an optimizer is made of sharded parameters.
+        # Without a backward, a stage may stay unsharded (since 2.15), but an optimizer needs sharded parameters.
         for module in internals.fsdp_modules(pipeline.modules):
             module.reshard()
         self._check_trains(plain, pipeline, mesh.get_group("data"), iterations=FEW)
@@ -302,7 +302,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["Schedule1F1B", "ScheduleInterleaved1F1B"])
     def test_evaluation_keeps_gradients(self, schedule):
-        """Beyond upstream: the gradients of two steps add up, too, if there is an evaluation between them.
+        """Beyond upstream: the gradients of two steps also add up with an evaluation between them.
 
         Since 2.13 the evaluation sets them to None.
         """
@@ -324,7 +324,8 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(schedule=[*LOOPED, *V_SHAPED], defer_reduce_grad_wait=[False, True])
     def test_deferred_wait(self, schedule, defer_reduce_grad_wait):
-        """Beyond upstream: a rank computes between the start of a stage's reduction and its end where it may defer it.
+        """Beyond upstream: if a rank may defer the wait, it computes between the start and the end of a stage's
+        reduction.
 
         At most one reduction is pending.
         """

@@ -1,7 +1,7 @@
-"""``torch.compile`` around and inside of FSDP1: what is compiled trains as a plain model does, and is compiled once.
+"""``torch.compile`` around and inside FSDP1: a compiled model trains like a plain one, and is compiled only once.
 
-Dynamo does not look into FSDP's own code: its hooks are where graphs end. Of the modules that FSDP manages it assumes
-less than of others.
+Dynamo does not trace FSDP's own code: graphs end at its hooks. Dynamo assumes less about modules that FSDP manages than
+about others.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ allow_time_for_inductor("test_fsdp_inductor")
 
 
 class Dense(nn.Module):
-    """A layer in a class that is not torch's own: dynamo compiles no forward of torch.nn that eager code calls, and
-    after the break at its hooks that of a unit is called so."""
+    """A layer whose class is not from torch.nn. Dynamo does not compile a forward of torch.nn that eager code calls.
+
+    After the graph break at its hooks, a unit's forward is called by eager code.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class ToyModel(nn.Module):
 
 
 class MutatingModel(nn.Module):
-    """Changes an attribute of its own, and its input."""
+    """Changes one of its own attributes, and its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class MutatingModel(nn.Module):
 
 
 class ForcedGetAttrMod(nn.Module):
-    """Computes with the parameter of a layer that it does not call, and finds the layer by its name."""
+    """Computes with the parameter of a layer that it does not call. It gets the layer by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class ToyInnerModel(nn.Module):
 
 
 class ToyOuterModel(nn.Module):
-    """Its two parts have different sizes, or what is compiled of one would do for the other."""
+    """Its two parts have different sizes. Otherwise the compiled code of one would also fit the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class ToyOuterModel(nn.Module):
 
 
 class WithBuffer(nn.Module):
-    """A layer, and a buffer that is known under two names."""
+    """A layer, and a buffer with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ class UsesTwice(WithBuffer):
 
 
 class ChangesSharedBuffer(WithBuffer):
-    """Adds to the buffer under one of its names, and computes with it under the other."""
+    """Adds to the buffer under one of its names, and computes with it under the other one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.layer.same_scale.add_(0.5)
@@ -149,11 +151,11 @@ class CallsStaticMethod(nn.Module):
 
 
 class CountsCalls(nn.Module):
-    """Multiplies with a number that differs in each call."""
+    """Multiplies by a number that is different in each call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = Dense(WIDTH, WIDTH), 1  # dynamo makes constants of 0 and 1 wherever it finds them
+        self.layer, self.calls = Dense(WIDTH, WIDTH), 1  # dynamo always makes constants of 0 and 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -161,23 +163,23 @@ class CountsCalls(nn.Module):
 
 
 def breaks() -> dict[str, int]:
-    """The reasons why dynamo ended a graph since the last reset, and how often each did."""
+    """The reasons why dynamo ended graphs since the last reset, and how often each occurred."""
     return dict(torch._dynamo.utils.counters["graph_break"])
 
 
 class DynamoTest(FSDPTest):
     def _plain(self, model: nn.Module) -> Any:
-        """The model on the device, whose parameters are the same on all ranks, before dynamo has seen anything."""
+        """Reset dynamo. Returns the model on the device, with the same parameters on all ranks."""
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         return filled(model, low=-0.3, high=0.3).to(self.device)
 
     def _batch(self, step: int) -> torch.Tensor:
-        """A batch of this rank's own."""
+        """This rank's own batch."""
         return uniform(ROWS, WIDTH, seed=100 * step + self.rank)
 
     def _sharded(self, model: nn.Module, *units: type[nn.Module], **kwargs: Any) -> FSDP:
-        """A copy of the model in FSDP, with the modules of these types as units of their own."""
+        """A copy of the model in FSDP, with the modules of these types as separate units."""
         policy = ModuleWrapPolicy(set(units)) if units else None
         return FSDP(copy.deepcopy(model), auto_wrap_policy=policy, **{"use_orig_params": True, **kwargs})
 
@@ -188,9 +190,9 @@ class DynamoTest(FSDPTest):
         call: Callable[[torch.Tensor], torch.Tensor],
         counting: CountingBackend,
     ) -> None:
-        """Train the plain model and the compiled one, which ``call`` stands for, and compare them in each step.
+        """Train the plain model and the compiled one, which ``call`` runs, and compare them after each step.
 
-        After the second step there is nothing left to compile.
+        Nothing is compiled after the second step.
         """
         optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)]
         graphs = []
@@ -211,7 +213,7 @@ class DynamoTest(FSDPTest):
         self.assertEqual(inputs[0].grad, inputs[1].grad)
 
     def _step(self, ref_model: nn.Module, model: FSDP, optims: list[torch.optim.SGD]) -> None:
-        """Average the plain model's gradients, compare all, step, and compare all again."""
+        """Average the plain model's gradients, compare gradients, step, and compare parameters."""
         average_gradients(ref_model)
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             found = {internals.clean_name(name): param.grad for name, param in model.named_parameters()}
@@ -239,12 +241,12 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])
     def test_fsdp_aot_eager(self, units):
-        """One unit is one graph. Where each layer is a unit there is a graph for each."""
+        """One unit is one graph. If each layer is a unit, each has its own graph."""
         self._test_training("aot_eager", units)
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_setattr(self):
-        """A forward that sets an attribute is one graph: neither that nor the changed input ends it."""
+        """A forward that sets an attribute is one graph: neither the attribute nor the changed input ends it."""
         counting, ref_model = CountingBackend(), self._plain(MutatingModel())
         model = self._sharded(ref_model)
         compiled = torch.compile(model, backend=counting)
@@ -260,7 +262,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_unspecialized_forced_getattr_no_inline(self):
-        """Newer versions of torch have the switch, and do not heed it."""
+        """Newer versions of torch have the switch, but ignore it."""
         with internals.dynamo_switched(inline_inbuilt_nn_modules=False):
             self._test_forced_getattr()
 
@@ -286,7 +288,7 @@ class TestMultiProc(DynamoTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_activation_checkpointing(self):
-        """Each unit is a graph, with a checkpoint in it that is marked as one."""
+        """Each unit is one graph, with a checkpoint that is marked as one."""
         counting, ref_model = CountingBackend(), self._plain(ToyOuterModel())
         model = self._sharded(ref_model, ToyInnerModel)
         internals.checkpoint_wrapping.apply_activation_checkpointing(
@@ -306,7 +308,7 @@ class TestMultiProc(DynamoTest):
         units=[(), (Dense,)],
     )
     def test_training(self, strategy, inside, units):
-        """Beyond upstream: each strategy, with FSDP inside of what is compiled, or around it."""
+        """Beyond upstream: each strategy, with FSDP inside the compiled module, or around it."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units, sharding_strategy=strategy)
         if inside:
@@ -317,7 +319,7 @@ class TestMultiProc(DynamoTest):
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])
     def test_between_steps(self, units):
-        """Beyond upstream: accumulation, written parameters and evaluations between compiled steps."""
+        """Beyond upstream: accumulation, changed parameters and evaluations between compiled steps."""
         counting, ref_model = CountingBackend(), self._plain(ToyModel())
         model = self._sharded(ref_model, *units)
         compiled = torch.compile(model, backend=counting)
@@ -350,22 +352,22 @@ class TestMultiProc(DynamoTest):
 
 
 class TestSingleProc(DynamoTest):
-    """In a group of one rank, where FSDP1 has nothing to shard."""
+    """In a group of one rank, FSDP1 has nothing to shard."""
 
     world_size = 1
 
     @contextlib.contextmanager
     def _compiled_as(self, graphs: int) -> Iterator[CountingBackend]:
-        """Yields a backend, which must have been given so many graphs at the end."""
+        """Yields a backend. At the end, the backend must have received this number of graphs."""
         counting = CountingBackend()
         yield counting
         self.assertEqual(len(counting.graphs), graphs)
 
     @subtests(fullgraph=[False, True])
     def test_fsdp_orig_params_assert(self, fullgraph):
-        """Dynamo takes no part of a flat parameter: it compiles nothing, or raises where one graph is asked for.
+        """Dynamo does not trace a part of a flat parameter: it compiles nothing, or raises with ``fullgraph``.
 
-        Upstream's name speaks of an assertion, which it is no longer.
+        Upstream's name mentions an assertion, which no longer exists.
         """
         says = "Dynamo only supports FSDP with use_orig_params=True"
         ref_model = self._plain(ToyModel())
@@ -380,10 +382,10 @@ class TestSingleProc(DynamoTest):
 
     @subtests(skip_fsdp_guards=[True, False])
     def test_fsdp_skip_guards(self, skip_fsdp_guards):
-        """Guards on what FSDP manages are its own, and take no number for a constant; or they are those of any module.
+        """With the switch, modules under FSDP get special guards, and their numbers are not constants.
 
-        Upstream looks at the text of the guards. A number that changes shows what they mean: as a constant it is
-        compiled again each time.
+        Without it they are like other modules. Upstream looks at the text of the guards. A number that changes shows
+        their effect: a constant is compiled again each time.
         """
         seen: list[Any] = []
         counting, ref_model = CountingBackend(), self._plain(CountsCalls())
@@ -404,7 +406,7 @@ class TestSingleProc(DynamoTest):
         self.assertEqual(len(counting.graphs), 2 if skip_fsdp_guards else 5)
 
     def test_fsdp_skip_register_attr_or_module(self):
-        """The parameters are inputs of the graph, and nothing is fetched from a module inside of it."""
+        """The parameters are inputs of the graph. Nothing is fetched from a module inside it."""
         ref_model = self._plain(ToyModel())
         with self._compiled_as(1) as counting:
             model = torch.compile(self._sharded(ref_model), backend=counting)
@@ -425,7 +427,7 @@ class TestSingleProc(DynamoTest):
         self.assertEqual([node.op for node in counting.nodes].count("placeholder"), 4)
 
     def test_fsdp_dup_tensors_diff_source(self):
-        """A buffer of two names is one input, and what one name changes the other has."""
+        """A buffer with two names is one input. A change under one name is visible under the other."""
         ref_model = self._plain(ChangesSharedBuffer())
         with self._compiled_as(1) as counting:
             model = self._sharded(ref_model)
@@ -438,7 +440,7 @@ class TestSingleProc(DynamoTest):
 
     @subtests(through_class=[False, True])
     def test_fsdp_staticmethod(self, through_class):
-        """A static method is compiled with the rest."""
+        """A static method is compiled with the rest of the forward."""
         ref_model = self._plain(CallsStaticMethod(through_class))
         with self._compiled_as(1) as counting:
             model = torch.compile(self._sharded(ref_model), backend=counting)

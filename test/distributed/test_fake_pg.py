@@ -1,7 +1,7 @@
 """FSDP in a fake world: one process is one rank of a world of any size, and no data moves.
 
-What a rank keeps, sends, and calls is that of the real thing; what it receives is not, so nothing here looks at the
-values of gathered parameters or of gradients.
+A rank keeps, sends and calls the same as in a real world, but receives nothing. So these tests do not look at the
+values of unsharded parameters or of gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import chunk_of
 from torch_fsdp_tests.fsdp.training import shard_each
 
-BYTES = 4  # of a float32
+BYTES = 4  # bytes of a float32
 COLUMNS = 3
 PRIME = 61
 LARGE = 1024
@@ -58,7 +58,7 @@ class TestFakePG(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_construct_fsdp(self):
-        """Each rank keeps its half of the nine elements, the second rank with one of padding behind."""
+        """Each rank keeps half of the nine elements. The second rank has one element of padding at the end."""
         model = nn.Linear(2, 3).to(self.device)
         whole = torch.cat([param.detach().flatten() for param in model.parameters()])
         flat_param = internals.flat_param_of(FSDP(model))
@@ -69,7 +69,7 @@ class TestFakePG(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_fake_e2e(self):
-        """Of each parameter a rank has those elements and gradients that lie in its half of all 22."""
+        """For each parameter, a rank has the elements and gradients that lie in its half of all 22 elements."""
         model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)).to(self.device)
         mine = [[8, 3, 0, 0], [0, 1, 8, 2]][self.rank]
         model = FSDP(model, use_orig_params=True)
@@ -94,11 +94,11 @@ class TestFakePG(FSDPTest):
     @requires_world_size(4)
     @subtests(plan=["sequence", "pairwise"])
     def test_fsdp_tp_fake_e2e(self, plan):
-        """Tensor parallelism halves the layers, FSDP the rest; both make their own calls in each of ten steps."""
+        """Tensor parallelism halves the layers, and FSDP halves the rest. Both call their collectives in each step."""
         layouts = {"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}
         first, second = layouts if plan == "sequence" else ({}, {})
-        # The first layer's input is gathered or whole, the second one's output is summed. In backward the gradient of
-        # that output is gathered or whole; that of the input, which would be summed, is not asked for.
+        # The first layer's input is gathered or whole, and the second layer's output is summed. In backward the
+        # gradient of that output is gathered or whole. The gradient of the input would be summed, but is not needed.
         expected = (
             {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1} if plan == "sequence" else {"all_reduce": 1}
         )
@@ -106,7 +106,8 @@ class TestFakePG(FSDPTest):
         model = MLPModule(self.device)
         whole = {name: param.detach().clone() for name, param in model.named_parameters()}
         layers = {"net1": ColwiseParallel(**first), "net2": RowwiseParallel(**second)}
-        # Each rank cuts its own parameters. By default those of the first are sent to all, and here they never arrive.
+        # Each rank splits its own parameters. By default the first rank sends its own to all, but a fake world moves no
+        # data.
         parallelize_module(model, mesh["tp"], layers, src_data_rank=None)
         dp_rank, tp_rank = divmod(self.rank, 2)
         local = [
@@ -136,9 +137,9 @@ class TestFakePG(FSDPTest):
 
 
 class TestLargeWorlds(MultiProcessTestCase):
-    """Beyond upstream: what each rank of a large world keeps, and when it calls the others.
+    """Beyond upstream: the shards of each rank of a large world, and the calls that need other ranks.
 
-    One process is made a rank of one fake world after another.
+    One process becomes a rank of one fake world after another.
     """
 
     world_size = 1
@@ -149,7 +150,7 @@ class TestLargeWorlds(MultiProcessTestCase):
 
     @contextlib.contextmanager
     def _as_rank(self, rank: int, *shape: int, names: tuple[str, ...] = (), **kwargs: Any) -> Iterator[DeviceMesh]:
-        """Within the context this process is that rank of a fake world. Yields a mesh of all its ranks."""
+        """In the context, this process is this rank of a fake world. Yields a mesh of all its ranks."""
         substitutes.install(accelerator.current())
         size = math.prod(shape)
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore(), **kwargs)
@@ -159,7 +160,7 @@ class TestLargeWorlds(MultiProcessTestCase):
             dist.destroy_process_group()
 
     def _local_shape(self, rows: int, rank: int, shape: tuple[int, ...], tp: bool = False) -> torch.Size:
-        """The shape of this rank's shard of a weight, by FSDP2 over the last dimension of the mesh, or the first."""
+        """The shape of this rank's shard of a weight. FSDP2 shards over the last mesh dimension, or the first."""
         with self._as_rank(rank, *shape, names=("first", "last")[-len(shape) :]) as mesh:
             with torch.device("meta"):
                 model = nn.Linear(COLUMNS, rows, bias=False)
@@ -172,7 +173,7 @@ class TestLargeWorlds(MultiProcessTestCase):
 
     @subtests(rows=[200, PRIME, 5])
     def test_shards_of_all_ranks(self, rows):
-        """With a prime number of ranks each has its chunk of the rows, or none, and together they have all."""
+        """With a prime number of ranks, each rank has its chunk of the rows, or none. Together they have all rows."""
         found = [self._local_shape(rows, rank, (PRIME,))[0] for rank in range(PRIME)]
         chunks = torch.arange(rows).chunk(PRIME)
         self.assertEqual(found, [*map(len, chunks), *[0] * (PRIME - len(chunks))])
@@ -180,7 +181,7 @@ class TestLargeWorlds(MultiProcessTestCase):
 
     @subtests(rows=[400, 70, 5])
     def test_shards_with_tensor_parallelism(self, rows):
-        """Tensor parallelism cuts first, and FSDP2 cuts what it left."""
+        """Tensor parallelism shards first, and FSDP2 shards the rest."""
         found = [self._local_shape(rows, rank, (PRIME, 2), tp=True)[0] for rank in range(2 * PRIME)]
         halves = torch.arange(rows).chunk(2)
         self.assertEqual(found, [len(chunk_of(half, i, PRIME)) for i in range(PRIME) for half in halves])
@@ -188,7 +189,7 @@ class TestLargeWorlds(MultiProcessTestCase):
 
     @subtests(shape=[(LARGE,), (8, 128), (2, 512)])
     def test_shards_of_a_large_world(self, shape):
-        """The ranks at the ends of the mesh, and on both sides of the last one that has rows."""
+        """The ranks at the ends of the mesh, and those next to the last rank that has rows."""
         rows, shards = LARGE + 6, shape[-1]
         each = math.ceil(rows / shards)
         last = math.ceil(rows / each) - 1
@@ -201,7 +202,7 @@ class TestLargeWorlds(MultiProcessTestCase):
     @needs(torch_facts.FAKE_COLLECTIVES_CAN_RAISE)
     @subtests(api=["fully_shard", "FSDP"])
     def test_what_needs_no_other_rank(self, api):
-        """Construction, sharded states, clearing, resharding and steps call no other rank. A forward does."""
+        """Construction, sharded states, clearing gradients, resharding and steps call no other rank. A forward does."""
         options = FakeProcessGroup.Options()
         options.error_on_collective = True
         model = filled(nn.Sequential(nn.Linear(COLUMNS, 8), nn.Linear(8, COLUMNS)).to(self.device))
@@ -220,7 +221,7 @@ class TestLargeWorlds(MultiProcessTestCase):
                 model(inp)
 
     def test_memory_of_a_model_without_memory(self):
-        """A model of 34 GB is planned in fake tensors: the peak of a step is the one that was worked out by hand."""
+        """A model of 34 GB is planned with fake tensors. The peak of a step equals the one calculated by hand."""
         dim, blocks, batch, ranks = 8192, 16, 2, 64
         block, hidden, row = BYTES * 8 * dim * dim, BYTES * batch * 4 * dim, BYTES * batch * dim
         with self._as_rank(5, ranks) as mesh, internals.fake_tensors.FakeTensorMode():
@@ -237,9 +238,10 @@ class TestLargeWorlds(MultiProcessTestCase):
             rest = sum(found["Total"] for found in tracker.get_tracker_snapshot("current").values())
         shard = block // ranks
         self.assertEqual(rest, 2 * blocks * shard + row)
-        # Backward through the second block, when all but two have reduced: this block has its parameters and gradients,
-        # the first one's parameters were gathered ahead, and the third one's gradients are still being sent. Of each of
-        # both blocks there are two activations, or gradients of such; then the input, the loss, and its gradient.
+        # Backward through the second block, after all blocks but the first two have reduced: this block has its
+        # parameters and gradients, the first block's parameters were gathered ahead, and the third block's gradients
+        # are still being sent. The first two blocks have two activations each, or gradients of activations. Then come
+        # the input, the loss, and its gradient.
         sharded, unsharded, activations = (2 * blocks - 2) * shard, 4 * block, 2 * (hidden + row) + row + 2 * BYTES
         self.assertEqual(peak, sharded + unsharded + activations)
 

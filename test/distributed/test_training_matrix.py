@@ -1,8 +1,9 @@
-"""One small model, trained in each layout with every pair of features, saved, loaded in another one, and trained on.
+"""One small model is trained in each layout with every pair of features, saved, loaded in another layout, and trained
+more.
 
-A step on four ranks must have the losses of the same step on one: each rank has rows of its own, and compares the loss
-on them with that of a plain model that is trained on all rows. :data:`AXES` says what is combined, :data:`LIMITS` what
-is left out and why.
+A step on four ranks must have the same losses as the same step on one rank. Each rank has its own rows, and compares
+its loss on them with the loss of a plain model that is trained on all rows. :data:`AXES` has the combined features, and
+:data:`LIMITS` the cases that are left out, and why.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ AXES: dict[str, list[Any]] = {
 
 
 class Limit(NamedTuple):
-    """What torch does not do, the cases that are left out for it, and the test that sees torch fail with them."""
+    """Something that torch does not support, the cases left out because of it, and the test that shows the failure."""
 
-    applies: Callable[[str, str, Features], bool]  # to what is saved and loaded
-    seen_by: str  # or the facts, where only older versions have the limit
+    applies: Callable[[str, str, Features], bool]  # takes the saved layout, the loaded one, and the features
+    seen_by: str  # or the facts, if only older versions have the limit
 
 
 LIMITS = {
@@ -98,13 +99,13 @@ LIMITS = {
 }
 BEFORE, AFTER = range(2), range(2, 4)  # steps; the last one shows whether the moments were loaded
 REHEARSED = 9  # the number of a step whose gradients are not used
-ROWS = 8  # of a batch
-# Relative, between losses. That of bfloat16 is torch.testing's own: under TP a sum is rounded more than once.
+ROWS = 8  # rows of a batch
+# Relative, between losses. For bfloat16 it is torch.testing's own: under TP a sum is rounded more than once.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 
 
 class Layer(nn.Linear):
-    """A linear layer and a tanh. It notes in which dtype it computes, each time."""
+    """A linear layer and a tanh. It records the dtype of each computation."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -116,7 +117,7 @@ class Layer(nn.Linear):
 
 
 class Layers(nn.Module):
-    """Four layers in a row. Their 8 rows are divided by all ranks, their 5 rows are not: of four ranks one has none."""
+    """Four layers in a row. 4 ranks divide 8 rows evenly, but not 5 rows: one of the ranks has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Layers(nn.Module):
 
 
 class Features(NamedTuple):
-    """What is switched on in a training, in any layout."""
+    """The features that a training uses, in any layout."""
 
     mixed_precision: bool = False
     offload: bool = False
@@ -139,15 +140,15 @@ class Features(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which layers compute."""
+        """The dtype in which layers compute."""
         return torch.bfloat16 if self.mixed_precision else torch.float32
 
     def microbatches(self, layout: Layout) -> int:
-        """How many of them a rank has in a step. A pipeline needs as many as it has stages, or a multiple of that."""
+        """The number of microbatches in a step of a rank. A pipeline needs a multiple of the number of its stages."""
         return (2 if self.accumulation else 1) * layout.dims.get("stage", 1)
 
     def model(self) -> nn.Module:
-        """A model without FSDP. Frozen are a whole layer and a part of another one."""
+        """A model without FSDP. A whole layer and a part of another one are frozen."""
         model = Layers()
         if self.frozen_part:
             model.net2.requires_grad_(False)
@@ -158,13 +159,13 @@ class Features(NamedTuple):
         return model
 
     def applied(self, layout: Layout) -> Layout:
-        """The layout, whose ranks have these features."""
+        """The layout with these features."""
         low = self.dtype if self.mixed_precision else None
         return layout._replace(apply=functools.partial(layout.apply, param_dtype=low, offload=self.offload))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With an ``eps`` that is as large as the gradients, so that their scale matters."""
+    """Adam with an ``eps`` as large as the gradients, so that their scale matters."""
     return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.1, eps=0.1)
 
 
@@ -182,9 +183,10 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def unsharded(dtype: torch.dtype, frozen_part: bool, parts: tuple[int, ...]) -> list[list[float]]:
-    """The losses of a plain model in float32, of which a copy computes in ``dtype``: of each step, part by part.
+    """The losses of a plain model in float32, whose copy computes in ``dtype``: for each step, for each part.
 
-    ``parts`` says how many equal parts of its batch each step computes by themselves, as ranks do with microbatches.
+    ``parts`` is the number of equal parts of its batch that each step computes separately, as ranks do with
+    microbatches.
     """
     model = filled(Features(frozen_part=frozen_part).model().to(rank_device()), seed=0)
     optim, losses = adam(model), []
@@ -206,14 +208,14 @@ def unsharded(dtype: torch.dtype, frozen_part: bool, parts: tuple[int, ...]) -> 
 
 
 class Training(Run):
-    """A run that knows its losses. It goes on with the parts of batches that the run before it has left it."""
+    """A run that records the parts of its batches, which its losses depend on. It continues the list of ``before``."""
 
-    # The stages of a pipeline have different parameters in a group of the same number.
+    # Pipeline stages have different parameters in the group with the same number.
     options = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def __init__(self, layout: Layout, features: Features, before: Training | None = None) -> None:
         super().__init__(features.applied(layout), 0 if before is None else 1, features.model)
-        self.parts: tuple[int, ...] = () if before is None else before.parts  # of each step so far
+        self.parts: tuple[int, ...] = () if before is None else before.parts  # number of parts of each step so far
         self.features, self.optim = features, adam(self.model)
         self.microbatches = features.microbatches(layout)
         self._stages = self.mesh["stage"] if "stage" in layout.names else None
@@ -224,7 +226,7 @@ class Training(Run):
 
     @property
     def layers(self) -> list[Layer]:
-        """Those of this rank."""
+        """The layers of this rank."""
         return [module for module in self.model.modules() if isinstance(module, Layer)]
 
     def step(self, number: int) -> float | None:
@@ -236,12 +238,12 @@ class Training(Run):
         return loss
 
     def rehearse(self) -> None:
-        """Gather and reduce everything once, and leave all as it was."""
+        """Gather and reduce everything once, and change nothing."""
         self.backward(REHEARSED)
         self.optim.zero_grad()
 
     def backward(self, number: int) -> float | None:
-        """Make the gradients of a step. Returns the loss, as :meth:`step` does."""
+        """Make the gradients of a step. Returns the loss, like :meth:`step`."""
         count = self.microbatches
         mine = batch(number, self.layout.batches * count)[self.layout.batch_index * count :][:count]
         losses = self._pipelined(mine) if self._stages is not None else self._one_by_one(mine)
@@ -271,14 +273,14 @@ class Training(Run):
         return [loss.item() for loss in losses]
 
     def wanted_loss(self) -> float:
-        """What the last :meth:`step` must have returned, if it has returned a loss."""
+        """The loss that the last :meth:`step` must have returned, if it returned one."""
         count = self.microbatches
         losses = unsharded(self.features.dtype, self.features.frozen_part, self.parts)[-1]
         return math.fsum(losses[self.layout.batch_index * count :][:count]) / count
 
 
 def _entry(layout: str) -> subtest:
-    """A layout for ``parametrize``, with the fact that it needs."""
+    """A layout for ``parametrize``, with the torch fact that it needs."""
     needed = [needs(fact) for name, fact in NEEDS.items() if name == layout]
     return subtest(layout, name=re.sub(r"\W+", "_", layout).lower(), decorators=needed)
 
@@ -290,13 +292,13 @@ class TestTrainingMatrix(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_saved_by(self, saved):
-        """Each layout, and each feature, with each other one."""
+        """Each layout and each feature is combined with each other one."""
         cases = [case for case in pairwise(AXES, _is_valid) if case["saved"] == saved]
         self.assertTrue(cases)
         for case in one_by_one(cases):
             run_subtests(self, case, self._check_goes_on)
 
-    # The limits. What is a defect of torch is expected to fail.
+    # The limits. If one is a defect of torch, its test is expected to fail.
 
     @torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp")
     @skip_if_lt_x_gpu(4)
@@ -322,8 +324,10 @@ class TestTrainingMatrix(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_in_a_pipeline(self):
-        """All microbatches go forward before the first one goes backward. After that one FSDP1 frees what it has
-        gathered, and does not gather it again for the next."""
+        """All microbatches go forward before the first one goes backward.
+
+        After the first backward, FSDP1 frees the gathered parameters, and does not gather them again for the next one.
+        """
         one_stage = LAYOUTS[FSDP1_AND_PP]._replace(shape=(4, 1))
         run = Training(one_stage, Features(accumulation=True))
         with self.assertRaisesRegex(RuntimeError, "Failed to run stage backward") as raised:
@@ -341,7 +345,7 @@ class TestTrainingMatrix(FSDPTest):
         self._check_steps(run, AFTER, f"after it was loaded by {loaded}")
 
     def _check_steps(self, run: Training, steps: Iterable[int], when: str) -> None:
-        """Each rank has the loss of the unsharded run at each of these steps."""
+        """Each rank must have the loss of the unsharded run at each of these steps."""
         for step in steps:
             for layer in run.layers:
                 layer.ran.clear()
@@ -354,7 +358,7 @@ class TestTrainingMatrix(FSDPTest):
         self._check_layers(run, calls)
 
     def _check_layers(self, run: Training, calls: collectives.Calls) -> None:
-        """In the last step, whose collectives these are, layers computed and were reduced as often as they have to."""
+        """In the last step, which made these ``calls``, each layer must compute and be reduced as often as expected."""
         features = run.features
         times = run.microbatches * (2 if features.activation_checkpointing else 1)
         self.assertEqual([layer.ran for layer in run.layers], [[features.dtype] * times] * len(run.layers), "computed")
@@ -365,7 +369,7 @@ class TestTrainingMatrix(FSDPTest):
 
 
 def _is_valid(saved: str, loaded: str, **features: bool) -> bool:
-    """Whether the case goes on in another layout, and within the limits."""
+    """Whether the case continues in another layout, and is within the limits."""
     return saved != loaded and not any(limit.applies(saved, loaded, Features(**features)) for limit in LIMITS.values())
 
 

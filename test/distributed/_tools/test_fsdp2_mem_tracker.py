@@ -1,8 +1,8 @@
-"""``FSDPMemTracker`` accounts for every byte of FSDP2, by category and phase: here each number is worked out by hand.
+"""``FSDPMemTracker`` accounts for every byte of FSDP2, by category and phase. Each number here is calculated by hand.
 
-It counts storages by weak references, so its numbers are exact on any device. They double as a meter of FSDP2's own
-memory behaviour: a unit that is not resharded, or a buffer that is kept, is a number that is not met. The collectives
-are fake, since those of a backend may hold on to a tensor for a moment longer; what they compute is no matter here.
+The tracker counts storages by weak references, so its numbers are exact on any device. The tests thus also measure
+FSDP2's own memory behaviour: if a unit is not resharded, or a buffer is kept, a number is wrong. The collectives are
+fake, because those of a backend may hold a tensor for a moment longer. Their results do not matter here.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import bytes_of
 from torch_fsdp_tests.fsdp.training import TrainingMixin, replicate_each, shard_each, train
 
-# Of this size every storage takes up a multiple of 512 bytes, also those of halves of biases and of 16-bit biases. Some
-# devices allocate no smaller pieces, and the tracker rounds up for them.
+# With this size every storage is a multiple of 512 bytes, including those of halves of biases and of 16-bit biases.
+# Some devices allocate no smaller pieces, and the tracker rounds up for them.
 DIM = 256
 BLOCKS = 3
 BATCH = 4
-BYTES = 4  # of a float32
+BYTES = 4  # of one float32 element
 BLOCK = 2 * 4 * DIM * DIM + 5 * DIM  # elements of an MLP
-REST = DIM * DIM + DIM  # elements of the layer that the root has to itself
+REST = DIM * DIM + DIM  # elements of the layer that only the root manages
 PARAMETERS = 4 * BLOCKS + 2
 
-# What FSDP itself allocates, by the tracker's names. The rest belongs to the model, or to autograd.
+# The categories that FSDP itself allocates, by the tracker's names. The rest belongs to the model, or to autograd.
 OURS = ("Unsharded Param", "All Gather", "Unsharded Grad", "Reduce Scatter", "Sharded Grad")
 
 Bytes = dict[str, int]
 
 
 def by_category(snapshot: Mapping[torch.device, Mapping[Any, int]], names: Iterable[str] | None = None) -> Bytes:
-    """The bytes of each category, over all devices; of these ``names`` alone, or of all that are not empty."""
+    """The bytes of each category, over all devices. Only of these ``names``, or of all that are not empty."""
     found: dict[str, int] = {}
     for of_device in snapshot.values():
         for category, nbytes in of_device.items():
@@ -65,7 +65,7 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return nn.Sequential(*(MLP(DIM, bias=bias) for _ in range(BLOCKS)), nn.Linear(DIM, DIM)).to(self.device)
 
     def _sharded(self, **kwargs: Any) -> Any:
-        """Equal blocks, each a unit, and a layer that belongs to the root."""
+        """Equal blocks, each its own unit, and a layer that belongs to the root."""
         model = self._plain()
         return shard_each([*model[:BLOCKS], model], **kwargs)
 
@@ -73,9 +73,10 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return internals.fsdp2_memory.FSDPMemTracker(model, optim)
 
     def _input(self, tracker: Any = None) -> torch.Tensor:
-        """An input whose gradient is asked for: each unit's backward then ends at its turn, the first unit's as well.
+        """An input that requires a gradient, so that each unit's backward ends at its turn, even the first unit's.
 
-        The tracker counts it apart. It also keeps every such input alive, so a test makes one for all its iterations.
+        The tracker counts it separately. It also keeps every such input alive, so a test makes one for all its
+        iterations.
         """
         inp = self._inputs(BATCH, DIM, requires_grad=True)
         if tracker is not None:
@@ -83,18 +84,18 @@ class TrackerTest(TrainingMixin, FSDPTest):
         return inp
 
     def _train(self, model: nn.Module, inp: torch.Tensor) -> None:
-        """Make gradients of the parameters alone."""
+        """Make gradients of the parameters only."""
         train(model, inp)
         inp.grad = None
 
     def _now(self, tracker: Any, *names: str) -> Bytes:
-        """The bytes of these categories now, or of all that are not empty, less the inputs."""
+        """The bytes of these categories now, or of all that are not empty, without the inputs."""
         found = by_category(tracker.get_tracker_snapshot(), names or None)
         found.pop("Inputs", None)
         return found
 
     def _phases(self, tracker: Any, names: tuple[str, ...] = OURS) -> dict[tuple[str, str], list[Bytes]]:
-        """What each unit found in each of its phases, once for each time. The root's name is empty."""
+        """The bytes that each unit had in each of its phases, in order. The root's name is empty."""
         return {
             (stats.mod_fqn.partition(".")[2], phase.value): [by_category(each, names) for each in snapshots]
             for stats in tracker.memory_tracking.values()
@@ -102,7 +103,7 @@ class TrackerTest(TrainingMixin, FSDPTest):
         }
 
     def _check_phases(self, tracker: Any, reshards: bool, param_size: int = BYTES) -> None:
-        """Each phase occurs once, with the bytes that were worked out by hand."""
+        """Each phase must occur once, with the bytes that are calculated by hand."""
         found = self._phases(tracker)
         for key, expected in expected_phases(reshards, param_size).items():
             (bytes_found,) = found[key]
@@ -112,11 +113,11 @@ class TrackerTest(TrainingMixin, FSDPTest):
 
 
 def expected_phases(reshards: bool, param_size: int = BYTES, reduce_size: int = BYTES) -> dict[tuple[str, str], Bytes]:
-    """What FSDP has allocated in the phases of a forward and a backward; the sizes are of elements.
+    """The bytes that FSDP has allocated in the phases of a forward and a backward. The sizes are bytes per element.
 
-    Beside the root's layer, forward has one block unsharded at a time, or as many as have run where none reshards. The
-    output of an all-gather is freed after the next one was copied out. Backward gathers a block ahead, and keeps the
-    input of one reduce-scatter.
+    In addition to the root's layer, forward keeps one block unsharded at a time. If nothing is resharded, it keeps all
+    blocks that have run. The output of an all-gather is freed after the next one was copied out. Backward gathers one
+    block ahead, and keeps the input of one reduce-scatter.
     """
     rest, block = REST * param_size, BLOCK * param_size
     found: dict[tuple[str, str], Bytes] = {}
@@ -135,7 +136,7 @@ def expected_phases(reshards: bool, param_size: int = BYTES, reduce_size: int = 
         found[name, phase] = dict(zip(OURS, (unsharded, gathered, grad, reduced, sharded)))
 
     def kept(blocks: int) -> int:
-        """What is unsharded where this many blocks have run forward, or are to run backward."""
+        """The unsharded bytes when this many blocks have run forward, or are still to run backward."""
         return rest + (0 if reshards else blocks * block)
 
     note("", "Before Pre-Forward", 0, 0)
@@ -169,7 +170,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(reshard_after_forward=[True, False], offload=[False, True], low_precision=[False, True])
     def test_tracker_multi_group_eager(self, reshard_after_forward, offload, low_precision):
-        """By phase what is unsharded, gathered and reduced; after each step the shards alone, and the optimizer's."""
+        """Each phase has the right unsharded, gathered and reduced bytes. A step leaves only shards and states."""
         policy = MixedPrecisionPolicy(torch.float16, torch.float32) if low_precision else MixedPrecisionPolicy()
         model = self._sharded(
             reshard_after_forward=reshard_after_forward,
@@ -178,7 +179,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         )
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         shards = BYTES * (BLOCKS * BLOCK + REST) // 2
-        states = 2 * shards + PARAMETERS * BYTES  # and a count of steps for each parameter
+        states = 2 * shards + PARAMETERS * BYTES  # and a step count for each parameter
         tracker = self._tracker(model, optim)
         inp = self._input(tracker)
         with tracker:
@@ -202,7 +203,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_tracker_non_root_forward_backward(self):
-        """Where the first child is all that ever runs, its bytes alone come and go. As a root it does not reshard."""
+        """If only the first child ever runs, only its bytes come and go. As a root it does not reshard."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -228,7 +229,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @torch_defect("fsdp2_memory_tracker_needs_all_units")
     @skip_if_lt_x_gpu(2)
     def test_unit_that_does_not_run(self):
-        """Beyond upstream: a model of which a part is left out in an iteration is tracked as it is trained."""
+        """Beyond upstream: a model is tracked correctly if one of its units does not run in an iteration."""
         model = self._sharded()
         inp = self._input()
         train(model, inp)
@@ -241,10 +242,10 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(rows=[4, 5, 1])
     def test_uneven_shards(self, rows):
-        """Beyond upstream: each rank keeps as many bytes as the largest shard has, its padding included."""
+        """Beyond upstream: each rank keeps as many bytes as the largest shard has, including padding."""
         model = nn.Linear(DIM, rows, bias=False, device=self.device)
         shard_each([model])
-        internals.initialize_lazily(model)  # where older versions of torch make padding anew
+        internals.initialize_lazily(model)  # older versions of torch create the padding anew
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         row = DIM * BYTES
         padded = math.ceil(rows / 2) * row
@@ -281,13 +282,13 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
                 )
                 tracker.reset_mod_stats()
         self.assertEqual(seen[4], seen[1])
-        self.assertEqual(len(seen[1][0]), 10 * (BLOCKS + 1))  # with a peak of forward and one of backward each
+        self.assertEqual(len(seen[1][0]), 10 * (BLOCKS + 1))  # each has a peak of forward and one of backward
 
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(2)
     @subtests(most=[1, 2, 3, 10])
     def test_reduce_scatter_buffers(self, most):
-        """Beyond upstream: as many inputs of reduce-scatters are kept as asked for, and none after backward."""
+        """Beyond upstream: the given number of reduce-scatter inputs is kept, and none after backward."""
         model = self._sharded()
         model.set_reduce_scatter_max_input_buffers(most)
         tracker = self._tracker(model)
@@ -303,7 +304,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_parameters(self):
-        """Beyond upstream: what is frozen is gathered as usual, and has no bytes of gradients."""
+        """Beyond upstream: frozen parameters are gathered as usual, and have no gradient bytes."""
         model = self._plain()
         for block in model[:BLOCKS]:
             block.in_proj.requires_grad_(False)
@@ -324,7 +325,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(low_precision=[False, True])
     def test_accumulation(self, low_precision):
-        """Beyond upstream: gradients that are not reduced stay, once, in the dtype of the reduction."""
+        """Beyond upstream: unreduced gradients stay, once, in the dtype of the reduction."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low_precision else MixedPrecisionPolicy()
         model = self._sharded(mp_policy=policy)
         whole = BYTES * (BLOCKS * BLOCK + REST)
@@ -337,7 +338,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
                 held = self._now(tracker)
                 shards = held.pop("Sharded Param")
                 self.assertEqual(shards, whole // 2)
-                if low_precision:  # older versions of torch cast them, after which the tracker calls them temporary
+                if low_precision:  # older versions of torch cast them, and then the tracker calls them temporary
                     held = {"Unsharded Grad": sum(held.values())}
                 self.assertEqual(held, {"Unsharded Grad": whole})
                 tracker.reset_mod_stats()
@@ -367,7 +368,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_agrees_with_storages(self):
-        """Beyond upstream: what the tracker counts as shards and gradients is what the tensors' storages hold."""
+        """Beyond upstream: the tracker counts the same bytes for shards and gradients as the tensors' storages hold."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -380,7 +381,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_second_iteration_without_reset(self):
-        """Beyond upstream: the root may run once between resets, and the tracker says so."""
+        """Beyond upstream: the root may run once between resets; the tracker reports a second run."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -391,14 +392,14 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_model_without_fsdp(self):
-        """Beyond upstream: a model that nothing was sharded in is refused."""
+        """Beyond upstream: a model without any FSDP module is refused."""
         with self.assertRaises(AssertionError):
             self._tracker(self._plain())
 
     @torch_defect("fsdp2_memory_tracker_keeps_a_gradient")
     @skip_if_lt_x_gpu(2)
     def test_gradients_are_freed_by_reduction(self):
-        """Beyond upstream: when a unit has reduced, none of its unsharded gradients is left."""
+        """Beyond upstream: after a unit has reduced its gradients, none of its unsharded gradients is left."""
         model = self._sharded()
         tracker = self._tracker(model)
         inp = self._input(tracker)
@@ -425,7 +426,7 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
     @torch_defect("fsdp2_memory_tracker_reorders_hooks")
     @skip_if_lt_x_gpu(2)
     def test_hooks_keep_their_order(self):
-        """Beyond upstream: a hook that was registered after FSDP's still runs after it, once tracking is over."""
+        """Beyond upstream: a hook that was registered after FSDP's hooks still runs after them after tracking."""
         model = self._sharded()
         seen: list[str] = []
         model[0].register_forward_hook(lambda block, *_: seen.append(type(block.in_proj.weight).__name__))
@@ -440,9 +441,9 @@ class TestTrackerFullyShard1DTrainingCompose(TrackerTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], checkpoint_impl=["composable", "wrapper", None])
     def test_tracker_with_activation_checkpointing(self, reshard_after_forward, checkpoint_impl):
-        """With checkpoints a block leaves its output alone to backward, without them its hidden layer too.
+        """With activation checkpointing, a block keeps only its output for backward; without it, its hidden layer too.
 
-        What FSDP allocates is the same, in the phases that there are without checkpoints.
+        FSDP allocates the same bytes in the phases that exist without checkpointing.
         """
         model = self._plain()
         if checkpoint_impl == "wrapper":
@@ -464,7 +465,7 @@ class TestTrackerFullyShard1DTrainingCompose(TrackerTest):
             (after,) = found[f"{index}", "After Post-Forward"]
             self.assertEqual(after["Activation"], (index + 1) * per_block)
         self._check_phases(tracker, reshard_after_forward)
-        # The wrapper lies inside the unit, which does not see it recompute.
+        # The wrapper is inside the unit, so the unit does not see its recomputation.
         recomputed = sorted(name for name, phase in found if phase == "Pre-Forward AC")
         self.assertEqual(recomputed, [str(index) for index in range(BLOCKS)] if checkpoint_impl == "composable" else [])
 
@@ -474,7 +475,7 @@ class TestTrackerInTraining(TrackerTest):
 
     @skip_if_lt_x_gpu(2)
     def test_training_is_not_changed(self):
-        """Beyond upstream: a model trains under the tracker, and afterwards, as without it."""
+        """Beyond upstream: under the tracker, and after it, a model trains the same as without it."""
         ref_model, model = self._plain(), self._sharded()
 
         def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A DTensor from a checkpoint under other placements, on another mesh, or on fewer ranks.
+"""DTensors that are loaded from a checkpoint with other placements, on another mesh, or on fewer ranks.
 
-Every element has a value of its own, so that rows that are lost or exchanged show. What must lie on a rank is cut from
-the whole by hand.
+Every element has a different value, so lost or exchanged rows are noticed. The expected part of each rank is cut from
+the whole tensor by hand.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def counted(*shape: int) -> torch.Tensor:
-    """1, 2, 3, ... in this shape."""
+    """A tensor of this shape with the values 1, 2, 3, ..."""
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
 
 
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """What of the whole lies on this rank, which is cut by the first dimension of the mesh first."""
+    """This rank's part of the whole tensor. The first dimension of the mesh is split first."""
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             whole = chunk_of(whole, mesh.get_local_rank(dim), mesh.size(dim), placement.dim)
@@ -45,7 +45,7 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, 
 
 
 class ReshardingTest(DTensorTestBase):
-    """A tensor is saved in one layout and loaded in another."""
+    """Tests that save a tensor in one layout and load it in another."""
 
     world_size = 4
 
@@ -105,14 +105,14 @@ class TestDTensorReshardMeshChange(ReshardingTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_dtensor_checkpoint_resharding_with_empty_shard(self):
-        """One element over four ranks leaves three without any, before and after."""
+        """One element is sharded over four ranks, so three ranks are empty, before and after."""
         self._check_resharding(self._meshes(), ((Shard(0),), (Shard(0), Shard(0))), 1)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fewer_ranks(self):
-        """Beyond upstream: of what four ranks saved two load halves together, and each rank all of it by itself."""
+        """Beyond upstream: four ranks save. Each rank loads the whole tensor by itself, and two ranks load halves."""
         line, _ = self._meshes()
         pair = DeviceMesh(self.device_type, [0, 1])
         wholes = {f"{rows} rows": counted(rows, 2).to(self.device) for rows in (1, 3, 7, 8)}
@@ -131,13 +131,13 @@ class TestDTensorReshardMeshChange(ReshardingTest):
 
 
 class FullySharded:
-    """A layout that ``fully_shard`` makes, on the dimensions of a mesh that are not called "tensor"."""
+    """A layout of ``fully_shard`` on all mesh dimensions except "tensor"."""
 
     def __init__(self, mesh: DeviceMesh, shard_dim: int = 0, tensor_dim: int | None = None) -> None:
         self.mesh, self.shard_dim, self.tensor_dim = mesh, shard_dim, tensor_dim
 
     def __call__(self, whole: torch.Tensor) -> DTensor:
-        """The parameter that holds this."""
+        """Return a parameter that holds this tensor."""
         holder, mesh = nn.Module(), self.mesh
         if self.tensor_dim is not None:
             whole = distribute_tensor(whole, mesh["tensor"], [Shard(self.tensor_dim)])
@@ -148,7 +148,7 @@ class FullySharded:
 
 
 class TestFullyShardLayouts(DTensorTestBase):
-    """Beyond upstream: each layout that FSDP2 makes, into each, with rows that ranks divide and that they do not."""
+    """Beyond upstream: each layout of FSDP2 is loaded in each other one, with even and uneven rows."""
 
     @property
     def world_size(self) -> int:
@@ -178,7 +178,7 @@ class TestFullyShardLayouts(DTensorTestBase):
     @requires_world_size(8)
     @with_temp_dir
     def test_3d(self):
-        """Two replicas, two shards, two ranks of tensor parallelism, and what eight ranks shard alone."""
+        """Eight plain shards, and layouts on two replicas, two shards and two ranks of tensor parallelism."""
         cube = init_device_mesh(self.device_type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
         self._check_each_to_each(
             {

@@ -1,7 +1,7 @@
-"""Checkpoints that were not finished, were damaged, or do not belong together.
+"""Checkpoints that are incomplete, damaged, or made of files that do not belong together.
 
-There are two right answers: an error on every rank, or the values of one checkpoint. Values of two checkpoints, or of
-none, are never right. After an error the checkpoint before it can be loaded, by the same ranks or by new ones.
+There are two right results: an error on every rank, or the values of one checkpoint. Mixed or invented values are never
+right. After an error, the same ranks or new ones can load the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ FILES = [shard_file(0), shard_file(1), f"{METADATA}.tmp"]
 
 
 def contents(path: str) -> dict[str, bytes]:
-    """What is in the files of a directory."""
+    """The contents of the files in a directory."""
     return {file.name: file.read_bytes() for file in Path(path).iterdir()}
 
 
-# What can happen to a file after it was written.
+# The damage that a file can have after it was written.
 
 
 def _cut(file: Path) -> None:
@@ -78,7 +78,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 class FaultTest(HostBackendMixin, DTensorTestBase):
-    """What the tests of faults share, whether their ranks are launched once or more often."""
+    """The common parts of the tests of faults, for ranks that are launched once or several times."""
 
     temp_dir: str
 
@@ -86,9 +86,9 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
         return os.path.join(self.temp_dir, name)
 
     def _save(self, run: Run, path: str, asynchronously: bool = False, **kwargs: Any) -> None:
-        """Save the run, and wait until that is done or has failed."""
+        """Save the run, and wait until the save is complete or has failed."""
         if asynchronously:
-            # A group of its own: the collectives of a thread and those of the training would come in any order.
+            # A separate group is needed: otherwise collectives of the thread and the training would be in any order.
             group = dist.new_group()
             future: Any = dcp.async_save(run.state_dict(), checkpoint_id=path, process_group=group, **kwargs)
             getattr(future, "upload_completion", future).result()
@@ -96,20 +96,20 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
             run.save(path, **kwargs)
 
     def _check_refuses(self, run: Run, path: str, *ranks: int) -> str:
-        """Loading is an error on every rank, which names at least these ranks. Returns what the error says."""
+        """Loading must raise an error on every rank that names at least these ranks. Returns the error message."""
         with self.assertRaises(CheckpointException) as caught:
             run.load(path)
         self.assertLessEqual(set(ranks), set(caught.exception.failures))
         return str(caught.exception)
 
     def _check_recovers(self, run: Run, path: str) -> None:
-        """The checkpoint of two steps can be loaded, and the next two steps are those of a plain training."""
+        """The checkpoint of two steps can be loaded, and the next two steps equal those of a plain training."""
         run.load(path)
         self.assertEqual(run.full(), plain_run(range(2)))
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
     def _check_refused_or_right(self, run: Run, path: str, steps: range) -> None:
-        """Loading is an error on every rank, or gives the states after these steps."""
+        """Loading must raise an error on every rank, or give the states after these steps."""
         try:
             run.load(path)
         except CheckpointException:
@@ -138,7 +138,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @pairwise_subtests(layout=BOTH, rank=[0, 1], damage=list(DAMAGES))
     def test_shard_file(self, layout, rank, damage):
-        """One rank's file is damaged: all ranks hear of it, with the rank that could not read its shard."""
+        """If one rank's file is damaged, all ranks get an error that names the rank that could not read its shard."""
         run, good, bad = self._checkpoints(layout, (rank, damage))
         self._on_first_rank(lambda: DAMAGES[damage](Path(bad, shard_file(rank))))
         self._check_refuses(run, bad, rank)
@@ -149,7 +149,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @pairwise_subtests(layout=BOTH, damage=list(DAMAGES))
     def test_metadata_file(self, layout, damage):
-        """Without a whole metadata file nothing is loaded, and the states stay as they are."""
+        """Without a complete metadata file nothing is loaded, and the states do not change."""
         run, good, bad = self._checkpoints(layout, damage)
         self._on_first_rank(lambda: DAMAGES[damage](Path(bad, METADATA)))
         before = run.full()
@@ -162,7 +162,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_metadata_of_another_model(self, layout):
-        """Parameters of other names or shapes are named, and the states stay as they are."""
+        """The error names parameters with other names or shapes, and the states do not change."""
         run, good, bad = self._checkpoints(layout, "")
         before = run.full()
         for name, model_class, says in (
@@ -182,7 +182,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_altered_values(self, layout):
-        """One bit of one element is turned over in the file of one rank. The file has a checksum of the element."""
+        """One bit of one element is flipped in the file of one rank. The file has a checksum of the element."""
         run, _, bad = self._checkpoints(layout, "")
         of_each_rank = of_all_ranks(local_of(run.state_dict()["model"]["net1.bias"]))
         self._on_first_rank(lambda: turn_a_bit(Path(bad, shard_file(1)), of_each_rank[1]))
@@ -194,7 +194,7 @@ class TestDamagedCheckpoint(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_shard_file_of_another_step(self, layout):
-        """One file of a checkpoint is that of an earlier one, as after a copy that was not finished."""
+        """One file of a checkpoint comes from an earlier one, as after an incomplete copy."""
         run, good, bad = self._checkpoints(layout, "")
         self._on_first_rank(lambda: shutil.copy(Path(good, shard_file(1)), bad))
         self._check_refused_or_right(run, bad, range(3))
@@ -215,7 +215,7 @@ class OtherNames(nn.Module):
 
 
 class OtherShapes(nn.Module):
-    """The names of ``UnevenLayers`` with other shapes of as many elements."""
+    """The names of ``UnevenLayers``, with other shapes of the same size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class OtherShapes(nn.Module):
 
 
 def turn_a_bit(file: Path, values: torch.Tensor) -> None:
-    """Turn over a bit of these values where they stand in the file."""
+    """Flip a bit of these values at their place in the file."""
     data, wanted = bytearray(file.read_bytes()), values.detach().cpu().numpy().tobytes()
     data[data.index(wanted) + 2] ^= 1 << 6
     file.write_bytes(data)
@@ -246,7 +246,7 @@ class TestSaveThatFails(FaultTest):
         layout=BOTH, file=[shard_file(0), shard_file(1), f"{METADATA}.tmp"], asynchronously=[False, True]
     )
     def test_full_disk(self, layout, file, asynchronously):
-        """The disk has no room for one of the files. All ranks hear why; nothing that could be loaded is left."""
+        """The disk has no room for one of the files. All ranks get the reason, and nothing loadable is left."""
         run = Run(LAYOUTS[layout]).train(range(2))
         good, bad = (self._path(f"{layout} {file} {asynchronously} {kind}") for kind in ("good", "bad"))
         self._save(run, good, asynchronously)
@@ -264,9 +264,9 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_room_for_a_part(self, layout):
-        """The disk becomes full in the middle of a file of one rank, where an older checkpoint is overwritten.
+        """The disk becomes full in the middle of one rank's file, while an older checkpoint is overwritten.
 
-        The same directory then takes the next checkpoint.
+        The next checkpoint can be saved in the same directory.
         """
         path = self._path(layout)
         run = Run(LAYOUTS[layout]).train(range(2))
@@ -286,7 +286,7 @@ class TestSaveThatFails(FaultTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_room_for_a_part_of_a_large_tensor(self):
-        """The same in the middle of a tensor that is larger than the buffers of files."""
+        """The same in the middle of a tensor that is larger than the file buffers."""
         model = fully_shard(nn.Linear(100, 100, device=self.device), mesh=self.mesh)
         with self.assertRaises(CheckpointException) as caught:
             with at_most(10000):
@@ -301,7 +301,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_rank_that_did_not_overwrite_its_file(self, layout):
-        """One rank fails before it opens its file. The older checkpoint in the directory is as it was, or refused."""
+        """One rank fails before it opens its file. The older checkpoint in the directory is unchanged or refused."""
         path = self._path(layout)
         run = Run(LAYOUTS[layout]).train(range(2))
         run.save(path)
@@ -319,7 +319,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_full_disk_in_a_thread(self, layout):
-        """Two threads of each rank write a file each, and one of one rank finds the disk full."""
+        """Two threads of each rank write a file each, and one thread of one rank gets a full disk."""
         path = self._path(layout)
         run = Run(LAYOUTS[layout]).train(range(2))
         writer = FileSystemWriter(path, thread_count=2)
@@ -334,7 +334,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @pairwise_subtests(layout=BOTH, asynchronously=[False, True])
     def test_overwrite_is_refused(self, layout, asynchronously):
-        """With ``overwrite=False`` a directory that has a checkpoint is not touched, byte by byte."""
+        """With ``overwrite=False`` a directory with a checkpoint keeps every byte."""
         path = self._path(f"{layout} {asynchronously}")
         run = Run(LAYOUTS[layout]).train(range(2))
         self._save(run, path, asynchronously)
@@ -351,7 +351,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @pairwise_subtests(layout=BOTH, overwrite=[False, True])
     def test_directory_with_other_files(self, layout, overwrite):
-        """What is not a checkpoint stays as it is and is no reason to refuse a directory."""
+        """Files that are not a checkpoint stay as they are, and do not prevent a save into the directory."""
         path = self._path(f"{layout} {overwrite}")
         others = {"notes.txt": b"mine", "__9_0.distcp": b"of nobody"}
 
@@ -373,7 +373,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     @subtests(layout=BOTH)
     def test_path_of_a_file(self, layout):
-        """Where a directory is wanted there is a file. All ranks refuse, and the file stays."""
+        """The path of the directory is that of a file. All ranks refuse, and the file stays."""
         path = self._path(layout)
         self._on_first_rank(lambda: Path(path).write_bytes(b"mine"))
         run = Run(LAYOUTS[layout]).train(range(2))
@@ -389,7 +389,7 @@ class TestSaveThatFails(FaultTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_files_are_whole_when_they_are_synced(self):
-        """What is synced to the disk is each whole file, so that a machine that stops has not lost what it reported."""
+        """Whole files are synced to the disk, so that a machine that stops loses nothing that it reported."""
         synced, sync = [], os.fsync
 
         def note(descriptor: int) -> None:
@@ -405,7 +405,7 @@ class TestSaveThatFails(FaultTest):
 
 @contextlib.contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """Files cannot become larger than so many bytes, as if the disk were full then."""
+    """Limit the size of files, as if the disk were full then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -415,7 +415,7 @@ def at_most(size: int) -> Iterator[None]:
 
 
 class FullForThreads:
-    """Opens files for the main thread, and the full disk for the others. The main thread lets another begin."""
+    """Opens files for the main thread, which waits for another thread. For other threads the disk is full."""
 
     def __init__(self, create_stream: Callable[..., Any]) -> None:
         self._create_stream, self._begun = create_stream, threading.Event()
@@ -430,19 +430,19 @@ class FullForThreads:
 
 
 class TestKilledRank(LaunchesTestCase, FaultTest):
-    """A rank is killed while it saves; then the job is launched again."""
+    """A rank is killed while it saves. Then the job is launched again."""
 
     def _check_resumes(self, layout: str, victim: int, moment: str, asynchronously: bool = False) -> None:
-        """A checkpoint that was not finished is refused by the new ranks, and the one before it is loaded."""
+        """The new ranks refuse the incomplete checkpoint, and load the one before it."""
         self._kill(layout, victim, moment, asynchronously=asynchronously, path="bad")
         self.complete(self._resume, 2, layout=layout)
 
     def _kill(self, layout: str, victim: int, moment: str, **settings: Any) -> None:
-        """Launch ranks that save a checkpoint, and of which one is killed while they save another."""
+        """Launch ranks that save two checkpoints. One rank is killed during the second save."""
         reports = self.launch(self._save_and_die, 2, layout=layout, victim=victim, moment=moment, **settings)
         self.assertEqual(reports[victim].ending.signal, signal.SIGKILL)
         other = reports[1 - victim]
-        # Over gloo it hears that the connection is gone. Others may wait for the dead until they are killed.
+        # With gloo they notice that the connection is gone. Other backends may wait until they are killed.
         self.assertTrue(other.ending.ours if other.outcome is None else other.outcome.kind is Kind.ERROR, other)
 
     @with_comms
@@ -474,19 +474,19 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
         self._check_resumes("FSDP2 on 2", victim=0, moment="write_data", asynchronously=True)
 
     def test_coordinator_before_it_names_the_metadata(self):
-        """All files are there, the metadata still under a temporary name."""
+        """All files are complete, but the metadata still has a temporary name."""
         self._check_resumes("FSDP1 on 2", victim=0, moment="rename", asynchronously=True)
 
     @torch_defect("fsdp2_interrupted_overwrite_mixes_checkpoints")
     def test_while_it_overwrites(self):
-        """Both checkpoints have the same directory. Rank 0 has written its new file, rank 1 has not."""
+        """Both checkpoints use the same directory. Rank 0 has written its new file, and rank 1 has not."""
         for layout in BOTH:
             self._kill(layout, victim=1, moment="after the other", asynchronously=False, path="good")
             self.complete(self._resume_overwritten, 2, layout=layout)
 
 
 class DyingWriter(FileSystemWriter):
-    """A writer in all ranks, one of which is killed at a moment, which is named after the method that it calls then."""
+    """A writer on all ranks. One rank is killed at a ``moment``, which is the name of the method that it calls then."""
 
     def __init__(self, path: str, moment: str, dies: bool) -> None:
         super().__init__(path)

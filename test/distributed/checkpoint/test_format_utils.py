@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` and directories of ``torch.distributed.checkpoint``, one made from the other."""
+"""Files of ``torch.save`` and directories of ``torch.distributed.checkpoint``, converted into each other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torch_fsdp_tests.fsdp.sharded_states import moments
 
 
 class SimpleModelUneven(nn.Module):
-    """Layers with rows that the ranks do not all divide."""
+    """Layers whose rows not all ranks divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TestFormatUtils(DTensorTestBase):
     world_size = 4
 
     def _write(self, state_dict: dict[str, Any]) -> str:
-        """A file of ``torch.save`` that only the first rank finds under the path that is returned."""
+        """Write a file with ``torch.save`` that only the first rank has. Returns its path."""
         path = os.path.join(self.temp_dir, f"file of rank {self.rank}")
         if self.rank == 0:
             torch.save(state_dict, path)
@@ -60,7 +60,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_online_torch_save_to_dcp(self):
-        """The model itself is what is loaded into; only the first rank reads the file."""
+        """The state dict is loaded into the model directly. Only the first rank reads the file."""
         plain = filled(SimpleModelUneven(), seed=0)
         path = self._write({"model": plain.state_dict()})
         model = FSDP(filled(SimpleModelUneven(), seed=1).to(self.device), device_mesh=self.mesh, use_orig_params=True)
@@ -73,7 +73,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_another_shape(self):
-        """Beyond upstream: a tensor that is larger in the model is refused on all ranks."""
+        """Beyond upstream: if a tensor is larger in the model, all ranks refuse to load."""
         path = self._write({"weight": torch.ones(3, 2)})
         model = FSDP(filled(nn.Linear(2, 4, bias=False), seed=1).to(self.device), device_mesh=self.mesh)
         before = full_parameters(model)
@@ -84,7 +84,7 @@ class TestFormatUtils(DTensorTestBase):
 
     @contextlib.contextmanager
     def _broadcasts_of(self, tensor: torch.Tensor) -> Iterator[None]:
-        """A broadcast delivers this tensor, since one between tensors of different sizes may abort the process."""
+        """Make broadcasts deliver this tensor. A real broadcast between different sizes may abort the process."""
         delivered = mock.Mock(side_effect=lambda target, **kwargs: target.set_(tensor.to(target.device)))
         with mock.patch.object(dist, "broadcast", delivered):
             yield
@@ -95,10 +95,11 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_torch_save_file_into_shards(self):
-        """Beyond upstream: the same into a model of FSDP2, whose state dict has DTensors.
+        """Beyond upstream: the same, but for a model of FSDP2, whose state dict has DTensors.
 
-        The first rank broadcasts a whole tensor, and the others receive it in a DTensor like that of their state dict,
-        a defect seen with torch 2.13.0. They hang in it, so here the ranks compare what they broadcast before they do.
+        The first rank broadcasts a full tensor, but the others receive it in a DTensor like that of their state dict,
+        and hang. This is a defect seen with torch 2.13.0. So the ranks here compare their tensors before they
+        broadcast.
         """
         plain, model = (filled(nn.Linear(3, 7), seed=seed) for seed in (0, 1))
         path = self._write(plain.state_dict())
@@ -106,14 +107,14 @@ class TestFormatUtils(DTensorTestBase):
         with self._compared_broadcasts():
             try:
                 self._load(model.state_dict(), path)
-            except CheckpointException as error:  # is no Exception, and would end the rank
+            except CheckpointException as error:  # it is not an ``Exception``, and would end the rank
                 self.fail(str(error))
         for name, param in model.named_parameters():
             self.assertEqual(param.full_tensor(), plain.get_parameter(name), msg=name, rtol=0, atol=0)
 
     @contextlib.contextmanager
     def _compared_broadcasts(self) -> Iterator[None]:
-        """A broadcast that hangs because the ranks call it with different tensors fails instead, on all ranks."""
+        """If the ranks would hang because they broadcast different tensors, fail on all ranks instead."""
         broadcast = dist.broadcast
 
         def compare_and_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -129,9 +130,9 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_torch_save_file_of_another_dtype(self):
-        """Beyond upstream: a file of bfloat16 is converted to the model's dtype.
+        """Beyond upstream: a bfloat16 file is converted to the model's dtype.
 
-        All ranks but the first take the bytes for float32, a defect seen with torch 2.13.0.
+        All ranks but the first interpret the bytes as float32, a defect seen with torch 2.13.0.
         """
         plain = filled(nn.Linear(2, 4), seed=0).to(torch.bfloat16)
         path = self._write(plain.state_dict())
@@ -150,10 +151,10 @@ class TestFormatUtils(DTensorTestBase):
     @with_temp_dir
     @subtests(layout=["FSDP1 on 4", "FSDP2 on 4", "FSDP2 on 2x2", "FSDP2 and TP on 2x2"])
     def test_dcp_to_torch_save_and_back(self, layout):
-        """Beyond upstream: a sharded checkpoint becomes one file with whole tensors, and a checkpoint again.
+        """Beyond upstream: a sharded checkpoint becomes one file of full tensors, and then a checkpoint again.
 
-        The file has what a plain model and its optimizer have, with nested dicts as they were; the checkpoint can be
-        loaded by another number of ranks, and training continues.
+        The file has the states of a plain model and its optimizer, with the same nested dicts. Another number of ranks
+        can load the new checkpoint, and training continues.
         """
         file, saved, again = (os.path.join(self.temp_dir, f"{layout} {name}") for name in ("file", "saved", "again"))
         run = Run(LAYOUTS[layout]).train(range(2))
@@ -179,7 +180,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_torch_save_of_plain_model(self):
-        """Beyond upstream: a file that a plain training wrote, made a checkpoint, is where FSDP2 goes on."""
+        """Beyond upstream: FSDP2 continues a plain training after its file is converted to a checkpoint."""
         plain = Run(LAYOUTS["plain"]).train(range(2))
         file, path = os.path.join(self.temp_dir, "file"), os.path.join(self.temp_dir, "checkpoint")
         wanted = from_first_rank(plain.full())

@@ -1,4 +1,4 @@
-"""The sharded model state of FSDP1 through a checkpoint into a second model, over as many or over fewer ranks."""
+"""The sharded model state of FSDP1, saved and loaded into a second model with the same number of ranks or fewer."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     world_size = 4
 
     def _create_new_dist_group(self) -> dist.ProcessGroup:
-        """This rank's group: one has the even ranks, the other the odd ones."""
+        """This rank's group: one group has the even ranks, the other the odd ones."""
         group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
         assert group is not None
         return group
 
     def _on_meta(self, seed: int, group: dist.ProcessGroup | None = None) -> FSDP:
-        """FSDP materializes it; each rank draws numbers of its own, and keeps its share of them."""
+        """FSDP materializes this meta model. Each rank draws its own numbers, and keeps its shard of them."""
         manual_seed(10 * seed + self.rank)
         model = FSDP(nn.Linear(8, 8, device="meta"), group)
         use_sharded_state_dicts(model)
         return model
 
     def _inputs(self, seed: int) -> torch.Tensor:
-        """Rows of this rank's own."""
+        """This rank's own rows."""
         return torch.rand(4, 8, generator=torch.Generator().manual_seed(10 * seed + self.rank)).to(self.device)
 
     def _test_fsdp_model_state(self, process_group: dist.ProcessGroup | None) -> None:
@@ -91,8 +91,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_groups_train_on(self):
-        """Beyond upstream: two groups load one checkpoint. Each then trains on data of its own, and neither disturbs
-        the other."""
+        """Beyond upstream: two groups load one checkpoint. Each then trains on its own data, independently."""
         group = self._create_new_dist_group()
         source = self._on_meta(seed=0)
         reference = nn.Linear(8, 8, device=self.device)
@@ -102,7 +101,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
         state = model.state_dict()
         dcp.load(state, checkpoint_id=self.temp_dir, process_group=group)
         model.load_state_dict(state)
-        ours = self._inputs(self.rank % 2)  # the same rows in both ranks of a group, whose gradients are averaged
+        ours = self._inputs(self.rank % 2)  # the ranks of a group have the same rows, as their gradients are averaged
         dist.broadcast(ours, src=self.rank % 2, group=group)
         for each in (model, reference):
             step(each, ours)
@@ -112,7 +111,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_sizes(self):
-        """Beyond upstream: as many ranks, fewer, more and one, which do not divide the rows; with a buffer."""
+        """Beyond upstream: the same number of ranks, fewer, more, and one, with uneven rows and a buffer."""
         groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
         config = {
             "sizes": [(4, 4), (4, 2), (2, 4), (4, 1)],
@@ -164,7 +163,7 @@ class FsdpModelStateCheckpoint(LayoutsMixin, DTensorTestBase):
         loaded=["plain", "FSDP1 on 2", "FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4"],
     )
     def test_training_goes_on(self, saved, loaded):
-        """Beyond upstream: with the optimizer, from FSDP1 and FSDP2 to each other, to a plain model and back."""
+        """Beyond upstream: with the optimizer, between FSDP1, FSDP2 and a plain model."""
         self._check_goes_on(saved, loaded)
 
 

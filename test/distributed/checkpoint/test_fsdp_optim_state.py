@@ -1,4 +1,4 @@
-"""The sharded optimizer state of FSDP1 in a checkpoint, and the process group that goes with it."""
+"""The sharded optimizer state of FSDP1 in a checkpoint, and its process group."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
         return model, optim
 
     def _train(self, model: FSDP, optim: torch.optim.Optimizer, steps: range) -> None:
-        """Train on rows of this rank's own, which follow from the number of the step."""
+        """Train on this rank's own rows, which depend on the number of the step."""
         for step in steps:
             generator = torch.Generator().manual_seed(10 * step + self.rank)
             optim.zero_grad()
@@ -58,7 +58,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
             optim.step()
 
     def _check_same_states(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """States of the same parameters with the same numbers, bit for bit, in every local shard."""
+        """The states must have the same parameters and the same numbers, bit for bit, in every local shard."""
         self.assertEqual(list(found["state"]), list(wanted["state"]))
         self.assertEqual(len(moments(wanted)), 12)
         for name, value in moments(wanted).items():
@@ -73,7 +73,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @with_temp_dir
     @parametrize("pass_planner", [True, False])
     def test_load_sharded_optimizer_state_dict(self, pass_planner):
-        """It reads the state of an optimizer that has none yet; then training continues as if nothing had happened."""
+        """Loading gives an optimizer without states the saved ones. Training then continues as if uninterrupted."""
         model, optim = self._create_model(0, range(2))
         saved = sharded_state_dicts(model, optim)
         dcp.save(saved, checkpoint_id=self.temp_dir)
@@ -98,7 +98,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fewer_ranks(self):
-        """Beyond upstream: two ranks load what four have saved."""
+        """Beyond upstream: two ranks load what four ranks have saved."""
         pair = dist.new_group([0, 1])
         model, optim = self._create_model(0, range(2))
         dcp.save(sharded_state_dicts(model, optim), checkpoint_id=self.temp_dir)
@@ -128,7 +128,7 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
 
     @contextlib.contextmanager
     def _recorded_groups(self, *names: str) -> Iterator[dict[str, Any]]:
-        """The ``group`` that each of these methods of FSDP is called with."""
+        """The ``group`` argument of each call of these FSDP methods."""
         found: dict[str, Any] = {}
 
         def recorder(name: str, method: Any) -> Any:
@@ -146,8 +146,10 @@ class FsdpOptimStateCheckpoint(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_groups(self):
-        """Beyond upstream: two models on two ranks each have checkpoints of their own, of which the second pair makes
-        one more. A collective of all ranks would hang there."""
+        """Beyond upstream: two models on two ranks each have separate checkpoints, and the second pair saves once more.
+
+        A collective of all ranks would hang there.
+        """
         group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
         pair = self.rank // 2
         path = os.path.join(self.temp_dir, str(pair))

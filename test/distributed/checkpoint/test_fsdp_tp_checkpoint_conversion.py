@@ -1,4 +1,4 @@
-"""What FSDP has saved is loaded under tensor parallelism, and the other way round."""
+"""Checkpoints of FSDP are loaded under tensor parallelism, and the other way round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
         return parallelize_module(MLPModule(self.device), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
 
     def _step(self, model: nn.Module) -> None:
-        """A step on the same rows in all ranks: both models start with the same numbers."""
+        """Take a step on the same rows on all ranks. Both models start with the same numbers."""
         optim = torch.optim.SGD(model.parameters(), lr=0.25)
         model(uniform(20, 10, seed=0)).sum().backward()
         optim.step()
@@ -42,7 +42,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fsdp_to_tp(self):
-        """Sharded tensors on disk become the model's DTensors; the models then compute the same."""
+        """Saved sharded tensors become the model's DTensors. Then both models compute the same."""
         fsdp_model = FSDP(MLPModule(self.device), use_orig_params=True)
         use_sharded_state_dicts(fsdp_model)
         saved = fsdp_model.state_dict()
@@ -73,8 +73,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_tp_to_fsdp(self):
-        """Beyond upstream: the way back, into sharded tensors; a plain model that took the same step is the
-        reference."""
+        """Beyond upstream: the other direction, into sharded tensors, compared with a plain model."""
         model, plain = self._tensor_parallel(), MLPModule(self.device)
         for each in (model, plain):
             self._step(each)
@@ -95,7 +94,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=FULLY_SHARDED, loaded=WITH_TENSOR)
     def test_to_tensor_parallel(self, saved, loaded):
-        """Beyond upstream: with the optimizer, where neither rows nor columns divide."""
+        """Beyond upstream: with the optimizer, and with uneven rows and columns."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -103,7 +102,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=WITH_TENSOR, loaded=FULLY_SHARDED)
     def test_from_tensor_parallel(self, saved, loaded):
-        """Beyond upstream: the way back."""
+        """Beyond upstream: the other direction."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -111,7 +110,7 @@ class TestFsdpTpCheckpointConversion(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=WITH_TENSOR, loaded=WITH_TENSOR)
     def test_between_tensor_parallel(self, saved, loaded):
-        """Beyond upstream: other numbers of ranks, with FSDP2 and without."""
+        """Beyond upstream: between different numbers of ranks, with FSDP2 and without."""
         self._check_goes_on(saved, loaded)
 
 

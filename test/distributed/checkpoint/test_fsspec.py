@@ -1,4 +1,4 @@
-"""Sharded states through the storage of fsspec, a package that reads and writes file systems of many kinds."""
+"""Sharded states through the storage of fsspec, a package that reads and writes many kinds of file systems."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fsspec(self):
-        """Model and optimizer come back, and train on as if nothing had happened."""
+        """Model and optimizer are restored, and training continues as if uninterrupted."""
         model, optim = self._create_model(0, range(2))
         saved = sharded_state_dicts(model, optim)
         dcp.save(saved, storage_writer=storage.FsspecWriter(self.temp_dir))
@@ -71,7 +71,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_fully_shard(self):
-        """Beyond upstream: FSDP2, with rows that do not divide, by a path with the name of a protocol."""
+        """Beyond upstream: FSDP2, with uneven rows, and a path that starts with the name of a protocol."""
         Run(LAYOUTS["FSDP2 on 2"]).train(range(2)).save(f"file://{self.temp_dir}/checkpoint")
         run = Run(LAYOUTS["FSDP2 on 2"], seed=1).train(range(9, 10))
         run.load(f"file://{self.temp_dir}/checkpoint")
@@ -83,7 +83,7 @@ class TestFSSpec(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_overwrite_refused(self):
-        """Beyond upstream: a writer that may not overwrite leaves the old checkpoint as it was, and loadable."""
+        """Beyond upstream: a writer that may not overwrite leaves the old checkpoint unchanged and loadable."""
         run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
         run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir))
         wanted = run.full()
@@ -96,15 +96,15 @@ class TestFSSpec(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(2)
     def test_memory_of_a_process(self):
-        """Beyond upstream: what other ranks wrote in their own memory cannot be read, and that is said on all ranks.
+        """Beyond upstream: files in the memory of other ranks cannot be read, and all ranks get an error.
 
-        It shows that a rank reads files, and those of the other ranks.
+        This shows that a rank reads files, including those of other ranks.
         """
         source, run = Run(LAYOUTS["FSDP2 on 2"]).train(range(1)), Run(LAYOUTS["FSDP2 on 2"], seed=1)
         source.save("memory://checkpoint")
         with self.assertRaises(CheckpointException) as caught:
             run.load("memory://checkpoint")
-        self.assertEqual(set(caught.exception.failures), {1})  # which has no metadata: the first rank wrote them
+        self.assertEqual(set(caught.exception.failures), {1})  # it has no metadata: the first rank wrote them
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hybrid sharding through a checkpoint: back into the same mesh, into plain sharding, and from there."""
+"""Checkpoints of hybrid sharding: into the same mesh, into plain sharding, and from plain sharding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     def _create_model(
         self, mesh: DeviceMesh, is_even: bool, seed: int, steps: range
     ) -> tuple[FSDP, torch.optim.Optimizer]:
-        """FSDP1 on the mesh, and its Adam after these steps."""
+        """FSDP1 on the mesh, and its Adam, after these steps."""
         plain = filled((SimpleModel if is_even else SimpleModelUneven)().to(self.device), seed=seed)
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
         model = FSDP(plain, device_mesh=mesh, sharding_strategy=strategy)
@@ -67,7 +67,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @EVEN
     def test_hsdp_checkpoint(self, is_even_sharded_model):
-        """A step changes what was saved in every shard; loaded, every shard is as it was, of the optimizer too."""
+        """A step changes every saved shard. Loading restores every shard, including the optimizer's."""
         mesh = self._square()
         model, optim = self._create_model(mesh, is_even_sharded_model, 0, range(2))
         saved = copy.deepcopy(sharded_state_dicts(model, optim))
@@ -109,7 +109,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=HYBRID, loaded=[*SHARDED, *HYBRID])
     def test_from_hybrid(self, saved, loaded):
-        """Beyond upstream: training continues in other layouts, with rows that do not divide and ranks without any."""
+        """Beyond upstream: training continues in other layouts, with uneven rows and ranks without rows."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -117,7 +117,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(saved=["plain", *SHARDED], loaded=HYBRID)
     def test_to_hybrid(self, saved, loaded):
-        """Beyond upstream: the way back."""
+        """Beyond upstream: the other direction."""
         self._check_goes_on(saved, loaded)
 
     @with_comms
@@ -137,7 +137,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=HYBRID)
     def test_each_element_is_stored_once(self, layout):
-        """Beyond upstream: of what the replicas have one is written, so the chunks of a tensor add up to its size."""
+        """Beyond upstream: only one replica is written, so the chunks of a tensor add up to its size."""
         path = os.path.join(self.temp_dir, layout)
         Run(LAYOUTS[layout]).train(range(1)).save(path)
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -152,9 +152,9 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=HYBRID)
     def test_replicas_differ(self, layout):
-        """Beyond upstream: of replicas that differ, which should never be, one is loaded by all.
+        """Beyond upstream: if replicas differ, which should never happen, all ranks load the same one.
 
-        The replicas of each shard are the same afterwards, and each shard is as one of the replicas had it.
+        Then the replicas of each shard are equal, and each shard equals that of one replica.
         """
         path = os.path.join(self.temp_dir, layout)
         run = Run(LAYOUTS[layout])
@@ -177,7 +177,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_replicas_agree_after_loading(self):
-        """Beyond upstream: a step after loading leaves the replicas of FSDP2 with the same shards, bit for bit."""
+        """Beyond upstream: after a load and one step, FSDP2's replicas have the same shards, bit for bit."""
         Run(LAYOUTS["FSDP2 on 4"]).train(range(2)).save(self.temp_dir)
         run = Run(LAYOUTS["FSDP2 on 2x2"], seed=1).train(range(5, 6))
         run.load(self.temp_dir)

@@ -1,4 +1,4 @@
-"""A training that is launched again and again, each time from the last checkpoint and in another layout."""
+"""A training that is launched several times, each time from the last checkpoint and in another layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
 from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, Run, from_first_rank, plain_run
 from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 
-STEPS = 2  # of each launch
+STEPS = 2  # steps of each launch
 
 
 class TestRestarts(LayoutsMixin, LaunchesTestCase):
@@ -40,7 +40,7 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
         self.assertEqual(from_first_rank(found), found, rtol=0, atol=0)
 
     def test_other_numbers_of_ranks(self):
-        """Four ranks, two, and one, with FSDP1 and FSDP2; most parameters leave some rank without rows."""
+        """Launches on four ranks, two, and one, with FSDP1 and FSDP2. For most parameters some rank has no rows."""
         self._check_restarts("FSDP1 on 4", "FSDP2 on 2", "FSDP2 on 4", "FSDP1 on 2", "plain", "FSDP1 on 4")
 
     def test_other_dimensions(self):
@@ -50,7 +50,7 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
         )
 
     def test_same_directory(self):
-        """Each launch overwrites the last checkpoint. Fewer ranks leave files of more ranks, which do no harm."""
+        """Each launch overwrites the last checkpoint. Extra files from a launch with more ranks do no harm."""
         self._check_restarts("FSDP2 on 4", "FSDP2 on 2", "FSDP1 on 4", same_directory=True)
 
 

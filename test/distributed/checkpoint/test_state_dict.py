@@ -1,7 +1,7 @@
-"""Distributed state dicts (DSD): models and optimizers under FSDP1, FSDP2, DDP and TP, in every form DSD has.
+"""Distributed state dicts (DSD): models and optimizers under FSDP1, FSDP2, DDP and TP, in every form that DSD has.
 
-Names and values are compared with those of a plain model that is trained beside on the mean of all ranks' gradients.
-What is loaded is compared bit for bit, and must train on as the reference does.
+Names and values are compared with those of a plain model, trained on the mean of all ranks' gradients. Loaded values
+must be equal bit for bit, and training must continue like that of the reference.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ADAMS = [torch.optim.Adam, torch.optim.AdamW]
-BACKEND = "eager"  # the names of parameters depend on no backend, and this one is fast
+BACKEND = "eager"  # the names of parameters do not depend on the backend, and this one is fast
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """The model, of which each linear layer and each unit is in a wrapper for activation checkpointing."""
+    """Wrap each linear layer and each unit of the model for activation checkpointing. Returns the model."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, (nn.Linear, UnitModule)))
     return model
 
@@ -96,7 +96,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2])
     def test_patched_methods(self, fsdp):
-        """Beyond upstream, which has it in each test: the models' and optimizers' own methods may be DSD's."""
+        """Beyond upstream, where each test has it: the models' and optimizers' own methods can be replaced by DSD's."""
         pair, other = (
             self._composite(seed, self._fsdp1 if fsdp == 1 else self._fsdp2, torch.optim.Adam) for seed in (0, 1)
         )
@@ -111,7 +111,7 @@ class TestStateDict(StateDictTest):
         other_optim.load_state_dict(copy.deepcopy(osd))
         found = whole_tree((other.model.state_dict(), other_optim.state_dict()))
         self.assertEqual(found, whole_tree((msd, osd)), **EXACT)
-        # Those of DSD find the methods that torch gives.
+        # DSD's functions still find torch's original methods.
         self._verify_pair(pair, *other.states())
 
     @skip_if_lt_x_gpu(2)
@@ -132,7 +132,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS, inside=[False, True])
     def test_compiled_fsdp(self, optimizer_class, inside):
-        """No key shows that FSDP1 is compiled as a whole, or a layer inside it."""
+        """The keys do not show that FSDP1, or a layer inside it, is compiled."""
 
         def distribute(model: Any) -> Any:
             if inside:
@@ -162,13 +162,13 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS)
     def test_fsdp_ddp(self, optimizer_class):
-        """A layer in DDP, the rest in FSDP1."""
+        """One layer is in DDP, the rest in FSDP1."""
         self._test_save_load(lambda seed: self._composite(seed, self._with_ddp, optimizer_class))
 
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS, several_optimizers=[False, True])
     def test_fsdp2_ddp(self, optimizer_class, several_optimizers):
-        """Beyond upstream: a layer in DDP, two in FSDP2, with one optimizer for all or one for each kind."""
+        """Beyond upstream: one layer is in DDP, two are in FSDP2, with one optimizer for all or one for each kind."""
 
         def distribute(model: Any) -> Any:
             model.l = self._ddp(model.l)
@@ -185,7 +185,7 @@ class TestStateDict(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_fsdp_ddp_model(self):
-        """Beyond upstream: as for :meth:`test_fsdp_ddp`, the model alone."""
+        """Beyond upstream: like :meth:`test_fsdp_ddp`, for the model only."""
         pair, other = (self._composite(seed, self._with_ddp, torch.optim.Adam) for seed in (0, 1))
         pair.train(range(2))
         for options in (StateDictOptions(), FULL):
@@ -197,7 +197,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], optimizer_class=ADAMS)
     def test_frozen(self, fsdp, optimizer_class):
-        """Beyond upstream: frozen parameters are in the dicts, without states, unless they are asked to be ignored."""
+        """Beyond upstream: state dicts have frozen parameters, without states, unless an option ignores them."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp1(model) if fsdp == 1 else self._fsdp2(model)
@@ -247,11 +247,11 @@ class TestStateDict(StateDictTest):
             self.assertEqual(on_host, ({}, {}))
         else:
             self._verify_msd(pair.ref_model.state_dict(), on_host[0], FULL, offload_to_cpu=True)
-            if fsdp == 2:  # for FSDP1 see the next test
+            if fsdp == 2:  # the next test covers FSDP1
                 self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), on_host[1])
-        # A gathered dict is the caller's: to change it changes neither model nor optimizer.
+        # The caller owns a gathered dict: changing it changes neither the model nor the optimizer.
         for msd, osd in (full, on_host):
-            # A step count, which is whole on each rank, is no copy, as a buffer is none.
+            # A step count is whole on each rank, so it is not copied. Buffers are not copied either.
             states = [state[key] for state in osd.get("state", {}).values() for key in ("exp_avg", "exp_avg_sq")]
             for value in (*(value for name, value in msd.items() if name != "buffer"), *states):
                 value.fill_(-5)
@@ -262,7 +262,7 @@ class TestStateDict(StateDictTest):
     @torch_defect("fsdp1_offloaded_optim_states_are_one")
     @skip_if_lt_x_gpu(2)
     def test_cpu_offload_full_optim_state_dict_fsdp1(self):
-        """Beyond upstream: what :meth:`test_cpu_offload_full_state_dict` leaves out."""
+        """Beyond upstream: the cases that :meth:`test_cpu_offload_full_state_dict` leaves out."""
         pair = self._trained_on_mesh(1, torch.optim.Adam)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL_ON_HOST)
         if self.rank == 0:
@@ -271,7 +271,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=["flat parameters", "original parameters", "FSDP2"])
     def test_activation_ckpt_fqns_fsdp1(self, fsdp):
-        """Checkpoint wrappers inside FSDP leave the names as they were, of the model and its optimizer."""
+        """Checkpoint wrappers inside FSDP do not change the names of the model and its optimizer."""
 
         def distribute(model: Any) -> Any:
             if fsdp == "FSDP2":
@@ -286,7 +286,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[True, False])
     def test_activation_ckpt_before_fsdp1(self, use_orig_params):
-        """Beyond upstream: as :meth:`test_activation_ckpt_fqns_fsdp1`, in the other order."""
+        """Beyond upstream: like :meth:`test_activation_ckpt_fqns_fsdp1`, in the other order."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp1(checkpointed(model), use_orig_params=use_orig_params)
@@ -346,18 +346,18 @@ class TestStateDict(StateDictTest):
     @torch_defect("fsdp2_new_setting_of_full_optim_state")
     @skip_if_lt_x_gpu(2)
     def test_optim_state_dict_param_matching(self):
-        """What a scheduler has put into the groups is loaded into groups that do not have it, on all ranks."""
+        """Settings that a scheduler added to the groups are loaded into groups without them, on all ranks."""
         self._test_new_setting(FROM_RANK_0)
 
     @torch_defect("fsdp2_new_setting_of_full_optim_state")
     @skip_if_lt_x_gpu(2)
     def test_param_matching_on_each_rank(self):
-        """Beyond upstream: as :meth:`test_optim_state_dict_param_matching`, where each rank has the full dict."""
+        """Beyond upstream: like :meth:`test_optim_state_dict_param_matching`, but each rank has the full dict."""
         self._test_new_setting(FULL)
 
     @skip_if_lt_x_gpu(2)
     def test_param_matching_of_shards(self):
-        """Beyond upstream: as :meth:`test_optim_state_dict_param_matching`, with a sharded dict."""
+        """Beyond upstream: like :meth:`test_optim_state_dict_param_matching`, with a sharded dict."""
         self._test_new_setting(StateDictOptions())
 
     def _test_new_setting(self, options: StateDictOptions) -> None:
@@ -379,7 +379,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=["flat parameters", "original parameters", "FSDP2"])
     def test_flattened_osd(self, fsdp):
-        """A flattened and a nested state dict make the same optimizer."""
+        """A flattened and a nested state dict give the same optimizer."""
 
         def distribute(model: Any) -> Any:
             return self._fsdp2(model) if fsdp == "FSDP2" else self._fsdp1(model, use_orig_params=fsdp[0] == "o")
@@ -415,7 +415,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(fsdp=[1, 2], flatten=[False, True])
     def test_shared_weight(self, fsdp, flatten):
-        """A weight of two names is one parameter to the optimizer, and comes back as one."""
+        """A weight with two names is one parameter for the optimizer, also after a load."""
 
         def distribute(model: nn.Module) -> nn.Module:
             mesh = make_mesh(self.world_size)
@@ -441,7 +441,7 @@ class TestStateDict(StateDictTest):
         for name, param in model.named_parameters():
             self.assertEqual(param.full_tensor(), source.get_parameter(name), **EXACT)
             self.assertEqual(param.to_local().device.type, self.device.type)
-            # A shard that were a view would keep the whole tensor in memory. FSDP pads shards to the first one's rows.
+            # A shard that is a view would keep the whole tensor in memory. FSDP pads shards to the first one's rows.
             most = -(-param.size(0) // self.world_size) * param.size(1) * param.element_size()
             self.assertLessEqual(param.to_local().untyped_storage().nbytes(), most)
         inputs = uniform(2, 4, seed=self.rank)
@@ -500,7 +500,7 @@ class TestStateDict(StateDictTest):
 
 
 class TiedModel(nn.Module):
-    """An embedding whose weight is that of the last layer, too."""
+    """An embedding that shares its weight with the last layer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What the options of distributed state dicts do to FSDP2 models, and what is refused.
+"""The options of distributed state dicts for FSDP2 models, and the loads that are refused.
 
-Beyond upstream, which has a part of it for plain models.
+Beyond upstream, which tests some of this for plain models.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from torch_fsdp_tests.fsdp.training import shard_each, train
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ADAMS = [torch.optim.Adam, torch.optim.AdamW]
-BACKEND = "eager"  # the names of parameters depend on no backend, and this one is fast
+BACKEND = "eager"  # the names of parameters do not depend on the backend, and this one is fast
 
 
 class WithExtraState(nn.Linear):
-    """Counts in its extra state; ``given`` has the extra states that it was given."""
+    """Has a count as its extra state. ``given`` has the extra states that were set."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         super().__init__(3, 3, device=device)
@@ -73,7 +73,7 @@ class WithExtraState(nn.Linear):
 
 
 class NestedStates(torch.optim.SGD):
-    """SGD that keeps sums of the gradients in states of states."""
+    """SGD with nested states, which hold sums of the gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -88,7 +88,7 @@ class NestedStates(torch.optim.SGD):
 
 
 class RenamedModifier(FusionEmbeddingWithHook):
-    """Tells DSD of its names by a method of a name of its own."""
+    """Has the method that gives DSD its names under another name."""
 
     def renamed(self) -> dict[str, str]:
         return {"weight": "embedding"}
@@ -96,7 +96,7 @@ class RenamedModifier(FusionEmbeddingWithHook):
 
 class TestStateDictOptions(StateDictTest):
     def _plain(self, seed: int = 0) -> nn.Sequential:
-        """Two layers of unequal shards."""
+        """Two layers with unequal shards."""
         manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 5, device=self.device), nn.Linear(5, 4, device=self.device))
 
@@ -112,18 +112,18 @@ class TestStateDictOptions(StateDictTest):
         return pair
 
     def _on_rank_0(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is given to ``broadcast_from_rank0``."""
+        """The argument for ``broadcast_from_rank0``: the state dict on rank 0, and nothing on other ranks."""
         return state_dict if self.rank == 0 else {}
 
     def _given(self, state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-        """What this rank gives to load with these options."""
+        """The argument of this rank for a load with these options."""
         return self._on_rank_0(state_dict) if options.broadcast_from_rank0 else state_dict
 
     def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
-        """The name of the exception with which all ranks refuse to load, or "loaded", or that they disagree.
+        """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
 
-        They also disagree where one refuses before a broadcast for which another waits. With ``broadcasts`` it then
-        takes part with nothing to send, so that the other waits no longer.
+        They also disagree if one rank refuses before a broadcast that another waits for. With ``broadcasts`` the first
+        one then takes part in it with an empty value, so that the other does not wait forever.
         """
         original = internals.dsd._broadcast_state_dict
         with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:
@@ -142,7 +142,7 @@ class TestStateDictOptions(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FROM_RANK_0])
     def test_missing_and_unexpected_keys(self, options):
-        """Strict loads name them and raise on each rank; others report them and load what there is."""
+        """Strict loads raise an error with the keys on each rank. Others return the keys and load the rest."""
         wanted = self._plain(1).state_dict()
         for wrong in ("Missing", "Unexpected"):
             source = self._layers(self._plain(1))
@@ -153,7 +153,7 @@ class TestStateDictOptions(StateDictTest):
                 state_dict["unknown"] = state_dict["1.bias"]
             key = "1.bias" if wrong == "Missing" else "unknown"
             given = self._given(state_dict, options)
-            # A broadcast leaves out, on the other ranks, what their model does not know: none but rank 0 hears of it.
+            # A broadcast skips keys that the other ranks' models do not have, so only rank 0 can report them.
             hears = not (wrong == "Unexpected" and options.broadcast_from_rank0 and self.rank > 0)
             model = self._layers(self._plain())
             with self.assertRaisesRegex(RuntimeError, f"{wrong} key.*{key}") if hears else contextlib.nullcontext():
@@ -164,7 +164,7 @@ class TestStateDictOptions(StateDictTest):
             missing, unexpected = set_model_state_dict(model, dict(given), options=lenient)
             found = whole_tree(get_model_state_dict(model))
             if wrong == "Missing":
-                # A broadcast fills what is missing with the model's own, so that nothing is reported.
+                # A broadcast fills missing keys with the model's own values, so nothing is reported.
                 self.assertEqual(list(missing), [] if options.broadcast_from_rank0 else [key])
                 self.assertEqual(found, {**wanted, key: self._plain().state_dict()[key]}, **EXACT)
             else:
@@ -200,7 +200,7 @@ class TestStateDictOptions(StateDictTest):
         self._test_wrong_shape(rows, FROM_RANK_0)
 
     def _test_wrong_shape(self, rows: int, options: StateDictOptions) -> None:
-        """Each rank refuses a bias that has not four rows. It comes last, so that nobody waits for what follows."""
+        """Each rank refuses a bias that does not have four rows. It comes last, so no rank waits for later keys."""
         model = self._layers(self._plain())
         state_dict = {**self._plain(1).state_dict(), "1.bias": torch.full((rows,), 9.0, device=self.device)}
         given = self._given(state_dict, options)
@@ -252,7 +252,7 @@ class TestStateDictOptions(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL])
     def test_non_persistent_buffers(self, options):
-        """They are not saved, and a load leaves them as they are."""
+        """They are not saved, and a load does not change them."""
         saving, loading = self._plain(0), self._plain(1)
         for value, model in ((1.0, saving), (2.0, loading)):
             model[0].register_buffer("kept", torch.full((2,), value, device=self.device))
@@ -274,7 +274,7 @@ class TestStateDictOptions(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
     def test_fqn_modifiers(self, options):
-        """A module whose hooks change names in its state dict tells DSD of it."""
+        """A module whose hooks rename its state dict keys can declare this to DSD."""
         plain, saving = self._embeddings(FusionEmbeddingWithModifier, 0)
         _, loading = self._embeddings(FusionEmbeddingWithModifier, 1)
         state_dict = get_model_state_dict(saving, options=options)
@@ -296,7 +296,7 @@ class TestStateDictOptions(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(prefixes=[True, False])
     def test_submodules(self, prefixes):
-        """The deprecated way to ask for a part, and to load one."""
+        """The deprecated way to get and load a part of a model."""
         pair = self._small()
         options = StateDictOptions(keep_submodule_prefixes=prefixes, strict=False)
         with self.assertWarnsRegex(FutureWarning, "submodules only"):
@@ -346,7 +346,7 @@ class TestStateDictOptions(StateDictTest):
         lenient = dataclasses.replace(options, strict=False)
         set_optimizer_state_dict(other.model, other.optims, osd, options=lenient)
         found = get_optimizer_state_dict(other.model, other.optims)
-        # A full state dict fills up the state that the optimizer had; a sharded one replaces it.
+        # A full state dict completes the state that the optimizer had; a sharded one replaces it.
         self.assertEqual("1.bias" in found["state"], options.full_state_dict)
         self.assertEqual(whole_tree({**found["state"], "1.bias": None}), whole_tree({**osd["state"], "1.bias": None}))
 
@@ -363,12 +363,12 @@ class TestStateDictOptions(StateDictTest):
     @torch_defect("fsdp1_flattened_load_by_some_ranks")
     @skip_if_lt_x_gpu(2)
     def test_flattened_load_after_a_step(self):
-        """All ranks take the same states from a flattened state dict, and give them FSDP1 to gather."""
+        """All ranks take the same states from a flattened state dict, and pass them to FSDP1, which gathers them."""
         pair = self._pair(self._plain(), functools.partial(FSDP, use_orig_params=True), width=4)
         pair.train(range(1))
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
-        replacement = {"return_value": pair.optims[0].state_dict()}  # or the gathers might not end
+        replacement = {"return_value": pair.optims[0].state_dict()}  # without it the gathers might not end
         with torch_names.patched(FSDP, "optim_state_dict_to_load", **replacement) as to_load:
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
         given = to_load.call_args.args[2]["state"]
@@ -401,7 +401,7 @@ class TestStateDictOptions(StateDictTest):
     @torch_defect("fsdp2_frozen_parameter_loses_its_state")
     @skip_if_lt_x_gpu(2)
     def test_state_of_frozen_parameter(self):
-        """What was trained, and is frozen for a while, keeps its moments over a checkpoint."""
+        """A parameter that was trained and is now frozen keeps its moments through a checkpoint."""
         pair, other = self._small(0), self._small(1, trained=False)
         for model in (pair.model, other.model):
             model[1].requires_grad_(False)
@@ -431,7 +431,7 @@ class TestStateDictOptions(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=ADAMS)
     def test_asking_for_states_changes_nothing(self, optim_cls):
-        """Who saves before the first step trains on as who does not."""
+        """Asking for the states before the first step does not change the training."""
         pair = self._small(0, optim_cls, trained=False)
         get_optimizer_state_dict(pair.model, pair.optims)
         pair.train(range(2))
@@ -450,7 +450,7 @@ class TestStateDictOptions(StateDictTest):
     @requires_world_size(4)
     @subtests(fsdp=[1, 2], options=[StateDictOptions(), FULL])
     def test_tp(self, fsdp, options):
-        """Inside tensor parallelism DSD has the whole of each parameter and state."""
+        """With tensor parallelism, DSD has each full parameter and state."""
         pair = self._with_tp(8, fsdp)
         self._verify_pair(pair, *pair.states(options), options=options)
 
@@ -478,7 +478,7 @@ class TestStateDictOptions(StateDictTest):
         self._verify_msd(plain.state_dict(), get_model_state_dict(pair.model), **EXACT)
 
     def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> Pair:
-        """A trained pair on two dimensions, of which tensor parallelism cuts ``rows`` and FSDP the half of them."""
+        """A trained pair on a mesh of two dimensions: tensor parallelism shards ``rows``, and FSDP each half."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
 
         def distribute(model: nn.Module) -> Any:
@@ -496,7 +496,7 @@ class TestStateDictOptions(StateDictTest):
     # --- Groups of optimizers ---
 
     def _test_groups(self, order: Callable[[list[Any]], list[Any]], options: StateDictOptions) -> None:
-        """Settings come to the groups that have the same parameters, with an empty group among them."""
+        """The settings are loaded into the groups with the same parameters, even with an empty group among them."""
         pair, other = self._small(0), self._small(1, trained=False)
         for each, lrs in ((pair, (0.5, 0.1)), (other, (7.0, 7.0))):
             groups = [{"params": [], "lr": lrs[0]}, {"params": list(each.model.parameters()), "lr": lrs[1]}]
@@ -525,7 +525,7 @@ class TestStateDictOptions(StateDictTest):
     @torch_defect("fsdp2_stateless_optimizers_are_mixed_up")
     @skip_if_lt_x_gpu(2)
     def test_groups_of_stateless_optimizer(self):
-        """Settings come to the groups that have the same parameters, in whichever order those are."""
+        """The settings are loaded into the groups with the same parameters, in any order of the groups."""
         model = self._layers(self._plain())
         saving = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)])
         loading = torch.optim.SGD([{"params": layer.parameters()} for layer in reversed(model)])
@@ -581,7 +581,7 @@ class TestStateDictOptions(StateDictTest):
 
     @skip_if_lt_x_gpu(2)
     def test_refused_loads_leave_the_optimizer(self):
-        """After what :meth:`test_refusals` tries, states and settings are what they were, on each rank."""
+        """After the loads that :meth:`test_refusals` tries, states and settings are unchanged on each rank."""
         pair = self._small()
         before = whole_tree(pair.optims[0].state_dict())
         osd = get_optimizer_state_dict(pair.model, pair.optims)
@@ -596,7 +596,7 @@ class TestStateDictOptions(StateDictTest):
     @requires_world_size(4)
     @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0, StateDictOptions(flatten_optimizer_state_dict=True)])
     def test_trajectory(self, options):
-        """A fresh model trains on, bit for bit as the saved one: two groups, a scheduler, and ranks without rows."""
+        """A fresh model continues like the saved one, bit for bit: two groups, a scheduler, and ranks without rows."""
 
         def init(seed: int) -> tuple[Pair, Any]:
             manual_seed(seed)
@@ -630,7 +630,7 @@ class TestStateDictOptions(StateDictTest):
 
     @requires_world_size(4)
     def test_trajectory_on_fewer_ranks(self):
-        """Saved in full by four ranks, two go on with as large a batch."""
+        """Four ranks save full state dicts, and two ranks continue with the same batch size."""
 
         def train_on(model: Any, optim: Any, steps: range, size: int) -> None:
             for step in steps:

@@ -1,4 +1,4 @@
-"""The functions below distributed state dicts: gathering, offloading, copying to the host, cutting into shards."""
+"""The helper functions of distributed state dicts: gather, offload, copy to the host, and shard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TestStateDictUtils(DTensorTestBase):
     world_size = 4
 
     def _rows(self, rank: int, seed: int = 0) -> torch.Tensor:
-        """What one rank has of a tensor."""
+        """One rank's rows of a tensor."""
         return uniform(3, 3, 3, seed=100 * seed + rank)
 
     def _whole(self, seed: int = 0) -> torch.Tensor:
@@ -42,7 +42,7 @@ class TestStateDictUtils(DTensorTestBase):
         return DTensor.from_local(self._rows(self.rank, seed), make_mesh(self.world_size), [Shard(0)])
 
     def _check_on(self, ranks: tuple[int, ...], found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """Some ranks have all of it in host memory, and the others nothing."""
+        """These ranks must have the whole dict in host memory, and the others nothing."""
         self.assertEqual(found, wanted if self.rank in ranks else {}, **EXACT)
         self.assertTrue(all(value.device == HOST for value in found.values()))
 
@@ -66,7 +66,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(ranks=[(0, 2), (3,)])
     def test_cpu_and_ranks_only(self, ranks):
-        """Plain tensors stay those of the rank."""
+        """Each rank keeps its own plain tensors."""
         state_dict = {"tensor": self._rows(self.rank), "other": self._rows(self.rank, 1)}
         found = internals.state_dict_utils._offload_state_dict_to_cpu(state_dict, ranks_only=ranks)
         self._check_on(ranks, found, state_dict)
@@ -77,7 +77,7 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_complicated_dict(self):
-        """DTensors are gathered wherever they are; all else is as it was."""
+        """DTensors are gathered wherever they are in the dict; everything else stays the same."""
 
         def built(tensor: Any) -> dict[str, Any]:
             inner = {"numbers": [range(3)[1], 2.5], "text": "a", "nothing": None, "bytes": b"b"}
@@ -91,7 +91,7 @@ class TestStateDictUtils(DTensorTestBase):
             internals.state_dict_utils._gather_state_dict({"set": {1}})
 
     def _test_create_cpu_state_dict(self, **memory: bool) -> dict[str, Any]:
-        """A copy of a state dict has its structure, its own memory in the host, and after copying its values."""
+        """A copy of a state dict has the same structure, its own host memory, and after copying the same values."""
         utils = internals.state_dict_utils
         file = io.BytesIO(b"file")
 
@@ -129,7 +129,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(share_memory=[False, True])
     def test_create_pinned_cpu_state_dict(self, share_memory):
-        """As :meth:`test_create_cpu_state_dict`, in pinned memory."""
+        """Like :meth:`test_create_cpu_state_dict`, in pinned memory."""
         copied = self._test_create_cpu_state_dict(share_memory=share_memory, pin_memory=True)
         for tensor in (copied["tensor"], copied["inner"][0]):
             self.assertEqual((tensor.is_pinned(), tensor.is_shared()), (True, share_memory))
@@ -159,7 +159,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[4, 1, 6, 9])
     def test_state_dict_util_distribute_tensors(self, rows):
-        """A full tensor is written into the shards that there are; some ranks may have none."""
+        """A full tensor is written into the existing shards. Some ranks may have none."""
         old, new = uniform(rows, 2, seed=0), uniform(rows, 2, seed=1)
         tensor = distribute_tensor(old, make_mesh(self.world_size), [Shard(0)])
         before = tensor.to_local().data_ptr()
@@ -189,7 +189,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(layout=["FSDP2", "HSDP", "FSDP2 + TP", "largest dimension"], rows=[4, 8])
     def test_slices_and_gathers_of_fsdp2(self, layout, rows):
-        """Beyond upstream: what is cut into the shards of a model is gathered again, and nothing keeps the whole."""
+        """Beyond upstream: a tensor is split into shards and gathered again, and nothing keeps the whole."""
         model = self._meshed(layout, rows)
         for seed, (name, param) in enumerate(model.named_parameters()):
             local = param.to_local()
@@ -205,7 +205,7 @@ class TestStateDictUtils(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_shards_on_meta_device(self):
-        """Beyond upstream: a shard without memory is replaced by one with as much memory as it needs."""
+        """Beyond upstream: a shard without memory is replaced by one with memory of its size."""
         full = uniform(6, 2, seed=0)
         with torch.device("meta"):
             model = nn.Linear(2, 6, bias=False)
@@ -220,7 +220,10 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[12, 5, 2])
     def test_gathered_dict_is_the_callers(self, rows):
-        """Beyond upstream: to change it changes no shard, and no dict of another rank, some of which own no row."""
+        """Beyond upstream: changing a gathered dict changes no shard, and no other rank's dict.
+
+        Some ranks have no rows.
+        """
         full = uniform(rows, 2, seed=rows)
         tensor = distribute_tensor(full, make_mesh(self.world_size), [Shard(0)])
         found = internals.state_dict_utils._gather_state_dict({"tensor": tensor}, ranks_only=(1, 3))
@@ -234,7 +237,7 @@ class TestStateDictUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(placements=[(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Replicate())])
     def test_gather_over_two_dimensions(self, placements):
-        """Beyond upstream: over a mesh of two dimensions, however it is cut."""
+        """Beyond upstream: over a mesh of two dimensions, with any placements."""
         mesh: DeviceMesh = make_mesh(2, 2, names=("first", "second"))
         full = torch.arange(math.prod((5, 3)), dtype=torch.float32, device=self.device).view(5, 3)
         tensor = distribute_tensor(full, mesh, placements)

@@ -1,6 +1,7 @@
-"""``torch.compile`` with FSDP around tensor parallelism: one graph, and the training of a plain model.
+"""``torch.compile`` with FSDP around tensor parallelism: one graph, and the same training as a plain model.
 
-The ranks of tensor parallelism share their rows; those of FSDP have their own, and the plain model has the rows of all.
+The ranks of tensor parallelism share their rows. The ranks of FSDP have their own rows, and the plain model has all
+rows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
         )
 
     def _train(self, model: Any, call: Callable, mesh: DeviceMesh, is_plain: bool = False) -> list[torch.Tensor]:
-        """The losses of some steps, and one that comes after them."""
+        """The losses of some steps, and a last loss after them."""
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for step in range(STEPS + 1):
@@ -68,7 +69,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
         self.assertEqual(len({loss.item() for loss in wanted}), STEPS + 1)
 
     def _test_2d_fsdp_tp(self, checkpoints: bool) -> None:
-        """An eager and a compiled model train as a plain one does."""
+        """An eager and a compiled model must train like a plain one."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
 
         def build() -> FSDP:
@@ -100,7 +101,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False])
     def test_2d_fully_shard_of_compiled_blocks(self, reshard_after_forward):
-        """Beyond upstream: FSDP2 around blocks that are compiled one by one, each once, also where they reshard."""
+        """Beyond upstream: FSDP2 around separately compiled blocks. Each block compiles once, even if it reshards."""
         torch.compiler.reset()
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         model, counting = self._tensor_parallel(mesh["tp"]), CountingBackend()

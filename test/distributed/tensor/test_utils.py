@@ -1,6 +1,7 @@
-"""Which rows of a tensor lie on which rank where FSDP cuts what tensor parallelism has cut before.
+"""The rows of a tensor on each rank when FSDP shards what tensor parallelism has sharded before.
 
-The expected rows follow from ``torch.chunk``: tensor parallelism takes its chunk of the whole, FSDP its chunk of that.
+The expected rows follow from ``torch.chunk``: tensor parallelism takes its chunk of the whole tensor, and FSDP its
+chunk of that.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from torch_fsdp_tests.fsdp.shards import chunk_of
 
 
 def strided(dim: int, parts: int) -> Placement:
-    """The placement of a dimension that is cut after another mesh dimension cut it into ``parts``."""
+    """The placement of a mesh dimension that shards after another one has split the tensor into ``parts``."""
     return internals.strided_shard()(dim, split_factor=parts)
 
 
 def by_hand(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[int]]:
-    """The rows, columns and so on of a tensor of this shape that this rank has."""
+    """The indices in each dimension of a tensor of this shape that this rank has."""
     is_strided = [isinstance(placement, internals.strided_shard()) for placement in placements]
-    # Mesh dimensions cut from the first to the last; those with strides come after all others, the last one first.
+    # Mesh dimensions split from the first to the last. Strided ones come after all others, the last one first.
     order = [dim for dim, late in enumerate(is_strided) if not late]
     order += [dim for dim in reversed(range(mesh.ndim)) if is_strided[dim]]
     indices = [torch.arange(size) for size in shape]
@@ -52,7 +53,7 @@ def by_hand(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Place
 
 class LayoutMixin(DTensorTestBase):
     def _check_layout(self, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        """Torch gives this rank the shape and the offsets that follow by hand; for what is empty there is no offset."""
+        """Torch must give this rank the expected shape and offsets. An empty dimension has no offset."""
         expected = by_hand(shape, mesh, placements)
         local_shape, offsets = internals.local_shape_and_offsets(torch.Size(shape), mesh, placements)
         self.assertEqual(tuple(local_shape), tuple(map(len, expected)), f"shape of {shape} as {placements}")
@@ -67,7 +68,7 @@ class UtilTest(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(8)
     def test_fsdp_tp_meta_compute(self):
-        """With two ranks of tensor parallelism each has half of the rows, and FSDP a part of that half."""
+        """With two tensor-parallel ranks, each has half of the rows, and FSDP shards that half."""
         mesh = make_mesh(self.world_size // 2, 2, names=("dp", "tp"))
         placements = [strided(0, 2), Shard(0)]
         shape, offsets = internals.local_shape_and_offsets(torch.Size([2 * self.world_size, 2]), mesh, placements)
@@ -90,7 +91,7 @@ class UtilTest(LayoutMixin):
     @skip_if_lt_x_gpu(8)
     @subtests(dim=[0, 1])
     def test_strided_sharding_assumption_in_meta_compute(self, dim):
-        """With further cuts before, between and after, by rows and by columns, of even and uneven sizes."""
+        """With more sharding before, between and after, by rows and by columns, and with even and uneven sizes."""
         other = 1 - dim
         plane, cube = make_mesh(2, self.world_size // 2), make_mesh(2, 2, self.world_size // 4)
         cases: list[tuple[DeviceMesh, list[Placement]]] = [
@@ -114,7 +115,7 @@ class Test2DStridedLocalShard(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_tp_2d_dtensor_local_shards_and_offsets(self):
-        """FSDP1 exchanges rows, so that a rank has those of its number."""
+        """FSDP1 exchanges rows, so that the row of each rank has the rank's number."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         cut = distribute_tensor(self._whole(), mesh["tp"], [Shard(0)])
         extension = internals.dtensor_extensions()(device_handle=None)
@@ -130,7 +131,7 @@ class Test2DStridedLocalShard(LayoutMixin):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp2_tp_2d_dtensor_local_shards_and_offsets(self):
-        """FSDP2 exchanges nothing: it cuts what the rank has already."""
+        """FSDP2 exchanges nothing: it shards the rows that the rank already has."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         module = nn.Module()
         module.weight = nn.Parameter(distribute_tensor(self._whole(), mesh["tp"], [Shard(0)]))
@@ -150,12 +151,12 @@ class Test2DStridedLocalShard(LayoutMixin):
     @skip_if_lt_x_gpu(4)
     @subtests(mesh_shape=[(2, 2), (1, 4), (4, 1), (1, 2, 2), (2, 1, 2)])
     def test_rows_of_fully_shard(self, mesh_shape):
-        """Beyond upstream: of 1 to 17 rows ``fully_shard`` leaves each rank those that the arithmetic gives it."""
+        """Beyond upstream: for 1 to 17 rows, ``fully_shard`` gives each rank the rows that the arithmetic predicts."""
         names = ("replicate", "shard", "tp")[-len(mesh_shape) :]
         mesh = make_mesh(*mesh_shape, names=names)
         wholes = [torch.arange(float(rows), device=self.device).view(rows, 1) for rows in range(1, 18)]
         module = nn.ParameterList(nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)])) for whole in wholes)
-        module.forward = lambda: None  # without one a list cannot be wrapped
+        module.forward = lambda: None  # without them a list cannot be wrapped
         fully_shard(module, mesh=mesh[names[:-1]])
         for whole, param in zip(wholes, module.parameters(), strict=True):
             self.assertIsInstance(param, DTensor)
@@ -175,9 +176,9 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
         self._spawn_processes()
 
     def _check_partition(self, mesh_shape: tuple[int, ...], placements: Sequence[Placement]) -> None:
-        """Of 1 to 17 rows each rank has those that follow by hand, and each row lies on one rank of a replica.
+        """For 1 to 17 rows, each rank has the expected rows, and each row is on one rank of a replica.
 
-        A second dimension of the tensor is as large as what the placements cut it into.
+        A second dimension of the tensor has the size of what the placements split it into.
         """
         shapes = [(rows, mesh_shape[-1]) for rows in range(1, 18)]
         found: dict[tuple[int, int], list[tuple[int, ...]]] = {shape: [] for shape in shapes}
@@ -196,12 +197,12 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
             self.assertEqual(sorted(elements), list(itertools.product(*map(range, shape))), f"{shape} on {mesh_shape}")
 
     def _check_partitions(self, sizes: Sequence[int]) -> None:
-        """FSDP has these numbers of ranks."""
+        """The sizes are the possible numbers of FSDP ranks."""
         for shard, tp in itertools.product(sizes, range(1, 5)):
             self._check_partition((shard, tp), [strided(0, tp), Shard(0)])
         for shard, tp in itertools.product(sizes, (1, 2)):
             self._check_partition((2, shard, tp), [Replicate(), strided(0, tp), Shard(0)])
-        # Expert parallelism cuts whole experts, and tensor parallelism each of them.
+        # Expert parallelism splits between experts, and tensor parallelism splits each expert.
         for shard, ep, tp in itertools.product(sizes, (1, 2, 3), (1, 2)):
             self._check_partition((shard, ep, tp), [strided(0, ep), Shard(0), Shard(1)])
 
@@ -210,12 +211,12 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
 
     @torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp")
     def test_each_row_lies_on_one_of_more_ranks(self):
-        """With three ranks one can have nothing of the first part and something of the second."""
+        """With three ranks, a rank can have nothing of the first part and something of the second."""
         self._check_partitions([3, 4])
 
 
 class TestCheckpointOfUnevenRows(DTensorTestBase):
-    """Beyond upstream: what the arithmetic is for."""
+    """Beyond upstream: a checkpoint needs the arithmetic to place the rows of each rank."""
 
     world_size = 6
 
@@ -224,7 +225,7 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
     @skip_if_lt_x_gpu(6)
     @with_temp_dir
     def test_rows_come_back(self):
-        """Three ranks of FSDP share 4 rows of the one part of tensor parallelism, and 3 of the other."""
+        """Three FSDP ranks share 4 rows of one tensor-parallel half, and 3 rows of the other."""
         mesh = make_mesh(3, 2, names=("dp", "tp"))
         module = nn.Module()
         whole = torch.arange(7.0, device=self.device).view(7, 1)

@@ -1,4 +1,4 @@
-"""Train, save, load into a fresh model, train on: at once or in the background, all of it or in part."""
+"""Train, save, load into a fresh model, and train on: synchronous or asynchronous saves, full or partial loads."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OFFLOADED = {
 
 
 class TestStatefulObj:
-    """Something that is saved by its own methods: numbers of this rank's own."""
+    """An object that saves itself with its own methods. It holds numbers that only this rank has."""
 
     __test__ = False
 
@@ -98,7 +98,7 @@ class TestStatefulObj:
 
 
 class TestTrainState:
-    """Numbers and bytes that go with a training."""
+    """Numbers and bytes that belong to a training."""
 
     __test__ = False
 
@@ -118,7 +118,7 @@ class TestTrainState:
 
 
 class Training:
-    """A run with what is saved beside it, all of it under names."""
+    """A run with everything that is saved with it, by name."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.run = Run(layout, seed)
@@ -133,12 +133,12 @@ class Training:
             self.progress.outputs.append(self.output())
 
     def output(self) -> float:
-        """A number that follows from all parameters."""
+        """A number that depends on all parameters."""
         with torch.no_grad():
             return self.run.model(self.probe).sum().item()
 
     def saved(self) -> dict[str, Any]:
-        """What is saved: the model and the optimizer themselves, and the rest."""
+        """Everything to save: the model and the optimizer themselves, and the rest."""
         state_dicts._patch_model_state_dict(self.run.model)
         state_dicts._patch_optimizer_state_dict(self.run.model, optimizers=self.run.optim)
         return {
@@ -150,7 +150,7 @@ class Training:
 
 
 class LateWriter(FileSystemWriter):
-    """A writer that begins when it is told to, as if all of the training until then had been faster."""
+    """A writer that starts only when it is told to, as if all training until then had been faster."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -162,7 +162,7 @@ class LateWriter(FileSystemWriter):
 
 
 def done(future: Any) -> Any:
-    """The future of the files, of whatever ``async_save`` has returned."""
+    """The future of the written files, from the result of ``async_save``."""
     return getattr(future, "upload_completion", future)
 
 
@@ -170,8 +170,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     world_size = 4
 
     def _run_e2e_test(self, layout: Layout, save: Callable[[dict[str, Any], str], object], path: str) -> None:
-        """From a checkpoint all states come back bit for bit, and the next steps are those of the training that was
-        not interrupted, and of a plain one."""
+        """Loading restores all states bit for bit. The next steps equal those of an uninterrupted training.
+
+        They also equal those of a plain training.
+        """
         first = Training(layout, seed=0)
         first.train(range(2))
         wanted = first.run.full()
@@ -196,7 +198,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self._check_loads_into_plain(second.run)
 
     def _check_loads_into_plain(self, run: Run) -> None:
-        """A plain optimizer can load the full state of the parallel one, and has what a plain training would give."""
+        """A plain optimizer can load the full state of the parallel one, and then equals that of a plain training."""
         osd = get_optimizer_state_dict(run.model, run.optim, options=StateDictOptions(full_state_dict=True))
         plain = UnevenLayers().to(self.device)
         optim = torch.optim.Adam(plain.parameters(), lr=1.0)
@@ -221,10 +223,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         path = os.path.join(self.temp_dir, model_type)
         self._run_e2e_test(layout, lambda state, path: dcp.save(state, checkpoint_id=path), path)
 
-    # In the background.
+    # Asynchronous saves.
 
     def _async_save(self, state: dict[str, Any], path: str, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-        # A group of its own: the collectives of a thread and those of the training would come in any order.
+        # A separate group is needed: otherwise collectives of the thread and the training would be in any order.
         return done(dcp.async_save(state, checkpoint_id=path, process_group=group, **kwargs))
 
     @with_comms
@@ -247,7 +249,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_e2e_async_zero_overhead_copy(self, model_type):
-        """Beyond upstream, where it is a part of the former: copies to pinned memory beside the training."""
+        """Beyond upstream, where this is part of the test above: states are copied to pinned memory during training."""
         group, stager = dist.new_group(), DefaultStager(StagingOptions())
 
         def save(state: dict[str, Any], path: str) -> None:
@@ -261,8 +263,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(layout=["FSDP", "FSDP2", "FSDP2_TP", *OFFLOADED])
     def test_async_save_does_not_see_later_steps(self, layout):
-        """Beyond upstream: two steps are made after ``async_save`` has returned and before a file is written. What is
-        loaded is what was there before them, though the shards are updated where they lie."""
+        """Beyond upstream: two steps run after ``async_save`` has returned and before a file is written.
+
+        The checkpoint must have the states from before these steps, although the shards are updated in place.
+        """
         path = os.path.join(self.temp_dir, layout)
         run = Run({**TYPES, **OFFLOADED}[layout]).train(range(2))
         wanted = run.full()
@@ -282,7 +286,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_two_saves_at_once(self):
-        """Beyond upstream: each of two checkpoints that are written at the same time has its own step."""
+        """Beyond upstream: two checkpoints are written at the same time, and each has the states of its own step."""
         run = Run(TYPES["FSDP2"])
         futures, writers, wanted = [], [], []
         for step in range(2):
@@ -321,14 +325,14 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self.assertEqual(set(caught.exception.failures), {2})
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
-    # In part.
+    # Partial loads.
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_partial_load(self, model_type):
-        """A fresh model takes the "model" alone; single parts are read whole, without any model."""
+        """A fresh model loads only the "model" part. Single parts are read in full without any model."""
         path = os.path.join(self.temp_dir, model_type)
         first = Training(TYPES[model_type], seed=0)
         first.train(range(2))
@@ -357,13 +361,13 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
             for key in ("exp_avg", "exp_avg_sq"):
                 self.assertEqual(state[key], wanted[f"{name}.{key}"], rtol=0, atol=0, exact_device=False)
 
-    # Beside the steps.
+    # More than steps.
 
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_scheduler_and_random_state(self):
-        """Beyond upstream: with its learning rate and its random numbers a training continues bit for bit."""
+        """Beyond upstream: if its learning rate and random state are saved too, a training continues bit for bit."""
 
         def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3)).to(self.device)
@@ -416,8 +420,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     @subtests(model_type=["FSDP", "FSDP2"])
     def test_save_while_gradients_accumulate(self, model_type):
-        """Beyond upstream: saved between two backwards of one step, a checkpoint has the states before the step. The
-        gradients are not disturbed: the step is that of a training that was not saved."""
+        """Beyond upstream: a checkpoint between two backwards of one step has the states from before the step.
+
+        Saving does not change the gradients: the step equals that of a training that was not saved.
+        """
         path = os.path.join(self.temp_dir, model_type)
         run, twin = (Run(TYPES[model_type]).train(range(2)) for _ in range(2))
         wanted = run.full()
@@ -453,8 +459,10 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_save_while_gathered(self):
-        """Beyond upstream: an evaluation leaves FSDP2's parameters gathered. A checkpoint then has the shards, and
-        training continues."""
+        """Beyond upstream: an evaluation leaves FSDP2's parameters unsharded. A checkpoint still has the shards.
+
+        Training then continues.
+        """
         run = Run(TYPES["FSDP2"]).train(range(2))
         wanted = run.full()
         assert isinstance(run.model, FSDPModule)
@@ -477,7 +485,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     def test_optimizer_state_while_gathered(self):
         """Beyond upstream: the same for the optimizer's state dict alone.
 
-        ``get_optimizer_state_dict`` raises a ``KeyError`` then, a defect seen with torch 2.13.0.
+        ``get_optimizer_state_dict`` raises a ``KeyError`` in this case, a defect seen with torch 2.13.0.
         """
         run = Run(TYPES["FSDP2"]).train(range(2))
         wanted = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))

@@ -1,4 +1,4 @@
-"""Pretrain and save; fine-tune a larger model around the frozen one, save what is trained, and resume."""
+"""Pretrain and save; then train a larger model around the frozen one, save the trained part, and resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import moments, step_counts, train_on_share
 
-DIM = 6  # rows that four ranks do not divide, so that the last one has none of a layer
+DIM = 6  # four ranks do not divide the rows, so the last rank has no rows of a layer
 FAMILIES = ["FSDP1", "FSDP2"]
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -54,7 +54,7 @@ class PreTrainedModel(_Rows):
 
 
 class FineTuningModel(_Rows):
-    """Layers that are trained, after the frozen ones."""
+    """Trained layers after the frozen ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class FineTuningModel(_Rows):
 
 
 class LowRankPair(nn.Module):
-    """A frozen layer, and a pair of small ones that is trained beside it."""
+    """A frozen layer, and a pair of small trained layers beside it."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class LowRankModel(_Rows):
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam of what is trained; a new one each time."""
+    """A new Adam for the trained parameters."""
     return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
 
@@ -108,7 +108,7 @@ class TestFineTuning(DTensorTestBase):
         return {name: full(value).detach().clone() for name, value in get_model_state_dict(model).items()}
 
     def _pretrain(self, family: str, path: str) -> dict[str, torch.Tensor]:
-        """Three steps, saved under this path. Returns the parameters, which are those of a plain model."""
+        """Train three steps and save to this path. Returns the parameters, which must equal those of a plain model."""
         model = self._parallel(family, filled(PreTrainedModel(), seed=0))
         optim = adam(model)
         self._train(model, optim, range(3))
@@ -121,7 +121,7 @@ class TestFineTuning(DTensorTestBase):
         return found
 
     def _load_pretrained_by_prefix(self, model: nn.Module, path: str) -> None:
-        """The way that is there to stay: the dict is filtered."""
+        """The recommended way: filter the dict."""
         prefix = "pretrain."
         msd = get_model_state_dict(model)
         part = {name.removeprefix(prefix): value for name, value in msd.items() if name.startswith(prefix)}
@@ -130,7 +130,7 @@ class TestFineTuning(DTensorTestBase):
         set_model_state_dict(model, renamed, options=StateDictOptions(strict=False))
 
     def _load_pretrained_by_module(self, model: nn.Module, path: str) -> None:
-        """The deprecated way: the module names its part, and is the key of what is set."""
+        """The deprecated way: get the state dict of the submodule, and set it with the submodule as the key."""
         pretrain = next(each for each in model.modules() if isinstance(each, PreTrainedModel))
         options = StateDictOptions(keep_submodule_prefixes=False)
         with self.assertWarnsRegex(FutureWarning, "deprecated"):
@@ -145,7 +145,7 @@ class TestFineTuning(DTensorTestBase):
         set_state_dict(model, optimizers=optim, model_state_dict=msd, optim_state_dict=osd, options=TRAINED_ONLY)
 
     def _save_trained(self, model: nn.Module, optim: torch.optim.Optimizer, path: str) -> dict[str, Any]:
-        """Save what is trained, and return it in whole tensors."""
+        """Save the trained parameters and their states, and return them as full tensors."""
         msd, osd = get_state_dict(model, optimizers=optim, options=TRAINED_ONLY)
         dcp.save({"model": msd, "optim": osd}, checkpoint_id=path)
         states = {name: full(value).detach().clone() for name, value in {**msd, **moments(osd)}.items()}
@@ -168,8 +168,10 @@ class TestFineTuning(DTensorTestBase):
     @with_temp_dir
     @subtests(family=FAMILIES, way=["by prefix", "by module"])
     def test_fine_tuning(self, family, way):
-        """The frozen part has the pretrained values throughout. The second round begins where the first one ended:
-        both are as six steps in one go, of a plain model."""
+        """The frozen part keeps the pretrained values. The second round continues from the end of the first.
+
+        Both rounds together equal six steps of a plain model without a break.
+        """
         load: Callable[[nn.Module, str], None]
         load = self._load_pretrained_by_prefix if way == "by prefix" else self._load_pretrained_by_module
         pretrained_path, path = (os.path.join(self.temp_dir, f"{family} {way} {name}") for name in ("first", "second"))
@@ -182,7 +184,7 @@ class TestFineTuning(DTensorTestBase):
             load(model, pretrained_path)
             self.assertEqual(self._frozen(model), pretrained, rtol=0, atol=0)
             if steps.start == 0:
-                # The pretrained model knows nothing of the layers that are new.
+                # The pretrained model does not have the new layers.
                 with self.assertRaisesRegex(CheckpointException, "Missing key in checkpoint state_dict"):
                     self._resume(model, optim, pretrained_path)
                 optim = adam(model)
@@ -200,7 +202,7 @@ class TestFineTuning(DTensorTestBase):
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_low_rank_pairs(self, family):
-        """Beyond upstream: of pairs that are trained beside frozen layers nothing but the pairs is saved."""
+        """Beyond upstream: of low-rank pairs that are trained beside frozen layers, only the pairs are saved."""
         path = os.path.join(self.temp_dir, family)
         model = self._parallel(family, filled(LowRankModel(), seed=0))
         optim = adam(model)
@@ -226,7 +228,7 @@ class TestFineTuning(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_unfreeze_after_resuming(self):
-        """Beyond upstream: what is trained from now on has no state yet; what was trained goes on with its own."""
+        """Beyond upstream: newly trained parameters have no state yet; earlier ones continue with their own."""
         model = self._parallel("FSDP2", filled(FineTuningModel(), seed=0))
         optim = adam(model)
         self._train(model, optim, range(2))
@@ -258,13 +260,13 @@ class TestFineTuning(DTensorTestBase):
     @with_temp_dir
     @subtests(family=FAMILIES)
     def test_load_what_is_there(self, family):
-        """Beyond upstream: a planner that allows a part leaves the layers alone that the checkpoint lacks."""
+        """Beyond upstream: a partial load does not change layers that are not in the checkpoint."""
         path = os.path.join(self.temp_dir, family)
         pretrained = self._pretrain(family, path)
         model = self._parallel(family, filled(FineTuningModel(), seed=1))
         before = self._full(model)
         msd = {name.removeprefix("pretrain."): value for name, value in get_model_state_dict(model).items()}
-        self.assertEqual(len(msd), 6 + 4 - 2)  # two layers of the same name: the outer one is last
+        self.assertEqual(len(msd), 6 + 4 - 2)  # both layers have the same name: the outer one is last
         dcp.load({"model": msd}, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         self.assertEqual(full(msd["layers.0.weight"]), pretrained["layers.0.weight"], rtol=0, atol=0)
         self.assertEqual(full(msd["layer2.weight"]), before["layer2.weight"], rtol=0, atol=0)

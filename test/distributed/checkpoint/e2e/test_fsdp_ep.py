@@ -1,4 +1,4 @@
-"""FSDP with experts: an expert is sharded over the ranks that have it, all else over all ranks."""
+"""FSDP with experts: an expert is sharded over the ranks that have it, and everything else over all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXPERTS = 2
 
 
 class Dummymodel(nn.Module):
-    """In the place of an expert that another rank has."""
+    """Replaces an expert that another rank has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
@@ -59,7 +59,7 @@ class EPModel(nn.Module):
 
 
 class SecondTier(nn.Module):
-    """The experts in ``ep_layers``, and a layer."""
+    """The experts in ``ep_layers``, and a shared layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class SecondTier(nn.Module):
 
 
 class TopModel(nn.Module):
-    """The experts' tier, and a layer. An expert sees what is meant for it; None is meant for no expert."""
+    """The tier with the experts, and a shared layer. ``expert`` selects the expert; None selects none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TestFSDPWithEP(DTensorTestBase):
         return self.rank % EXPERTS
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """That of all ranks, and that of the ranks with this rank's expert, which is a part of no other."""
+        """The mesh of all ranks, and the mesh of the ranks with this rank's expert, which has no parent mesh."""
         group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
         assert group is not None
         return self.mesh, DeviceMesh.from_group(group, self.device_type)
@@ -110,7 +110,7 @@ class TestFSDPWithEP(DTensorTestBase):
         return uniform(3, DIM, seed=10 * step + rank)
 
     def _train(self, model: FSDP, optim: torch.optim.Optimizer, steps: range, idle: int | None = None) -> None:
-        """Steps on tokens of this rank's own, which are meant for its expert unless that one is ``idle``."""
+        """Train on this rank's own tokens. They go to its expert, unless that expert is ``idle``."""
         for step in steps:
             optim.zero_grad()
             expert = None if self._expert == idle else self._expert
@@ -118,7 +118,7 @@ class TestFSDPWithEP(DTensorTestBase):
             optim.step()
 
     def _plain(self, seed: int, steps: range, idle: int | None, later: range = range(0)) -> dict[str, torch.Tensor]:
-        """The parameters of a plain model with all experts, on the tokens of all ranks; later no expert is idle."""
+        """The parameters of a plain model with all experts and all tokens. No expert is idle in ``later``."""
         model = filled(TopModel().to(self.device), seed=seed)
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         for step in (*steps, *later):
@@ -145,7 +145,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_e2e(self):
-        """Both state dicts have what this rank has, on the meshes where it lies, and nothing of the other expert."""
+        """Both state dicts have this rank's parameters on their own meshes, and nothing of the other expert."""
         meshes = self._meshes()
         model, optim = self._build(meshes, seed=0)
         state = self._states(model, optim)
@@ -166,8 +166,11 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on(self):
-        """Beyond upstream: saved after two steps and loaded into a fresh model, training continues as that of a plain
-        model with all experts."""
+        """Beyond upstream: training is saved after two steps and loaded into a fresh model. It then continues
+        correctly.
+
+        The reference is a plain model with all experts.
+        """
         self._test_training_goes_on(idle=None)
 
     @needs(torch_facts.LOADS_PARAMETERS_WITHOUT_STATE)
@@ -175,8 +178,7 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_training_goes_on_with_idle_expert(self):
-        """Beyond upstream: an expert that no token was meant for is saved and loaded without a state of the optimizer,
-        and learns later."""
+        """Beyond upstream: an idle expert has no optimizer state. It is saved and loaded, and learns later."""
         self._test_training_goes_on(idle=1)
 
     def _test_training_goes_on(self, idle: int | None) -> None:
@@ -194,7 +196,7 @@ class TestFSDPWithEP(DTensorTestBase):
         self._train(model, optim, range(7, 8), idle)
         state = self._states(model, optim)
         dcp.load(state, checkpoint_id=path)
-        # An expert without a state of the optimizer would be refused.
+        # An expert without an optimizer state would be refused.
         options = StateDictOptions(strict=idle is None)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
         set_state_dict(model, optim, **states, options=options)
@@ -216,8 +218,10 @@ class TestFSDPWithEP(DTensorTestBase):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fully_shard(self):
-        """Beyond upstream: FSDP2, with whole experts over two ranks and their rows over the other two. Loaded are they
-        where all four ranks have whole experts, and where FSDP2 alone shards them."""
+        """Beyond upstream: two ranks have whole experts, and FSDP2 shards their rows over the other mesh dimension.
+
+        The checkpoint is loaded in this layout, with whole experts on four ranks, and with FSDP2 alone.
+        """
         shapes = {"2x2": (2, 2), "1x4": (1, 4), "without": (4, 1)}
         meshes = {
             name: init_device_mesh(self.device_type, shape, mesh_dim_names=("shard", "expert"))

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline have saved, each its own layer, is loaded into a model that has all of them."""
+"""The stages of a pipeline each save their own layer, and a model with all layers loads them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PipelineModel(nn.Module):
 
 
 def stage_of(numbers: list[int], seed: int = 0) -> PipelineModel:
-    """The layers of these numbers with the values that the whole model would have, and the others on no device."""
+    """A model with the values of the whole model in these layers, and the other layers on the meta device."""
     model = filled(PipelineModel(), seed=seed)
     for number, layer in enumerate(model.children()):
         if number not in numbers:
@@ -50,7 +50,7 @@ def stage_of(numbers: list[int], seed: int = 0) -> PipelineModel:
 
 
 def layer_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """A step of each layer that this rank has, with gradients that follow from the layer's own values."""
+    """Take a step with each layer of this rank. Its gradients depend only on the layer's own values."""
     for layer in model.children():
         if not next(layer.parameters()).is_meta:
             layer(uniform(3, DIM, seed=1)).square().sum().backward()
@@ -58,12 +58,12 @@ def layer_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam of what this rank has."""
+    """Adam for this rank's parameters."""
     return torch.optim.Adam([param for param in model.parameters() if not param.is_meta], lr=0.1)
 
 
 def materialized(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict without the tensors that are on no device."""
+    """The state dict without tensors on the meta device."""
     return {name: value for name, value in state.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
@@ -71,7 +71,7 @@ class TestPipeline(FSDPTest):
     world_size = 4
 
     def _wanted(self) -> dict[str, Any]:
-        """The parameters and states of a plain model whose layers all took the step."""
+        """The parameters and states of a plain model after the same step of all layers."""
         model = filled(PipelineModel().to(self.device), seed=0)
         optim = adam(model)
         layer_step(model, optim)
@@ -110,10 +110,11 @@ class TestPipeline(FSDPTest):
     @with_temp_dir
     @subtests(flatten_optimizer_state_dict=[False, True], family=["FSDP1", "FSDP2"])
     def test_pipeline(self, flatten_optimizer_state_dict, family):
-        """Each rank saves one layer with its optimizer's states; FSDP loads all of them.
+        """Each rank saves one layer with its optimizer state, and FSDP loads all of them.
 
-        The other layers of a rank's state dict are on no device, and are left out. Optimizers that are not flattened
-        have their groups under one name, of which one rank's is saved; flattened ones have settings by parameter.
+        The other layers of a rank's state dict are on the meta device, and are left out. Without flattening, the
+        optimizers' groups have the same name, so only one rank's are saved. With flattening, each parameter has its own
+        settings.
         """
         options = StateDictOptions(flatten_optimizer_state_dict=flatten_optimizer_state_dict)
         path = os.path.join(self.temp_dir, f"{family} {flatten_optimizer_state_dict}")
@@ -127,8 +128,10 @@ class TestPipeline(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_layers_on_no_device(self):
-        """Beyond upstream: with the layers that are on no device, four ranks offer a value for each name, of which one
-        is real. That is refused on all ranks, and no checkpoint is left."""
+        """Beyond upstream: if meta tensors are not left out, four ranks save each name, but only one has a value.
+
+        All ranks refuse this, and no checkpoint is left.
+        """
         msd, osd = get_state_dict(*self._stage())
         self.assertEqual(len(msd), 8)
         with self.assertRaisesRegex(CheckpointException, "Cannot copy out of meta tensor"):
@@ -138,8 +141,10 @@ class TestPipeline(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fully_sharded_stages(self):
-        """Beyond upstream: two stages of two layers, each over two ranks with FSDP2, are split in another way: three
-        layers and one, and then all in one."""
+        """Beyond upstream: two stages of two layers, each over two ranks with FSDP2, are saved.
+
+        They are loaded into stages of three layers and one layer, and then into a single one.
+        """
         mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("stage", "shard"))
         stage = mesh.get_local_rank("stage")
 

@@ -1,7 +1,7 @@
-"""Distributed state dicts of FSDP2, and checkpoints that one way to distribute a model writes and another one reads.
+"""Distributed state dicts of FSDP2, and checkpoints that are saved in one layout and loaded in another.
 
-The reference is a plain model and its optimizer, trained beside. What was read is compared with it before it is handed
-to the model, after that, and after training on.
+The reference is a plain model with its optimizer, trained on the same data. The loaded values are compared with it
+before and after they are set in the model, and after more training.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ FULL_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SHARDED = StateDictOptions()
 LAYOUTS = ("FSDP1", "FSDP2", "HSDP", "FSDP2 + TP", "TP")
 PAIRS = [(saving, loading) for saving in LAYOUTS for loading in LAYOUTS]
-# Beside the pairs of upstream's tests: each layout is once on each side.
+# In addition to the pairs of upstream's tests: each layout is once on each side.
 FEW_PAIRS = [("FSDP1", "TP"), ("FSDP2", "FSDP1"), ("HSDP", "FSDP2"), ("FSDP2 + TP", "HSDP"), ("TP", "FSDP2 + TP")]
-DIM = 3  # of three rows the last of four ranks has none
+DIM = 3  # the last of four ranks has none of three rows
 
 
 class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
@@ -75,7 +75,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(2)
     @subtests(dim=[2, 3, 4, 5], reshard_after_forward=[True, False])
     def test_1d_fsdp_get_model_state_dict(self, dim, reshard_after_forward):
-        """DSD has what ``state_dict`` has: the live shards. So it is while parameters are unsharded after a forward."""
+        """DSD has the same live shards as ``state_dict``, even while parameters are unsharded after a forward."""
         base = self._get_base_model(dim)
         model = copy.deepcopy(base)
         shard_each((*model, model), reshard_after_forward=reshard_after_forward)
@@ -108,8 +108,8 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     # --- From one layout to another ---
 
     def _plain(self, seed: int, tied: bool = False) -> nn.Sequential:
-        """Three MLPs, of which one layer is frozen. Where they are ``tied``, two layers share a weight."""
-        # Under random numbers about zero the ReLUs of so small a model die, and its moments are zero.
+        """Three MLPs with one frozen layer. If ``tied``, two layers share a weight."""
+        # With random values around zero, the ReLUs of such a small model die, and its moments are zero.
         model = filled(nn.Sequential(*(MLP(DIM, self.device) for _ in range(3))), seed=seed)
         if tied:
             model[2].in_proj.weight = model[0].in_proj.weight
@@ -119,10 +119,10 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     def _parallelize(self, model: nn.Sequential, mesh: DeviceMesh, mlps: Sequence[int]) -> None:
         plan: dict[str, Any] = {f"{index}.in_proj": ColwiseParallel() for index in mlps}
         parallelize_module(model, mesh, plan | {f"{index}.out_proj": RowwiseParallel() for index in mlps})
-        model[1].out_proj.requires_grad_(False)  # torch 2.9 forgets that
+        model[1].out_proj.requires_grad_(False)  # torch 2.9 loses this
 
     def _pair(self, layout: str, seed: int, mlps: Sequence[int] = (0, 1, 2), plain: Any = None, **kwargs: Any) -> Pair:
-        """A pair of which one model is laid out like this; ``kwargs`` are those of FSDP, ``mlps`` those under TP."""
+        """A pair whose second model has this layout. ``kwargs`` go to FSDP; ``mlps`` are the MLPs under TP."""
         plain = self._plain(seed) if plain is None else plain
         model: Any = copy.deepcopy(plain)
         data_rank = self.rank
@@ -152,18 +152,18 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         return copy.deepcopy({**pair.ref_model.state_dict(), **osd})
 
     def _values(self, msd: dict[str, Any], osd: dict[str, Any]) -> dict[str, Any]:
-        """All values of two state dicts, gathered, by name. A collective."""
+        """All values of two state dicts, as full tensors, by name. A collective."""
         return whole_tree({**msd, **by_parameter(osd)})
 
     def _check(self, found: dict[str, Any], wanted: dict[str, Any], **kwargs: Any) -> None:
-        """Compare all values, of which there must be those of each parameter and of its moments."""
+        """Compare all values. Each parameter and its moments must be there."""
         moments = [value for name, value in wanted.items() if name.endswith(".exp_avg")]
         self.assertIn(len(moments), (9, 10))
         self.assertTrue(all(map(torch.any, moments)))
         self._compare_dicts(wanted, found, **kwargs)
 
     def _test_conversion(self, saving: Pair, state: dict[str, Any], loading: Pair) -> None:
-        """Write the state of one pair, which was trained, into a checkpoint, read it into another, and train that."""
+        """Save the trained state of one pair in a checkpoint, load it into another pair, and train that one."""
         wanted = self._reference(saving)
         path = os.path.join(self.temp_dir, str(len(os.listdir(self.temp_dir))))
         dist.barrier()
@@ -185,7 +185,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         self._check(self._values(*loading.states()), self._reference(loading))
 
     def _is_fsdp1(self, pair: Pair) -> bool:
-        """Of which a full state dict on the host has wrong states where that is the device."""
+        """Whether the pair uses FSDP1. Its full state dicts on the host have wrong states if the host is the device."""
         return isinstance(pair.model, FSDP)
 
     def _state(self, pair: Pair, options: StateDictOptions) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @with_temp_dir
     @subtests(allow_implicit_replication=[True, False], options=[FULL, SHARDED])
     def test_save_with_fsdp2_tp_and_load_with_tp(self, allow_implicit_replication, options):
-        """With replication the first MLP is not under TP, and has plain parameters among DTensors."""
+        """With implicit replication, the first MLP is not under TP, and has plain parameters among DTensors."""
         mlps = (1, 2) if allow_implicit_replication else (0, 1, 2)
         with implicit_replication() if allow_implicit_replication else contextlib.nullcontext():
             saving, loading = (
@@ -250,9 +250,9 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @with_temp_dir
     @subtests(pair=PAIRS if TEST_WITH_SLOW else FEW_PAIRS)
     def test_every_pair_of_layouts(self, pair):
-        """Beyond upstream: from each layout to each other, with a frozen layer and a shared weight.
+        """Beyond upstream: each layout is loaded in each other one, with a frozen layer and a shared weight.
 
-        Tensor parallelism, which distributes layer by layer, makes two weights of a shared one.
+        Tensor parallelism distributes each layer separately, so it makes two weights of a shared one.
         """
         tied = not any("TP" in layout for layout in pair)
         saving, loading = (self._pair(layout, seed, plain=self._plain(seed, tied)) for seed, layout in enumerate(pair))
@@ -262,7 +262,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_fewer_ranks_load(self):
-        """Beyond upstream: two of four ranks read what four have written."""
+        """Beyond upstream: two of four ranks load what four ranks have saved."""
         saving = self._pair("FSDP2", 0)
         saving.train(range(3))
         dcp.save(self._state(saving, SHARDED), checkpoint_id=self.temp_dir)
@@ -280,7 +280,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(4)
     @with_temp_dir
     def test_replicas_agree_after_load(self):
-        """Beyond upstream: replicas of a parameter under TP that were made to differ are the same after a load."""
+        """Beyond upstream: replicas under TP that differ on purpose are equal after a load."""
         saving, loading = (self._pair("FSDP2 + TP", seed) for seed in (0, 1))
         tp_group = loading.model[0].out_proj.bias.device_mesh.get_group(1)
 
@@ -300,7 +300,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
     @requires_world_size(2)
     @with_temp_dir
     def test_low_precision(self):
-        """Beyond upstream: FSDP2 that computes in bfloat16 saves float32, and reads bfloat16 by value."""
+        """Beyond upstream: FSDP2 that computes in bfloat16 saves float32, and converts bfloat16 values on load."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         plain = self._get_base_model(5)
         model = copy.deepcopy(plain)
