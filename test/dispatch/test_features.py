@@ -1,4 +1,4 @@
-"""Which features the tests are about, and the table of features in ``report.json``."""
+"""The features that the tests belong to, and the table of features in ``report.json``."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def shipped() -> list[tuple[str, str]]:
-    """The file and the name of each test, as the syntax trees have them: without those of other classes' tests."""
+    """The file and the name of each test, read from the syntax trees. Inherited tests are left out."""
     return [
         (file.name, f"{node.name}.{inner.name}")
         for file in discover(TESTS)
@@ -26,7 +26,7 @@ def shipped() -> list[tuple[str, str]]:
 
 
 class TestTable(unittest.TestCase):
-    """The table fits the tests that are there."""
+    """The table of features matches the existing tests."""
 
     def test_every_file_is_about_a_feature(self):
         unknown = {file for file, test in shipped() if not features_of(file, test)}

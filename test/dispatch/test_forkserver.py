@@ -25,7 +25,7 @@ class TestFirst(unittest.TestCase):
 """
 FORKED = "assert 'torch' in sys.modules\n"
 
-# What a process can see of how it came to life.
+# What a process can observe about how it was started.
 SEES = """
 import __main__, gc, tempfile, threading
 FILE = {file!r}
@@ -53,7 +53,7 @@ with open(FILE, "w") as file: json.dump([seen, os.getppid(), "torch" in sys.modu
 @unittest.skipUnless(Path("/proc/self/task").exists(), "needs Linux, where a process may fork once torch is imported")
 class TestForkServer(TreeCase):
     def check_forked(self, files: dict[str, str], passed: int, **expected: Any) -> str:
-        """As ``check``, for files that are forked, one after the other."""
+        """Like ``check``, for files that are forked, one after the other."""
         named = {f"test_{number}_{name}": text for number, (name, text) in enumerate(files.items(), 1)}
         return self.check({"test_0": FIRST, **named}, ["-j1", "--keep-going"], passed + 1, **expected)
 
@@ -88,7 +88,7 @@ class TestForkServer(TreeCase):
         self.check_forked(forked, passed=1, failed=4, says=says)
 
     def test_what_they_leave_running_is_named_and_ended(self):
-        """Also outside of the file's process group, whether it is a program or a fork."""
+        """This includes processes outside of the file's process group: programs and forks."""
         program = "print('pid', subprocess.Popen(['sleep', '61'], start_new_session=True).pid)"
         fork = "pid = os.fork(); pid or (os.setsid(), time.sleep(1000)); print('pid', pid)"
         out = self.check_forked(

@@ -25,14 +25,14 @@ from torch_fsdp_tests.mutants.sites import Site, Source
 from torch_fsdp_tests.mutants.trials import batches, within
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
 
-# For each operator: code, and what may stand in place of the last changed line.
+# For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
     "negate": [
         ("if a: pass", {"if not a:"}),
         ("while a < b: pass", {"while not a < b:"}),
         ("x = not a", {"x = a"}),
         ("x = [y for y in z if y]", {"x = [y for y in z if not y]"}),
-        ("if a == b: pass", set()),  # exchanging the comparison does the same
+        ("if a == b: pass", set()),  # exchanging the comparison has the same effect
     ],
     "compare": [
         ("x = a < b <= c", {"x = a <= b <= c", "x = a < b < c"}),
@@ -55,7 +55,7 @@ EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
     "assignment": [
         ("x.y = 1", {"pass"}),
         ("x[0] += 1", {"pass"}),
-        ("x = 1\nx = 2", {"pass"}),  # the second one
+        ("x = 1\nx = 2", {"pass"}),  # the second operand
         ("x = 1", set()),
     ],
     "drop": [("x = f(a, b, c=d)", {"x = f(a, b)", "x = f(a, c=d)"}), ("x = f(a)", set()), ("x = f(**a)", set())],
@@ -67,7 +67,7 @@ EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
     "return": [("def f():\n return a", {"return None"}), ("def f():\n return None", set())],
 }
 
-# Code with an operator's site in it, and why it is not tried.
+# Code with a site for an operator, and why it is not tried.
 EXCLUDED = [
     ("raise ValueError(f(a, b))", exclusions.MESSAGES),
     ("x = f(f'{a + b}')", exclusions.MESSAGES),
@@ -138,7 +138,7 @@ TESTS = {
             def test_describe(self): shard.describe(0)
             def test_unfit(self): self.fail("it fails in any case")
         """,
-    # What the processes that a test starts import, forks and fresh interpreters.
+    # The modules that a test's processes import: forks and fresh interpreters.
     "test_processes": """
         class TestProcesses(unittest.TestCase):
             def test_fork(self):
@@ -198,7 +198,7 @@ class TestOperators(unittest.TestCase):
                     self.assertEqual(found, expected)
 
     def test_every_change_of_the_installed_fsdp_changes_something(self):
-        """All changes differ in their text, and as many as time allows differ in their bytecode."""
+        """All changes differ in their text. As many as time allows are also compared by bytecode."""
         found = list(mutant.all_of(options.PACKAGE, on_host=True))
         self.assertGreater(len(found), 5000)
         for each in found:
@@ -220,7 +220,7 @@ class TestOperators(unittest.TestCase):
         functions = {found[id].function for id in wanted}
         self.assertEqual(functions, {"module.f", "module.f.<locals>.h", "module.C.m"})
         for id in found:
-            with self.subTest(id):  # what a process looks for alone is what all were found with
+            with self.subTest(id):  # a process that looks up one mutant must find what the full search found
                 alone = Source(text, "module", True, only=id).sites[id]
                 self.assertEqual(alone.change, found[id].change)
 
@@ -254,7 +254,7 @@ class TestOperators(unittest.TestCase):
 
 
 def meaning(code: types.CodeType) -> object:
-    """What a code object does, without the marker."""
+    """The behaviour of a code object, without the marker."""
     constants = tuple(meaning(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts)
     names = tuple(name for name in code.co_names if name != "__mutant_reached__")
     return code.co_code, constants, names, code.co_flags, getattr(code, "co_exceptiontable", b"")
@@ -316,7 +316,7 @@ class TestTests(unittest.TestCase):
 
 
 class TestHook(TreeCase):
-    """The hook in processes of its own, over a package of two modules."""
+    """The hook in separate processes, over a package of two modules."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -425,7 +425,7 @@ class CommandCase(TreeCase):
         return super().start(*arguments, **{"limit": 120, "cwd": self.root, **more, "env": {"PYTHONPATH": path}})
 
     def findings(self) -> dict[str, Finding]:
-        """What is in the record, by the id without the package's name."""
+        """The findings of the record, by the id without the package's name."""
         lines = (self.output / "findings.jsonl").read_text().splitlines()[1:]
         found = [Finding.from_json(json.loads(line)) for line in lines]
         self.assertEqual(len(found), len({finding.id for finding in found}), "a mutant was tried twice")
@@ -474,12 +474,12 @@ class TestCommand(CommandCase):
             self.assertIn(words, page)
 
     def test_a_hang_is_noticed(self):
-        patience = 0.12  # 7 seconds, in which the test passes on the package as it is
+        patience = 0.12  # 7 seconds; the test passes without a change
         found = self.check_outcomes({"shard:drain:call:1": Outcome.NOTICED}, "--patience", patience)
         self.assertEqual(found["shard:drain:call:1"].how, "timed out")
 
     def test_ranks_and_fresh_interpreters_are_mutants(self):
-        """Where a test starts processes, it notices what has changed in them, and nothing else could."""
+        """A test that starts processes notices changes that only these processes can notice."""
         id = "sizes:of_shard:arithmetic:1"
         for name in ("test_fork", "test_fresh"):
             with self.subTest(name):
@@ -515,7 +515,7 @@ class TestCommand(CommandCase):
         self.assertEqual(found["shard:first:arithmetic:1"].executed, 1)
 
     def test_a_budget(self):
-        """The most specific test says nothing about the change, and there is no time for the other."""
+        """The most specific test cannot judge the change, and there is no time for the other."""
         builder = MapBuilder()
         builder.add("test_shard", "TestShard.test_drain", {"vendor_fsdp.shard.first"}, 1.0)
         builder.add("test_shard", "TestShard.test_first", {"vendor_fsdp.shard.first", "other"}, 1.0)
@@ -549,7 +549,7 @@ class TestCommand(CommandCase):
                 self.assertIn(words, self.err)
 
 
-# A model whose gradients must not be reduced, in two ranks; one test, which looks at the whole model alone.
+# A model whose gradients must not be reduced, on two ranks. One test only looks at the whole model.
 OF_TORCH = """
 import torch
 # What ranks that are not forked would have their path from.
@@ -570,13 +570,13 @@ if __name__ == "__main__": run_tests()  # and not unittest.main
 
 class TestOfTorch(CommandCase):
     def test_ranks_have_the_change(self):
-        """Off a server that has forgotten the FSDP which torch's compiler had imported: there are enough for one."""
+        """The mutants are enough for a server. It has forgotten the FSDP that torch's compiler had imported."""
         function = "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule.set_requires_gradient_sync"
         self.write({"test_sync": OF_TORCH.format(site=str(hook.SITE))})
         builder = MapBuilder()
         builder.add("test_sync", "TestSync.test_no_reduction", {function.replace(":", ".")}, 2.0)
         builder.build("any").save(self.map)
-        # What is set for the reduction over replicas, and that it is set in modules below, no test looks at.
+        # No test checks the settings for the reduction over replicas, or that modules below get them.
         expected = {"assignment:1": "noticed", "assignment:2": "missed", "default:1": "missed", "negate:1": "missed"}
         expected = {f"{function}:{kind}": outcome for kind, outcome in expected.items()}
         named = [word for id in expected for word in ("--mutant", id)]
@@ -589,7 +589,7 @@ class TestOfTorch(CommandCase):
 
 class TestInterrupted(CommandCase):
     def test_nothing_is_lost_or_left_and_the_rest_follows(self):
-        """The second mutant waits forever, and so do the processes that it starts."""
+        """The second mutant waits forever, like the processes that it starts. The other mutants are still tried."""
         waits = """
         from vendor_fsdp import sizes
         class TestWaits(unittest.TestCase):

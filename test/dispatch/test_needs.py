@@ -18,7 +18,7 @@ from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.needs import Needs
 
 TESTS = Path(__file__).resolve().parents[1]
-RANKS, FEW_RANKS = 5, 3  # numbers that no test states
+RANKS, FEW_RANKS = 5, 3  # numbers that no test requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Roomy(Accelerator):
 
 
 def tests_of(file: TestFile) -> list[unittest.TestCase]:
-    """The tests of a file, which is imported under a name of its own."""
+    """The tests of a file, which is imported under a unique name."""
     spec = importlib.util.spec_from_file_location(f"needs_of_{file.name.replace('/', '_')}", file.path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -48,14 +48,14 @@ def tests_of(file: TestFile) -> list[unittest.TestCase]:
 
 
 def world_size_of(test: unittest.TestCase) -> int:
-    """The number of ranks of a test, which asks the device under test for all the room that it needs."""
+    """The number of ranks of a test. The test gets all the room that it requests from the device under test."""
     if not isinstance(test, RankTestCase):
         for reason in requirements_of(getattr(type(test), test._testMethodName)):
             reason()
         return 1
     stated = int(test.world_size)
     world_size = stated if stated > 0 else RANKS
-    with contextlib.suppress(unittest.SkipTest):  # for something else than room
+    with contextlib.suppress(unittest.SkipTest):  # not a request for room
         test._ask_requirements(world_size)
     return world_size
 

@@ -1,4 +1,4 @@
-"""The pages of results: what stands on them, and how they look and filter in Chromium, where it is installed."""
+"""The pages of results: their contents, and how they look and filter in Chromium, if it is installed."""
 
 import contextlib
 import functools
@@ -30,11 +30,11 @@ QUIET = (
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
 LIMIT = 120  # seconds for one start of Chromium on a busy machine
-LONG = "x" * 300  # has no place where a line could break
+LONG = "x" * 300  # without a place for a line break
 
 
 def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, Any]:
-    """A test as ``report.json`` has it."""
+    """A test in the format of ``report.json``."""
     empty: dict[str, Any] = {
         "phase": None,
         "flaky": False,
@@ -98,7 +98,7 @@ def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @functools.cache
 def varied() -> dict[str, Any]:
-    """A report with a test of each kind, and words that are too long for any line."""
+    """A report with a test of each kind, and with words that are too long for a line."""
     ranks = [
         RankResult(0, State.PASSED, said="passed", at=1.0, host="host-a"),
         RankResult(1, State.CRASHED, signal="SIGKILL", text=f"stack {LONG}", at=2.5, host=f"host-b-{LONG}"),
@@ -133,7 +133,7 @@ def varied() -> dict[str, Any]:
 
 
 def earlier() -> dict[str, Any]:
-    """A report of the same files, of which one test passed, one failed, and one was slower."""
+    """A report of the same files: one test passed, one failed, and one was slower."""
     data = json.loads(json.dumps(varied()))
     hybrid, offload = data["files"]
     hybrid["tests"][0] |= {"outcome": "passed", "ranks": [], "reason": ""}
@@ -207,7 +207,7 @@ class TestContent(unittest.TestCase):
         self.assertLess(page.index("fsdp2_worse"), page.index("fsdp2_defect"), "the worst first")
 
     def test_features_are_counted(self):
-        """What passed, failed, showed a defect and was skipped, and why."""
+        """The table counts the tests that passed, failed, showed a defect, or skipped, with the reasons."""
         page = pages()["report"]
         wanted = {"Hybrid sharding": ["1", "2", "", ""], "Offload": ["1", "", "1", "1"]}
         for name, counts in wanted.items():
@@ -293,7 +293,7 @@ class TestComparison(unittest.TestCase):
                 self.assertEqual(kind(was, now), [wanted] if wanted else [])
 
     def test_files_that_are_gone_are_named_together(self):
-        """A run of a few files differs from one of all in nothing that is worth a line each."""
+        """Files that only the earlier, larger run had are named together, and do not get a line each."""
         both = a_file("test_both", a_test("T.test_tp"))
         gone = a_file("test_gone", a_test("T.test_1"), a_test("T.test_tp"))
         defect = varied()["known_defects"][0] | {"tests": ["test_gone::T.test_1"]}
@@ -392,7 +392,7 @@ async function look({page, width, wanted}) {
 @unittest.skipIf(CHROMIUM is None, f"needs Chromium: none of {', '.join(NAMES)} is on PATH")
 class TestInChromium(unittest.TestCase):
     def dump(self, text: str, address: str = "") -> str:
-        """The document that a page has become after it was loaded and its timers ran."""
+        """The document after the page was loaded and its timers ran."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = Path(folder, "page.html")
             path.write_text(text, encoding="utf-8")
@@ -403,7 +403,7 @@ class TestInChromium(unittest.TestCase):
             return done.stdout
 
     def look(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What a script sees of pages in frames of some width: a window cannot be as narrow as a phone."""
+        """What a script sees on pages in frames of some width. A window itself cannot be as narrow as a phone."""
         data = json.dumps(asked).replace("</", "<\\/")
         title = re.search("<title>(.*?)</title>", self.dump(PROBE % data), re.S)
         told = json.loads(html.unescape(title[1])) if title else None
@@ -443,7 +443,7 @@ class TestInChromium(unittest.TestCase):
         self.assertEqual(found["cleared"], "7 tests")
 
     def test_an_address_says_what_is_sought(self):
-        """Under the page's own rule for scripts, and with links from the table of features."""
+        """This works under the page's own rule for scripts, and with links from the table of features."""
         page = self.dump(pages()["report"], "#feature=Hybrid+sharding&state=failed")
         self.assertIn(">2 of 7 tests</output>", page)
         self.assertIn('<a href="#feature=Hybrid+sharding&amp;state=failed">', page)

@@ -93,7 +93,7 @@ class TestShards(unittest.TestCase):
             a | TestRun("g")
 
     def test_parts_by_what_they_run(self):
-        """Compared with sets of tests, nothing is lost, and nothing is added if the part can be expressed exactly."""
+        """Parts are compared as sets of tests: nothing is lost, and nothing is added if an exact part exists."""
         universe = {f"{cls}.{test}" for cls in "AB" for test in ("t1", "t2")}
         names = ["A", "B", "A.t1", "A.t2", "B.t1"]
         choices = [frozenset(c) for n in range(3) for c in itertools.combinations(names, n)]
@@ -125,7 +125,7 @@ class TestOrder(unittest.TestCase):
 
     def test_wide_job_does_not_starve(self):
         wide, *narrow = jobs_of((4, 5.0), *[(1, 3.0)] * 40)
-        # One narrow job runs already, so the wide one cannot start; the others must not push it back for ever.
+        # One narrow job runs already, so the wide one cannot start. The others must not delay it forever.
         placed = plan.simulate([narrow[0], wide, *narrow[1:]], 4, 60)
         start = {placement.job.key: placement.start for placement in placed}
         self.assertEqual(start[wide.key], 3.0)
@@ -162,7 +162,7 @@ class TestOrder(unittest.TestCase):
         before = time.process_time()
         for _, parts in calculate_shards(256, tests, times):
             plan.order(plan.make_jobs(parts, dict.fromkeys(times, 2), 8), 8, 60)
-        self.assertLess(time.process_time() - before, 4)  # half of it on an idle machine
+        self.assertLess(time.process_time() - before, 4)  # half of the time on an idle machine
 
 
 class TestPool(unittest.TestCase):
@@ -200,7 +200,7 @@ class TestDevices(unittest.TestCase):
             self.assertEqual((found.names, found.environment((0, 2))), (("4", "6", "7"), {variable: "4,7"}))
 
     def test_every_vendors_variables(self):
-        """The caller's own variable is the pool, is what jobs see, and marks the vendor's extension as present."""
+        """The caller's own variable is the pool, is what jobs see, and shows that the vendor's extension exists."""
         for vendor in vendors.BUILT_IN:
             for variable in vendor.visibility_variables:
                 with self.subTest(vendor.device_type, variable=variable), self.built_for(vendor.torch_build):
@@ -214,14 +214,14 @@ class TestDevices(unittest.TestCase):
 
     @staticmethod
     def built_for(name: str | None) -> AbstractContextManager[object]:
-        """A torch that was built for a device; extensions need none of torch's own."""
+        """A torch that was built for a device. Extensions need nothing from torch itself."""
         versions = {"__version__": "2.13.0"} | ({name: "1"} if name else {})
         return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
 
     @staticmethod
     @contextlib.contextmanager
     def declared(entries: dict[str, Any], autoload: str = "1") -> Iterator[None]:
-        """Packages that declare these values, by device type; torch imports their extensions under ``autoload``."""
+        """Packages that declare these values, by device type. Torch imports their extensions under ``autoload``."""
         points = {name: unittest.mock.Mock(value=f"{name}:VENDOR") for name in entries}
         for name, value in entries.items():
             points[name].load = unittest.mock.Mock(side_effect=[value] * 9)
@@ -243,7 +243,7 @@ class TestDevices(unittest.TestCase):
         with self.declared({"foo": foo}, autoload="0"), self.built_for(None):
             self.assertEqual(find(None, None, {}).type, "cpu")  # the CPU is the subject
         with self.declared({"cuda": Vendor("cuda", ("FOO_VISIBLE",))}), self.built_for("cuda"):
-            self.assertEqual(find("cuda", ("0",), {}).variable, "FOO_VISIBLE")  # a package's word counts before ours
+            self.assertEqual(find("cuda", ("0",), {}).variable, "FOO_VISIBLE")  # a package overrides us
 
     def test_a_device_without_a_variable_is_lent_whole_or_not_at_all(self):
         with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
@@ -253,7 +253,7 @@ class TestDevices(unittest.TestCase):
             self.assertEqual(found.environment((0, 1, 2)), {})
             with self.assertRaisesRegex(ConfigurationError, "--devices: .* lent whole or not at all"):
                 find("foo", ("0",), {})
-        with self.declared({}):  # torch imports extensions, one of which may bring it
+        with self.declared({}):  # torch imports extensions, and one of them may define it
             unknown = find("foo", None, {})
         self.assertFalse(unknown.is_lent_whole)
         self.assertIn("none are lent", unknown.remark or "")
@@ -286,7 +286,7 @@ class TestDevices(unittest.TestCase):
                 find(name, None, {})
 
     def test_what_a_run_checks_of_a_device(self):
-        """Without torch where that is certain; else torch is asked."""
+        """A run checks a device without torch if the answer is certain, and otherwise asks torch."""
         foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
         gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
         for found, device, backend, asks in (
@@ -333,12 +333,12 @@ class TestNeeds(unittest.TestCase):
         return found.ranks, found.devices
 
     def of_class(self, body: str, bases: str = "FSDPTest", before: str = "") -> tuple[int, int]:
-        """The needs of a class with one test more than what is in its body."""
+        """The needs of a class with one test in addition to this body."""
         lines = textwrap.indent(f"{body}\ndef test_x(self):\n    pass\n", "    ")
         return self.of(f"{before}\nclass TestX({bases}):\n{lines}")
 
     def test_largest_literal(self):
-        """Of what decorators state, and world sizes; not of comments."""
+        """The largest literal of decorators and world sizes counts. Comments do not count."""
         for decorator, expected in {
             "skip_if_lt_x_gpu(3)": 3,
             "skip_if_lt_x_gpu(x=3, allow_cpu=False)": 3,
@@ -370,7 +370,7 @@ class TestNeeds(unittest.TestCase):
                     self.assertEqual(self.of_class("world_size = 2  # not 128", before=before), (2, 2))
 
     def test_properties(self):
-        """And class attributes, in all the ways in which test files state a world size."""
+        """Properties and class attributes, in all the ways in which test files set a world size."""
         before = "WIDE = 6\nif True:\n    def wide():\n        return WIDE\n"
         before += "ODD = ODD + 1\n"
         for text, expected in {
@@ -414,7 +414,7 @@ class TestNeeds(unittest.TestCase):
                 self.assertEqual(self.of_class("world_size = 8", base), (8, 1))
         threads = "class Threads(Mixin, FSDPTestMultiThread):\n    world_size = 6\n"
         self.assertEqual(self.of_class("", "Threads", threads), (6, 1))
-        room = "@skip_if_lt_x_gpu(2)\ndef test_y(self):\n    pass"  # which asks, whatever the ranks are
+        room = "@skip_if_lt_x_gpu(2)\ndef test_y(self):\n    pass"  # it asks for room, whatever the ranks are
         self.assertEqual(self.of_class(room, "Threads", threads), (6, 2))
 
     def test_a_number_in_a_body_is_none_of_its_ranks(self):
@@ -426,12 +426,12 @@ class TestNeeds(unittest.TestCase):
         self.assertEqual(self.of_class("world_size = 3", "Base", base), (3, 3))
         self.assertEqual(self.of_class("", "Base", base), (2, 2))
         self.assertEqual(self.of(f"{base}    def test_y(self): pass\nclass TestX(Base):\n    world_size = 1\n"), (2, 2))
-        self.assertEqual(self.of(base), (1, 1))  # without a test nobody asks
+        self.assertEqual(self.of(base), (1, 1))  # without a test, nothing asks for room
         template = "class Template(FSDPTest):\n    world_size = 8\n    def test_y(self): pass\n"
         self.assertEqual(self.of_class("world_size = 2\ndel Template", "Template", template), (8, 8))
         derived = "class TestX(Template):\n    world_size = 2\ndel Template, other\n"
         self.assertEqual(self.of(template + derived), (2, 2))
-        # As in Python, what one base class overrides is not undone by another that does not.
+        # As in Python, a class that does not override a value does not undo the override of another base class.
         diamond = f"{base}class A(Base): pass\nclass B(Base):\n    world_size = 3\n"
         self.assertEqual(self.of_class("", "A, B", diamond), (3, 3))
 

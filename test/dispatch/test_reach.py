@@ -1,4 +1,4 @@
-"""The functions of a file, the map of what tests reach, and how a change is looked up in it."""
+"""The functions of a file, the map of what tests reach, and how a change is looked up in the map."""
 
 import dataclasses
 import io
@@ -69,7 +69,7 @@ def named(source: str = SOURCE) -> dict[str, Function]:
 
 
 def differing(before: str, after: str) -> set[str]:
-    """The names of which a change of the text changes the digest."""
+    """The names whose digest changes when the text changes."""
     old, new = ({name: function.digest for name, function in named(text).items()} for text in (before, after))
     return {name for name in {**old, **new} if old.get(name) != new.get(name)}
 
@@ -172,7 +172,7 @@ class TestMap(unittest.TestCase):
             Reached("x/test_b", "TestB.test_other", 2.5, 1),
         )
         for name, expected in {
-            "p.m.f": [fast, one, all_],  # the specific ones first, and of these the fast one
+            "p.m.f": [fast, one, all_],  # the specific ones first, and the fastest of these first
             "p.m.C": [all_],
             "p.m": [fast, one, all_],
             "p": [fast, other, one, all_],
@@ -206,7 +206,7 @@ class TestMap(unittest.TestCase):
         seeded = random.Random(0)
         functions = [f"torch.distributed.fsdp._some_module{n % 60}.SomeClass.some_function_{n}" for n in range(1500)]
         builder = MapBuilder()
-        for file in range(100):  # the tests of a file enter much the same
+        for file in range(100):  # the tests of a file enter mostly the same functions
             common = seeded.sample(functions, 400)
             for test in range(23):
                 few = seeded.sample(functions, 20)
@@ -262,7 +262,7 @@ class SourcesCase(unittest.TestCase):
         return self.folder / "other"
 
     def diff(self, *options: str, reverse: bool = False, **changed: tuple[str, str]) -> str:
-        """A file with what ``git diff`` says of another tree."""
+        """A file with the ``git diff`` of another tree."""
         trees = [str(self.root.parent), str(self.other_tree(**changed))]
         command = ["git", "diff", "--no-index", *options, *(reversed(trees) if reverse else trees)]
         path = self.folder / "some.diff"
@@ -288,7 +288,7 @@ class TestChanges(SourcesCase):
             str(self.root / "distributed/fsdp/_core.py"): core,
             str(self.root / "distributed/fsdp"): core,
             "/elsewhere/torch/distributed/fsdp/_core.py": core,
-            "api.py": {API},  # it has no functions
+            "api.py": {API},  # this class has no functions
             f"{CORE}.never_heard": {f"{CORE}.never_heard"},
         }.items():
             with self.subTest(what=what):
@@ -298,7 +298,7 @@ class TestChanges(SourcesCase):
         for lines, names in {
             "7": {f"{CORE}.shard"},
             "6": {f"{CORE}.shard"},
-            "6-12": {f"{CORE}.shard", f"{CORE}.gather"},  # what lies between functions is blank
+            "6-12": {f"{CORE}.shard", f"{CORE}.gather"},  # the code between functions is blanked
             "3": {CORE},
             "16": {f"{CORE}.Unit"},
             "16-19": {f"{CORE}.Unit", f"{CORE}.Unit.step"},
@@ -415,7 +415,7 @@ class TestSelection(SourcesCase):
             ([f"{CORE}.Unit"], [step]),  # a statement of the class
             ([CORE], [shard, step]),
             ([CORE, f"{CORE}.Unit.step"], [step, shard]),
-            ([f"{API}.Policy"], [shard, step]),  # neither class nor module has functions, the package has
+            ([f"{API}.Policy"], [shard, step]),  # neither class nor module has functions, but the package has
             ([f"{CORE}.Unit.new"], [step]),
             (["torch.distributed.fsdp._new.f"], [shard, step]),
             ([f"{CORE}.gather"], []),

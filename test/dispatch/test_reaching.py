@@ -1,4 +1,4 @@
-"""What ``--coverage --save-map`` records, what ``--reaching`` and ``--changed`` run of it, and ``--fail-fast``."""
+"""What ``--coverage --save-map`` records, which tests ``--reaching`` and ``--changed`` run, and ``--fail-fast``."""
 
 import json
 import re
@@ -70,14 +70,14 @@ class TestRecording(CommandCase):
         self.check({"a/test_x": text}, arguments, passed=4, skipped=1, says=says, **self.with_torch)
         found = ReachMap.load(self.map)
         self.assertEqual((found.torch, {test.file for test in found.tests}), ("9.8.7+x", {"a/test_x"}))
-        names = ("shard", "gather", "Unit.step", "Unit.back")  # the module itself gathers when it is imported
+        names = ("shard", "gather", "Unit.step", "Unit.back")  # the import itself calls gather
         reached = {name: [test.test for test in found.tests_of(f"{CORE}.{name}")] for name in names}
         process, fork, thread = ("TestX.test_process", "TestX.test_fork", "TestX.test_thread")
         expected = {"shard": [thread, process], "gather": [], "Unit.step": [process], "Unit.back": [fork]}
         self.assertEqual(reached, expected)
         breadths = {process: 2, fork: 1, thread: 1, "TestX.test_nothing": 0}
         self.assertEqual({test.test: test.breadth for test in found.tests}, breadths)
-        # No test enters what is there of DTensor.
+        # No test enters this code of DTensor.
         modules = {name: told for name, told in modules_of(self.root / "site/torch").items() if ".fsdp" in name}
         self.assertEqual(found.modules, modules)
 

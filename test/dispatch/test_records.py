@@ -103,7 +103,7 @@ class TestLists(TreeCase):
         )
 
     def test_a_platform_that_is_not_known(self):
-        """It is named and left out; an entry without any other holds everywhere."""
+        """It is named and left out. An entry without any other platform applies everywhere."""
         data = {
             "test_1 (__main__.TestX)": ["", ["abacus"]],
             "test_2 (__main__.TestX)": ["", ["abacus", "win"]],
@@ -133,7 +133,7 @@ class TestLists(TreeCase):
         self.assertEqual(self.code, 2)
 
     def own(self, *entries: dict[str, Any]) -> list[str | Path]:
-        """The option for a list in our own shape."""
+        """The option for a list in our own format."""
         return ["--known-failures", self.write_json("own.json", {"version": 1, "entries": list(entries)})]
 
     def test_conditions(self):
@@ -175,7 +175,7 @@ class TestLists(TreeCase):
             return re.findall(r"the entry (\S+) \(why\) matches no test", out)
 
         out = self.check(files, [*own, "--keep-going"], passed=2, failed=1)
-        self.assertEqual(stale(out), ["test_x::TestC"])  # what the dead file holds is not known
+        self.assertEqual(stale(out), ["test_x::TestC"])  # the entries of the unreadable file are not known
         out = self.check({}, [*own, "-i", "test_x::TestA"], passed=1)
         self.assertEqual(stale(out), ["test_x::TestC"])
         out = self.check({}, [*own, "-i", "test_x", "-k", "test_1"], passed=2)
@@ -217,7 +217,7 @@ class TestLists(TreeCase):
 
 
 class TestEnvironment(TreeCase):
-    """Upstream's variables, one each."""
+    """Upstream's variables, one per test."""
 
     def test_continue_through_error(self):
         files = {"test_a": FAIL, "test_b": PASS}
@@ -241,7 +241,7 @@ class TestEnvironment(TreeCase):
         self.assertEqual([path.name for path in logs.iterdir()], ["test_x_1.1_1.log"])
 
     def test_no_test_timeout(self):
-        # The limit shows in the stream's other end alone: a test would have to wait for it.
+        # The limit only shows at the other end of the stream, and a test would have to wait for it.
         from torch_fsdp_tests.dispatch import options, runner
         from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
 
@@ -343,7 +343,7 @@ class TestReports(TreeCase):
             self.assertEqual(self.code, 2)
             self.assertIn("cannot be written to", self.err)
         self.assertFalse((self.root / "ran").exists())
-        # A failure to write a file that was not requested does not stop the run: a checkout may be read-only.
+        # If a file that was not requested cannot be written, the run continues: a checkout may be read-only.
         self.check({}, passed=1, says=["--pipe-logs cannot be written: ", "--failed will not know"], env={"CI": "1"})
 
     def test_full_output(self):
@@ -356,7 +356,7 @@ class TestReports(TreeCase):
                 self.assertEqual(last, "run_test.py: cannot continue: [Errno 28] No space left on device: 'stdout'")
 
     def test_streams_that_the_caller_has_closed(self):
-        """The output of the run is lost, but not its verdict and its files."""
+        """The output of the run is lost, but its verdict and its files are not."""
         self.write({"test_x": body("self.fail()", "print('words')")})
         for number in range(3):
             with self.subTest(number):
@@ -403,7 +403,7 @@ class TestReports(TreeCase):
         arguments = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         folder = re.escape(str(self.root / "r"))
         says = [rf"(?m)^--report cannot be written: \[Errno 27\] File too large: '{folder}/report.\w+'$"]
-        # Python 3.11 would leave the front part of a module's bytecode, and fail to read it ever after.
+        # Python 3.11 would leave the first part of a module's bytecode, and fail to read it from then on.
         limited: dict[str, Any] = {"preexec_fn": small_files, "env": {"PYTHONDONTWRITEBYTECODE": "1"}}
         self.check({"test_p": PASS}, arguments, passed=1, code=3, says=says, **limited)
         self.assertEqual(os.listdir(self.root / "xml"), ["test_p"])
@@ -463,7 +463,7 @@ class TestConsole(TreeCase):
         words = "torch 9.9.9, device foo, backend foocl, ranks 3"
         self.assertEqual(out.count(words), 1, out)
         self.assertRegex(out, f"note: unlike the first line says, test_x tests with {words}")
-        environment = self.declare("foo", 2)  # whose backend only its own extension knows
+        environment = self.declare("foo", 2)  # only the device's own extension knows its backend
         out = self.check({}, ["--device", "foo", "--devices", "0"], passed=2, env=environment)
         self.assertTrue(out.startswith(words), out)
         self.assertEqual(out.count(words), 1, out)
@@ -493,7 +493,7 @@ class TestConsole(TreeCase):
         self.assertNotIn("done", self.check({}, times, passed=2))
 
     def test_every_line_is_flushed_into_a_pipe(self):
-        """The first line before any file has ended, and then a line a file."""
+        """The first line is flushed before any file has ended, and then one line per file."""
 
         def waits(name):
             return f"while not os.path.exists({str(self.root / name)!r}): time.sleep(0.02)\n"
@@ -514,7 +514,7 @@ class TestConsole(TreeCase):
         process = self.start(*arguments, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         seen = b""
-        with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+        with contextlib.suppress(OSError):  # a terminal's sign that all writers are gone
             while data := os.read(ours, 1 << 16):
                 seen += data
         os.close(ours)
@@ -522,7 +522,7 @@ class TestConsole(TreeCase):
         return seen.decode()
 
     def test_colours(self):
-        """On a terminal, unless a variable says no, and elsewhere if one says yes."""
+        """A terminal gets colours unless a variable forbids it. Elsewhere a variable must request them."""
         self.write({"test_f": FAIL, "test_p": PASS})
         red, green = (f"\x1b[{colour}m{{}}\x1b[0m" for colour in (31, 32))
         painted = [red.format("FAILED "), green.format("ok     "), red.format("1 passed, 1 failed, 0 skipped")]

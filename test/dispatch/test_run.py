@@ -146,7 +146,7 @@ class TestVerdicts(TreeCase):
 
 
 class TestBadEnds(TreeCase):
-    """A file that dies is a failure with a name."""
+    """A file that dies is a failure, and the report names the cause."""
 
     def test_import_error_and_syntax_error(self):
         files = {"test_i": "import no_such_module\n", "test_s": "def broken(:\n"}
@@ -206,7 +206,7 @@ class TestBadEnds(TreeCase):
         self.check({"test_x": text}, ["--timeout", "1", "--report", self.root / "r"], passed=1, failed=1, says=says)
         (file,) = json.loads((self.root / "r/report.json").read_text())["files"]
         (attempt,) = file["attempts"]
-        self.assertLess(attempt["ended"] - attempt["began"], 6)  # it went when asked, and was not killed 5 s later
+        self.assertLess(attempt["ended"] - attempt["began"], 6)  # it left when asked, and was not killed 5 s later
         self.assertGreater({test["test"]: test["seconds"] for test in file["tests"]}["TestX.test_2"], 0.1)
 
     def test_hang_that_ignores_sigterm_is_killed(self):
@@ -289,7 +289,7 @@ class TestSelecting(TreeCase):
         (self.tree / "wrong.txt").write_text("test_p\nnowhere\n")
         self.check({}, ["-i", "quick"], passed=2, says=["a/test_x  1 test ", "test_p  1 test "])
         self.check({}, ["-x", "quick"], passed=2, says=["a/test_x  1 test ", "a/test_y  1 test "])
-        self.check({}, ["-i", "a"], passed=3)  # a folder of tests has that name
+        self.check({}, ["-i", "a"], passed=3)  # a folder of tests has this name
         for word, words in (("wrong", "unknown test 'nowhere'"), ("quik", "unknown test 'quik'; nearest: quick")):
             self.run_command("-i", word)
             self.assertEqual((self.code, self.out), (2, ""))
@@ -402,7 +402,7 @@ class TestSelecting(TreeCase):
 @unittest.skipIf(importlib.util.find_spec("argcomplete") is None, "needs argcomplete")
 class TestCompletion(TreeCase):
     def completed(self, words: str) -> list[str]:
-        """What the shell is told when the tabulator is pressed behind these words."""
+        """The completions that the shell gets when the tab key is pressed after these words."""
         told = self.root / "told"
         told.unlink(missing_ok=True)
         line = f"run_test.py --test-directory {self.tree} {words}"
@@ -450,9 +450,9 @@ class TestSurroundings(unittest.TestCase):
         self.assertEqual(done.stderr, f"run_test.py {words} run_test.py\n")
 
     def test_packages_that_are_not_installed(self):
-        """The suite's own tests need them; a plan and a list of files do not."""
+        """The suite's own tests need them, but a plan and a list of files do not."""
         script = str(CHECKOUT / "run_test.py")
-        done = self.run_python("-S", script, "-i", "harness/test_names")  # without any package
+        done = self.run_python("-S", script, "-i", "harness/test_names")  # without any third-party package
         self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
         command = f"{sys.executable} -m pip install torch numpy expecttest"
         words = f"torch, numpy and expecttest are not installed for this Python: {command}"
@@ -504,7 +504,7 @@ class TestDevices(TreeCase):
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
     def test_what_a_file_found_out_about_its_devices_is_told_to_later_ones(self):
-        """This concerns files that get as many devices. To probe a device takes longer than most tests."""
+        """This is for files with the same number of devices. Probing a device takes longer than most tests."""
         asks = """
         from torch_fsdp_tests import events
         told = json.loads(os.environ.get(events.PROBED_VARIABLE, "{}"))
@@ -651,7 +651,7 @@ class TestStopping(TreeCase):
         while not pid_file.exists() or not pid_file.read_text().endswith(".") or alive(int(pid_file.read_text()[:-1])):
             self.assertIsNone(process.poll())
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)  # it is about to write more than the pipe holds, or does so already
+        process.send_signal(signal.SIGTERM)  # it is writing more than the pipe holds, or is about to
         out, err = process.communicate()
         self.assertEqual((process.returncode, CLOSING.findall(out)), (143, [("0", "1", "0")]), err)
 

@@ -1,4 +1,4 @@
-"""``-i smoke``: the list names what is there, touches every feature by the recorded map, and stays short."""
+"""``-i smoke``: the list only names existing tests, covers every feature by the recorded map, and stays short."""
 
 import collections
 import unittest
@@ -13,9 +13,9 @@ from torch_fsdp_tests.reach import ReachMap
 TESTS = Path(__file__).resolve().parents[1]
 FSDP1, FSDP2 = "torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard."
 CHECKPOINT = "torch.distributed.checkpoint."
-LONGEST = 90  # seconds of all tests by the map, one after the other, while they are measured
+LONGEST = 90  # seconds of all tests by the map, one after the other; recorded times include the recording
 
-# By heading of the list: functions that its tests enter. The map knows nothing of compiled code.
+# For each heading of the list: functions that its tests enter. The map does not have compiled code.
 ENTERED = {
     "FSDP1 and its sharding strategies": (
         f"{FSDP1}_runtime_utils._reduce_grad",
@@ -62,7 +62,7 @@ def sections() -> dict[str, list[str]]:
 
 class TestSmoke(unittest.TestCase):
     def reached(self, words: list[str], known: ReachMap) -> set[int]:
-        """The numbers, in a map, of the tests that these words stand for."""
+        """The numbers, in a map, of the tests that these words select."""
         files = {file.name: file for file in discover(TESTS)}
         found = set()
         for run in select(list(files.values()), words, (), TESTS, lambda name: files[name].source()):
@@ -88,7 +88,7 @@ class TestSmoke(unittest.TestCase):
         self.assertLess(seconds, LONGEST)
 
     def test_it_names_no_type_of_device(self):
-        """A class that is made for each type of device is called otherwise on another one."""
+        """A class that is made for each type of device has a different name on another type."""
         names = [name for words in sections().values() for name in words]
         self.assertEqual([name for name in names if "CPU" in name], [])
 

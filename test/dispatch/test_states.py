@@ -81,7 +81,7 @@ if __name__ == "__main__":
 
 Rank = tuple[str, str, dict[str, Any]]
 
-# By test: its state, its phase, and by rank the state, what it did and what of it stands in the rank's data.
+# For each test: its state, its phase, and for each rank the state, its actions, and the part in the rank's data.
 PASSED = ("passed", "passed", {"said": "passed", "exit_code": 0})
 STATES: dict[str, tuple[Any, ...]] = {
     "fails": ("failed", "body", PASSED,
@@ -110,7 +110,7 @@ class StatesCase(TreeCase):
     report: dict[str, Any]
 
     def run_and_report(self, files: Mapping[str, str], *arguments: object, **more: Any) -> dict[str, dict[str, Any]]:
-        """Run a tree; the tests of each file by name, as ``report.json`` and as JUnit have them."""
+        """Run a tree. Returns the tests of each file by name, from ``report.json`` and from JUnit."""
         reports = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         self.write(files)
         self.run_command(*reports, "--keep-going", *arguments, **more)
@@ -153,10 +153,10 @@ class TestStatesOfRanks(StatesCase):
         for rank, (_, _, facts) in zip(told["ranks"], wanted):
             self.assertEqual({name: rank[name] for name in facts}, facts)
             self.assertGreaterEqual(rank["at"], rank["seconds"])
-            self.assertNotIn("common_distributed", rank["text"])  # tracebacks and stacks end at the test
+            self.assertNotIn("common_distributed", rank["text"])  # tracebacks and stacks stop at the test
 
     def check_table(self, text: str, wanted: Sequence[Rank]) -> None:
-        """A line for each rank under the titles, and then what the ranks have to say."""
+        """Check that a line for each rank is under the titles, followed by the messages of the ranks."""
         table, _, rest = text.partition("\n\n")
         _, *lines = table.splitlines()
         for number, (line, (state, words, _)) in enumerate(zip(lines, wanted, strict=True)):
@@ -165,7 +165,7 @@ class TestStatesOfRanks(StatesCase):
 
 
 class TestStatesOfProcesses(StatesCase):
-    """Plain unittest files, which no harness watches from inside."""
+    """Plain unittest files, whose processes have no harness."""
 
     def states(self, *arguments: object, **files: str) -> dict[str, tuple[str, str, str | None, str]]:
         tests = self.run_and_report(files, *arguments)
@@ -210,7 +210,7 @@ class TestStatesOfProcesses(StatesCase):
         )
 
     def test_a_process_that_cannot_be_started(self):
-        """Its working directory would be the folder of the tests, which an earlier file has removed."""
+        """The process would start in the folder of the tests, which an earlier file has removed."""
         states = self.states(
             "-j1", test_a=body(f"os.rename({str(self.tree)!r}, {str(self.root / 'gone')!r})"), test_b=PASS
         )

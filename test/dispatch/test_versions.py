@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.versions``, over tiny trees and packages that are called torch."""
+"""``python -m torch_fsdp_tests.versions``, over tiny trees and fake packages named torch."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class TestX(unittest.TestCase):
 
 
 def write_torch(folder: Path, version: str) -> Path:
-    """A package that is called torch and has a version, and nothing else."""
+    """A package named torch with a version, and nothing else."""
     package = folder / "torch"
     package.mkdir(parents=True)
     (package / "version.py").write_text(f"__version__ = {version!r}\n")
@@ -67,7 +67,7 @@ def write_wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any"
 
 
 class VersionsCase(TreeCase):
-    """Runs the command on a tree; everything that it keeps is below ``self.root``."""
+    """Runs the command on a tree. All of its files are below ``self.root``."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -83,11 +83,11 @@ class VersionsCase(TreeCase):
 
     def start(self, *arguments: object, limit: float = 3 * LIMIT, **more: Any) -> "subprocess.Popen[str]":
         more["env"] = {"PYTHONPATH": str(CHECKOUT), "LOG": str(self.log), **more.get("env", {})}
-        # Not in a checkout, which -m would put before the one under test.
+        # Not in a checkout, because -m would find that before the one under test.
         return super().start(*arguments, limit=limit, cwd=self.root, **more)
 
     def environment(self, version: str) -> Path:
-        """An interpreter with a torch of this version, beside the packages that this one has."""
+        """An interpreter with a torch of this version, in addition to this interpreter's packages."""
         folder = write_torch(self.root / f"torch-{version}", version)
         path = folder / "python"
         path.write_text(f'#!/bin/sh\nPYTHONPATH={folder}:$PYTHONPATH exec {sys.executable} "$@"\n')
@@ -100,7 +100,7 @@ class VersionsCase(TreeCase):
         return json.loads(path.read_text())
 
     def refused(self, *arguments: object) -> str:
-        """The one sentence with which the command refuses its arguments."""
+        """The one-sentence message with which the command refuses its arguments."""
         self.run_command(*arguments)
         self.assertEqual((self.code, self.out, self.err.count("\n")), (2, "", 1), self.err)
         return self.err
@@ -191,7 +191,7 @@ class TestVersions(VersionsCase):
         self.assertEqual(self.result()["rows"][0]["passed"], 2)
 
     def test_version_without_an_environment(self):
-        """It has a row, and does not affect the others. Its earlier results are kept."""
+        """The version has a row, and does not affect the others. Its earlier results are kept."""
         self.write({"test_x": PASS})
         environments = [f"1={self.environment('9.1.0')}", f"2={self.environment('9.2.0')}"]
         self.run_command(*environments)
@@ -214,7 +214,7 @@ class TestVersions(VersionsCase):
         self.assertEqual(self.code, 5, self.err)
 
     def test_options_are_handed_on(self):
-        """A run of one shard has part of a file only, and is complete with it."""
+        """A run of one shard only has a part of a file, and is complete with it."""
         self.write({"test_a": body("pass", "pass")})
         times = self.write_json("times", {"default": {"default": {"test_a": 100}}})
         self.handed_on = ["--shard", "1", "2", "--split-threshold", "1", "--test-times", str(times)]
@@ -291,7 +291,7 @@ class TestRefusals(VersionsCase):
 
 class TestGoingOn(VersionsCase):
     def stop(self, number: int) -> tuple[int, float]:
-        """Stop the command by a signal while its second file runs: its status, and the seconds that it took to end."""
+        """Stop the command with a signal during its second file. Returns its status, and the seconds until its end."""
         self.go = self.root / "go"
         files = {
             "test_a": "open(os.environ['LOG'], 'a').write('a')\n" + PASS,
@@ -320,7 +320,7 @@ class TestGoingOn(VersionsCase):
         self.go.touch()
         gone = subprocess.Popen([sys.executable, "-c", ""])
         gone.wait()
-        (self.root / f"environments/.scratch-{gone.pid}-x").mkdir()  # as after a power cut
+        (self.root / f"environments/.scratch-{gone.pid}-x").mkdir()  # as if after a power cut
         self.run_command(self.version)
         self.assertEqual((self.code, self.result()["rows"][0]["passed"]), (0, 2), self.err)
         self.assertIn("continuing after 1 of 2 files", self.err)
@@ -366,7 +366,7 @@ class TestEnvironments(VersionsCase):
             write_wheel(wheels, line.partition(">=")[0], "99.0")
         write_wheel(wheels, "torch", "9.1.0")
         pip = ["--python", sys.executable, "--pip-arg=--no-index", f"--pip-arg=--find-links={wheels}"]
-        # The settings of the user's own pip may forbid what no index has.
+        # The user's pip settings may forbid packages that no index has.
         alone = {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"}
         self.run_command("9.1.0", *pip, env=alone)
         self.assertEqual(self.code, 0, self.err)
@@ -374,13 +374,13 @@ class TestEnvironments(VersionsCase):
         (made,) = self.root.glob("environments/*/made.json")
         self.run_command("9.1.0", *pip, "--again", env=alone)
         self.assertIn("the environment exists", self.err)
-        made.unlink()  # as if it had been half made
+        made.unlink()  # as if it were incomplete
         self.run_command("9.1.0", *pip, env=alone)
         self.assertIn("removing", self.err)
         self.assertTrue(made.exists(), self.err)
 
     def make(self, kind: Kind, what: str, answers: dict[str, tuple[int, str]], given: str = sys.executable) -> Maker:
-        """A maker whose commands get canned answers by a word in the command. The first match counts."""
+        """A maker whose commands get canned answers, selected by a word in the command. The first match counts."""
 
         class Answering:
             commands: list[list[str]] = []
@@ -422,7 +422,7 @@ class TestEnvironments(VersionsCase):
                 self.make(Kind.RELEASE, "9.9.0", {"torch==9.9.0": (1, output)})
 
     def test_nothing_exchanges_torch(self):
-        """What the tests need is installed under a constraint; a nightly comes from its own index."""
+        """The tests' requirements are installed under a constraint. A nightly comes from its own index."""
         self.make(Kind.NIGHTLY, "nightly", {"list": (0, "pip==1.0\ntorch==9.9.0.dev1+cpu\ntorchvision==3.0")})
         (fixed,) = self.root.glob("*.constraints")
         self.assertEqual(fixed.read_text(), "torch==9.9.0.dev1+cpu\n")
@@ -466,7 +466,7 @@ class TestWanted(unittest.TestCase):
             wanted.parse(str(self.root))
 
     def test_pythons(self):
-        """The one that runs this comes first; a file that is no interpreter, or an old one, is passed over."""
+        """This interpreter comes first. A file that is not an interpreter, or is an old one, is skipped."""
         for name, version in (("python3.9", (3, 9)), ("python3.99", (3, 99)), ("python3.98", (3, 98))):
             path = self.root / name
             path.write_text(f"#!/bin/sh\necho cpython {version[0]} {version[1]} 0\n")

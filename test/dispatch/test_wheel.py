@@ -1,4 +1,4 @@
-"""A wheel of the suite: built of a copy of the checkout, installed into a fresh environment, and run from elsewhere."""
+"""A wheel of the suite: built from a copy of the checkout, installed in a fresh environment, run from elsewhere."""
 
 import importlib.metadata
 import importlib.util
@@ -25,12 +25,12 @@ from torch_fsdp_tests.version_ranges import version_fits
 
 LIMIT = 300  # seconds for one step
 NEEDED = {"pip": ">=22.3", "setuptools": ">=70.1"}  # pip for --python, setuptools to build wheels by itself
-USED = ("torch", "numpy", "expecttest")  # by the tests, and so taken from the environment of this test
+USED = ("torch", "numpy", "expecttest")  # by the tests; these packages come from the environment of this test
 FILE = "distributed/fsdp/test_fsdp_uneven"
 
 
 def lacking() -> str | None:
-    """What a wheel cannot be built or installed without; None for nothing."""
+    """Return what is missing to build or install a wheel, or None."""
     for name, versions in NEEDED.items():
         try:
             found = importlib.metadata.version(name)
@@ -43,7 +43,7 @@ def lacking() -> str | None:
 
 
 def run(*command: object, **options: object) -> str:
-    """What a command prints. Raises where it fails."""
+    """Return the output of a command. Raises if it fails."""
     found = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LIMIT, **options)  # type: ignore[call-overload]
     if found.returncode:
         raise RuntimeError(f"{command} left with {found.returncode}:\n{found.stdout}{found.stderr}")
@@ -80,7 +80,7 @@ class TestWheel(TreeCase):
         (cls.site,) = environment.glob("lib/python*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", cls.scripts / "python", "install", "-q"]
         run(*pip, "--no-index", "--no-deps", cls.wheel, env=ENVIRONMENT)
-        # Not installed again, but taken from where this test finds them.
+        # These are not installed again, but taken from this test's environment.
         places = {Path(importlib.util.find_spec(name).origin or "").parents[1] for name in USED}  # type: ignore[union-attr]
         (cls.site / "used.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
 
@@ -184,7 +184,7 @@ class TestWheel(TreeCase):
         self.assertEqual(sorted(theirs.namelist()), sorted(ours.namelist()))
         name = "torch_fsdp_tests/commit.txt"
         self.assertEqual((theirs.read(name), ours.read(name)), (f"{self.commit}\n".encode(),) * 2)
-        # Where it is unpacked it is like a checkout.
+        # An unpacked wheel works like a checkout.
         self.assertIn(self.commit, run(sys.executable, folder / "run_test.py", "--version"))
         self.assertTrue((folder / "test" / "distributed" / "fsdp" / "torch_fsdp_tests.py").is_symlink())
 

@@ -58,7 +58,7 @@ class TreeCase(unittest.TestCase):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace", **more}
         options["env"] = ENVIRONMENT | more.get("env", {})
         process = subprocess.Popen(self.command(*arguments), **options)
-        alarm = threading.Timer(limit, process.kill)  # for a test that waits for it to say something
+        alarm = threading.Timer(limit, process.kill)  # for a test that waits for its output
         alarm.start()
         self.addCleanup(alarm.cancel)
         return process
@@ -70,13 +70,13 @@ class TreeCase(unittest.TestCase):
         return self.out
 
     def write_json(self, name: str, data: object) -> Path:
-        """A file beside the tree."""
+        """Write a file beside the tree."""
         path = self.root / name
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
 
     def declare(self, device: str, count: int, backend: str | None = None) -> dict[str, str]:
-        """What brings a package that declares devices of a type, restricted by ``FOO_VISIBLE`` where it is "foo"."""
+        """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo"."""
         folder = self.root / "packages"
         information = folder / f"{device}-1.dist-info"
         information.mkdir(parents=True)
@@ -99,7 +99,7 @@ class TreeCase(unittest.TestCase):
         says: Sequence[str] = (),
         **more: Any,
     ) -> str:
-        """Run a tree, and compare counts, exit code and words with what is expected."""
+        """Run a tree. Compare the counts, exit code and output with the expected ones."""
         self.write(files)
         out = self.run_command(*arguments, **more)
         closing = CLOSING.findall(out)
@@ -127,7 +127,7 @@ TYPES: dict[str, Any] = {
 
 
 def fits(test: unittest.TestCase, value: Any, shape: Mapping[str, Any], where: str = "$") -> None:
-    """Fail the test unless a value has a shape, for the words of JSON Schema that ours use."""
+    """Fail the test unless a value matches a JSON schema. Supports only the keywords that our schemas use."""
     if "const" in shape:
         test.assertEqual(value, shape["const"], where)
     if "enum" in shape:
@@ -148,7 +148,7 @@ def fits(test: unittest.TestCase, value: Any, shape: Mapping[str, Any], where: s
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and waits for its parent does not."""
+    """Whether a process runs. A zombie does not count."""
     try:
         return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -156,7 +156,7 @@ def alive(pid: int) -> bool:
 
 
 class Balanced(HTMLParser):
-    """Fails the test for an element that is closed out of turn."""
+    """Fails the test if an element is closed in the wrong order."""
 
     def __init__(self, test: unittest.TestCase) -> None:
         super().__init__()

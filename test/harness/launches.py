@@ -1,4 +1,4 @@
-"""Runs of the whole suite's command under torchrun, which other tests look at. Not a test file."""
+"""Runs the whole suite's command under torchrun, for other tests to check. Not a test file."""
 
 import dataclasses
 import json
@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = Path(__file__).parent / "inputs" / "launched_suite"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
-GONE = 20  # seconds after the end of a launch within which nothing of it is left
+GONE = 20  # seconds after the end of a launch in which everything of it must disappear
 STOP_LIMIT = 10  # seconds for a torchrun to end its ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One torchrun: its own options, and what stands before its command."""
+    """One torchrun: its own options, and the prefix of its command."""
 
     options: Sequence[str]
     prefix: Sequence[str] = ()
@@ -42,7 +42,7 @@ RANKS_FAIL = {
 
 
 class SuiteRun:
-    """``run_test.py`` under one torchrun a node, begun at once; :meth:`end` waits for it and reads what came out.
+    """``run_test.py`` under one torchrun per node. It starts at once; :meth:`end` waits for it and reads its results.
 
     ``files`` are names of files in ``inputs/launched_suite``.
     """
@@ -96,7 +96,7 @@ class SuiteRun:
                     process.wait()
 
     def end(self, nodes: int | None = None) -> "SuiteRun":
-        """Only the first ``nodes`` are waited for: torchrun goes on for many minutes where it has lost its store."""
+        """Wait for the first ``nodes`` only: a torchrun that has lost its store runs on for many minutes."""
         self.codes = [process.wait(timeout=LIMIT) for process in self._processes[:nodes]]
         self.texts = []
         for output in self._outputs:
@@ -108,7 +108,7 @@ class SuiteRun:
         while (left := self._left()) and time.monotonic() < give_up:
             time.sleep(0.05)
         self.left = left
-        self.marks = sorted(path.name for path in self.started.iterdir())  # that the files' processes have left
+        self.marks = sorted(path.name for path in self.started.iterdir())  # marks that the files' processes have left
         if (path := self._report / "report.json").exists():
             self.report = json.loads(path.read_text())
             fault = self.started / "fault"
@@ -120,7 +120,7 @@ class SuiteRun:
         return self
 
     def _left(self) -> list[str]:
-        """Processes and folders of the run that are still there, but for torchrun itself."""
+        """Processes and folders of the run that still exist, except torchrun itself."""
         folders = [
             str(path) for path in self.scratch.glob("tmp*/*") if path.name.startswith(("run_test", "torch_fsdp"))
         ]
@@ -139,7 +139,7 @@ class SuiteRun:
         return {test["test"]: test["outcome"] for test in self.of_file(file)["tests"]}
 
     def reasons(self, file: str) -> str:
-        """Everything that the report says of a file."""
+        """Everything that the report says about a file."""
         return json.dumps(self.of_file(file), ensure_ascii=False)
 
     def of_file(self, file: str) -> dict[str, Any]:

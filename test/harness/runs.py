@@ -1,8 +1,8 @@
-"""Runs of the test files in ``inputs``, whose outcome other tests check. This is not a test file.
+"""Runs of the test files in ``inputs``, whose results other tests check. This is not a test file.
 
-A run is what ``python FILE ARGUMENTS`` does, in a process of its own. Most begin as a fork of one process that has
-imported torch and of this project only what it needs to fork, since the import takes longer than what is looked at; a
-``plain`` one is an interpreter of its own, as is every one where such a process may not fork.
+A run is like ``python FILE ARGUMENTS`` in a separate process. Most runs are forks of one process that has imported
+torch, and only as much of this project as it needs to fork, because the import takes longer than the run. A ``plain``
+run is a fresh interpreter. So is every run if that process may not fork.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from torch_fsdp_tests.messages import Connection
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"
-LIMIT = 60  # seconds that a test of a run may take
+LIMIT = 60  # seconds for a test of a run
 COMMAND_LIMIT = 300  # seconds for a whole run
 
 _TORCH = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "torch._dynamo", "unittest")
 
 
 def leftovers(folder: str) -> list[str]:
-    """What a run has left in its temporary folder, but for what torch keeps there.
+    """The files that a run has left in its temporary folder, except torch's own.
 
-    That is the cache that importing torch._dynamo makes, and in torch 2.9 the templates of torch.distributed.nn, which
-    a process that is killed cannot remove.
+    Torch's own are the cache that importing torch._dynamo makes, and in torch 2.9 the templates of
+    torch.distributed.nn. A process that is killed cannot remove these.
     """
     names = [name for name in os.listdir(folder) if not name.startswith("torchinductor")]
     return [name for name in names if not Path(folder, name, "_remote_module_non_scriptable.py").exists()]
 
 
 def run_beside(package: str | Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter to its end, with this folder on its path, as installed, and no device asked for."""
+    """Run an interpreter to its end, with this folder on its path as if installed. No device is requested."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
     return subprocess.run(
         [sys.executable, *map(str, command)],
@@ -60,7 +60,7 @@ _running: list[Process] = []  # processes that nobody has waited for; they end w
 
 
 class Process:
-    """One process that runs a test file. It stands in ``cwd``, and so do all that it starts."""
+    """One process that runs a test file. ``cwd`` is its working directory, and that of all processes that it starts."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Process:
         _running.append(self)
 
     def wait(self) -> int:
-        """Its exit code, or the negative number of the signal that ended it. Raises ``TimeoutError`` in time."""
+        """Return its exit code, or the negative number of the signal that ended it. Raises ``TimeoutError`` in time."""
         if self._popen is not None:
             code = self._popen.wait(timeout=COMMAND_LIMIT)
         else:
@@ -102,10 +102,10 @@ class Process:
 
 
 class Run:
-    """One run of some tests, begun at once; :meth:`end` waits for it and reads what it printed, test by test."""
+    """One run of some tests. It starts at once; :meth:`end` waits for it and reads its output, test by test."""
 
     def __init__(self, file: str | Path, *arguments: str, plain: bool = False, **environment: str) -> None:
-        # Not within this process' own, for torch makes a socket in there, whose path may have 107 characters.
+        # Not in this process' own folder: torch makes a socket there, and its path may have only 107 characters.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._outputs = stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         own = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT), "TMPDIR": self._scratch.name}
@@ -121,7 +121,7 @@ class Run:
         for output in self._outputs:
             output.seek(0)
             text = output.read().decode(errors="backslashreplace")
-            texts.append(re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE))  # torch 2.9 tells of connections
+            texts.append(re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE))  # torch 2.9 prints connections
             output.close()
         self.left = leftovers(self._scratch.name)
         self._scratch.cleanup()
@@ -133,7 +133,7 @@ class Run:
         for section in self.text.split("=" * 70 + "\n")[1:]:
             ((outcome, test, cls),) = re.findall(rf"\A([A-Z ]+): {name}", section)
             self.words[f"{cls}.{test}"] = section
-            self.outcomes.setdefault(f"{cls}.{test}", outcome)  # Python 3.10 gives fixtures of classes no line
+            self.outcomes.setdefault(f"{cls}.{test}", outcome)  # Python 3.10 prints no line for fixtures of classes
         *parts, _ = re.split(r"^seconds (\S+) (\S+)\n", self.stdout, flags=re.MULTILINE)
         self.printed = dict(zip(parts[1::3], parts[::3]))
         self.seconds = dict(zip(parts[1::3], map(float, parts[2::3])))
@@ -146,7 +146,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """Run ``python COMMAND``, with two files: those of its outputs."""
+    """Run ``python COMMAND``, with two files for its outputs."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -166,7 +166,7 @@ class Ended:
 
 
 class _Nursery:
-    """This end of the connection to it."""
+    """This end of the connection to that process."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -211,7 +211,7 @@ class _Server(forkserver.ForkServer):
     requests = (Begin,)
 
     def obey(self, request: Begin) -> tuple[str, ...] | None:
-        """Fork one run. Returns in it, with its command."""
+        """Fork one run. In the fork, return its command."""
         pid = self.fork(keep=request.descriptors)
         if pid == 0:
             return _become(request)

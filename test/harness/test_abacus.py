@@ -1,8 +1,8 @@
 """A device that torch cannot tell from a real one, for machines without any.
 
 ``inputs/abacus`` holds its library, in C++, which torch loads by itself: a device type with an allocator, indices,
-streams, generators and a backend of its own, whose memory is the host's. No test file knows of it, and nothing of the
-harness. To build it takes a compiler and a minute.
+streams, generators and a backend of its own. Its memory is the host's. Neither the test files nor the harness know
+about it. To build it takes a compiler and a minute.
 """
 
 import functools
@@ -56,7 +56,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the device is installed, built on first use; goes with this process."""
+    """The folder where the device is installed. It is built on first use, and removed when this process ends."""
     made = tempfile.TemporaryDirectory()
     subprocess.run([sys.executable, INPUTS / "abacus" / "build.py", made.name], check=True, timeout=COMMAND_LIMIT)
     return made

@@ -1,4 +1,4 @@
-"""The device under test as a value: its answers, and where they come from."""
+"""The device under test as a value: its answers, and their sources."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
 
 
 def describe(backend: str | None, ranks: int | None) -> Accelerator:
-    """What a vendor's package would say of its device."""
+    """A vendor's description of its device."""
     return Accelerator("abacus", backend or "beads", 8, ranks or 8)
 
 
@@ -70,7 +70,7 @@ class TestChoice(TestCase):
         self.assertEqual(self.chosen(declared, DEVICE="abacus", RANKS="3").ranks, 3)
 
     def test_vendor_that_leaves_the_description_to_torch(self):
-        """What it declares counts where torch has no word of its own: the backend of its device."""
+        """The vendor's declaration counts if torch does not know the backend of the device."""
         declared = {"xpu": vendors.Vendor("xpu", backend="gloo")}
         answer = {"count": 3, "capabilities": ["streams"]}
         with (
@@ -92,7 +92,7 @@ class TestChoice(TestCase):
                     accelerator.from_torch("xpu", None, None)
 
     def test_probe_asks_in_a_process_of_its_own(self):
-        """A device type that torch was built without is told in one sentence, and nothing is initialised here."""
+        """If torch was built without a device type, one sentence says so, and this process initialises nothing."""
         with self.assertRaisesRegex(ConfigurationError, "the device 'abacus' cannot be used: .*abacus"):
             accelerator._probe("abacus", "gloo")
         self.assertFalse(accelerator.initialised())
@@ -113,7 +113,7 @@ class TestChoice(TestCase):
 
 
 class TestSharing(TestCase):
-    """One device and several ranks: which backend is taken, decided from what probes of each have found."""
+    """Several ranks on one device: the backend follows from the results of the probes."""
 
     def chosen(
         self, *, count: int, own: bool, gloo: bool, backend: str | None = None, ranks: int | None = None
@@ -158,7 +158,7 @@ class TestSharing(TestCase):
 
 
 class Module:
-    """What ``torch.get_device_module`` gives, of a device that can do what its attributes say."""
+    """Replaces ``torch.get_device_module``, for a device with these capabilities."""
 
     def __init__(self, count: int, **parts: object) -> None:
         self.device_count = lambda: count
@@ -166,7 +166,7 @@ class Module:
 
 
 class TestProbe(TestCase):
-    """What the probing process finds out, with a stand-in for the device."""
+    """The results of the probing process, with a fake device."""
 
     def described(self, module: object, backend: str = "nccl", /, **answers: bool) -> dict[str, Any]:
         always = {"_computes_after_fork": False, "_shares_a_device": False, "_has_symmetric_memory": False}
@@ -213,11 +213,11 @@ class TestProbe(TestCase):
         if child == 0:
             signal.pause()
         self.assertIsNone(accelerator_probe._exit_status(child, 0.05))
-        with self.assertRaises(ChildProcessError):  # it was collected
+        with self.assertRaises(ChildProcessError):  # it was garbage-collected
             os.waitpid(child, 0)
 
     def test_collectives_of_the_processor(self):
-        """What is known of gloo on the host without a probe is what a probe would find."""
+        """The known facts about gloo on the host equal the results of a probe."""
         found = accelerator._probe("cpu", "gloo")["capabilities"]  # the CPU is the subject
         self.assertEqual(accelerator._OF_THE_HOST & set(found), HOST.capabilities)
 

@@ -12,7 +12,7 @@ FIXTURES |= {"perThreadSetUp", "perThreadTearDown"}
 
 
 def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
-    """The functions and methods below a node, without those that stand inside another."""
+    """The functions and methods below a node, without those inside another function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             yield child
@@ -21,7 +21,7 @@ def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def unannotated(source: str) -> list[str]:
-    """The helpers that lack the annotation of their result or of a parameter other than ``self`` and ``cls``."""
+    """The helpers without an annotation of their result or of a parameter other than ``self`` and ``cls``."""
     found = []
     for function in outermost_functions(ast.parse(source)):
         if function.name.startswith("test") or function.name in FIXTURES:

@@ -1,4 +1,4 @@
-"""What the harness benchmark makes of its stamps and its pairs, with runs that cost nothing."""
+"""How the harness benchmark evaluates its stamps and pairs, with fake runs."""
 
 import contextlib
 import io
@@ -8,11 +8,11 @@ from typing import Any
 from torch_fsdp_tests.benchmarks import harness
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-UPSTREAM_AT = 10.0  # times as slow
+UPSTREAM_AT = 10.0  # how many times as slow
 
 
 class FakeRun(harness.Run):
-    """A run of two ranks: every test begins a second after the last, and takes 0.4 s, or ten times as much."""
+    """A run of two ranks: each test begins a second after the last, and takes 0.4 s, or ten times as long."""
 
     made: list
 

@@ -1,4 +1,4 @@
-"""The shared directory and the log level of checkpoint tests, over processes, threads, and a rank alone."""
+"""The shared directory and the log level of checkpoint tests, over processes, threads, and a single rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_fsdp_tests.distributed.multi_threaded_pg import (
 
 
 class Method:
-    """A test instance as the decorators see one."""
+    """A test instance as the decorators see it."""
 
     temp_dir: str
 
@@ -44,7 +44,7 @@ class Method:
 
 class TestLastOut(TestCase):
     def test_the_other_one_has_removed_it_in_between(self):
-        """Both may have seen all markers, and then one of them looks at a directory that is gone."""
+        """Both ranks may have seen all markers, and then one of them looks at a directory that no longer exists."""
         list_files = os.listdir
 
         def removed_first(path: str) -> list[str]:
@@ -69,7 +69,7 @@ class TestSharedDirectory(MultiProcessTestCase):
         self.addCleanup(dist.destroy_process_group)
 
     def told(self, value: object) -> list[Any]:
-        """What every rank passes here, by rank."""
+        """The values that all ranks pass, by rank."""
         values: list[Any] = [None, None]
         dist.all_gather_object(values, value)
         return values
@@ -192,7 +192,7 @@ class TestLogging(TestCase):
         self.assertEqual(logging.getLogger("torch.distributed.checkpoint").level, before)
 
     def test_threads_that_overlap_put_back_the_first_level(self):
-        # The first one in is the first one out: restoring what each one found would leave the raised level.
+        # The first rank to enter leaves first. If each one restored what it found, the raised level would stay.
         first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
 
         @with_checkpoint_logging(logger_name=self.logger.name)

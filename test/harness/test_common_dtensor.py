@@ -1,4 +1,4 @@
-"""The models and test cases for DTensor: parallel models compute what plain ones do, and cases make their groups."""
+"""The models and test cases for DTensor: parallel models compute like plain ones, and cases make their groups."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class TestParallelModels(DTensorTestBase):
     def compare(
         self, plain: nn.Module, parallel: nn.Module, x: torch.Tensor, local: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Compare outputs and all gradients; ``local(x)`` is what of the input this rank gets."""
+        """Compare outputs and all gradients. ``local(x)`` is this rank's part of the input."""
         expected = plain(x)
         expected.square().sum().backward()
         output = parallel(local(x))
@@ -146,7 +146,7 @@ class TestParallelModels(DTensorTestBase):
             if isinstance(grad, DTensor):
                 grad = grad.full_tensor()
             elif local(x).size(0) != x.size(0):
-                dist.all_reduce(grad)  # plain parameters have seen this rank's tokens alone
+                dist.all_reduce(grad)  # the gradients of plain parameters come from this rank's tokens only
             self.assertEqual(grad, names[name].grad, atol=1e-4, rtol=1e-4, msg=name)
 
     @with_comms
@@ -263,7 +263,7 @@ class TestProcesses(DTensorTestBase):
         x = distribute_tensor(torch.arange(6.0).view(2, 3), self.mesh, [Shard(0)])
         self._test_op_on_dtensor(torch.add, x, 1)
         with self.assertRaises(AssertionError):
-            # Not an elementwise function of the full tensor: it knows its rank's rows only.
+            # This is not an elementwise function of the full tensor: it only sees its rank's rows.
             self._test_op_on_dtensor(self._local_sum, x)
 
     def _local_sum(self, x: torch.Tensor) -> torch.Tensor:

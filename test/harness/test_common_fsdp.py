@@ -1,4 +1,4 @@
-"""The models, patches and comparisons of FSDP tests. Each one does what it says, and each check can fail."""
+"""The models, patches and comparisons of FSDP tests. Each one works as documented, and each check can fail."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BEFORE, AFTER, NEVER = DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
-# Each model with the number of FSDP instances that RECURSIVE makes of it.
+# Each model, with the number of FSDP instances that RECURSIVE creates for it.
 MODELS: dict[type[FSDPTestModel], int] = {
     TransformerWithSharedParams: 5,
     NestedWrappedModule: 3,
@@ -153,7 +153,7 @@ class TestModels(TwoRanks):
         names = dict(model.named_parameters())
         self.assertEqual(len(names), 68)
         self.assertEqual(tuple(names["transformer.encoder.layers.0.linear1.weight"].shape), (8, 16))
-        self.assertNotIn("output_proj.weight", names)  # it is the embedding's
+        self.assertNotIn("output_proj.weight", names)  # it is the embedding's weight
         buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
         self.assertEqual(buffers["long_buffer"], torch.long)
         self.assertEqual(buffers["vocab_bias"], torch.float32)
@@ -309,7 +309,7 @@ class TestLayers(TestCase):
 
 
 def not_averaged(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """A reduce-scatter that keeps this rank's own part, and ignores the others."""
+    """A reduce-scatter that keeps this rank's own part, and ignores the other ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     output.copy_(input.chunk(world_size)[rank] * world_size)
 
@@ -349,7 +349,7 @@ class TestTraining(TwoRanks):
         self.parity(use_pure_fp16=True)
 
     def test_offloaded_gradients_are_not_accumulated(self):
-        # Found by this parity: the second step added the first one's gradients, see substitutes.
+        # This comparison found a bug: the second step added the first one's gradients, see substitutes.
         for sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
             self.parity(
                 TransformerWithSharedParams,
@@ -368,7 +368,7 @@ class TestTraining(TwoRanks):
             (nested, {"use_pure_fp16": True}),
             (nested, {"mixed_precision": HALF}),
         ):
-            # One step: the loss is that of the initial parameters, so only the comparison of parameters can see it.
+            # One step: the loss depends on the initial parameters, so only the comparison of parameters can fail.
             with (
                 mock.patch.object(dist, torch_facts.reduce_scatter_name(), not_averaged),
                 self.assertRaisesRegex(AssertionError, "FSDP and its reference differ after training"),
@@ -376,7 +376,7 @@ class TestTraining(TwoRanks):
                 self.parity(model_class, num_iters=1, **kwargs)
 
     def test_parity_sees_a_step_that_is_lost(self):
-        # On the second rank alone: the parameters that it holds do not move.
+        # Only on the second rank: its parameters do not move.
         if self.rank == 1:
             quiet = mock.patch.object(torch.optim.SGD, "step", lambda self: None)
             quiet.start()
@@ -392,7 +392,7 @@ class TestTraining(TwoRanks):
         self._train_for_several_steps(reference, 1, autocast=False)
         self._train_for_several_steps(model, 1, autocast=False)
         with torch.no_grad():
-            for param in reference.parameters():  # what rank 0's steps made of it
+            for param in reference.parameters():  # the result of rank 0's steps
                 dist.broadcast(param, 0)
         self._assert_same_parameters(model, reference, None)
 
@@ -444,7 +444,7 @@ class TestTraining(TwoRanks):
 
 
 def patches() -> dict[Callable, tuple[Any, str]]:
-    """Each patch with the owner and the name of what it replaces."""
+    """Each patch, with the owner and the name that it replaces."""
     group = param_group.FSDPParamGroup
     return {
         common_fsdp.patch_all_gather: (dist, torch_facts.all_gather_name()),
@@ -466,7 +466,7 @@ else:
 
 
 class PatchTests(Case):
-    """For ranks that are processes, and for ranks that are threads and share what is patched."""
+    """For ranks that are processes, and for ranks that are threads and share patched functions."""
 
     def step(self) -> None:
         """A step of three FSDP2 modules over a 2 by 1 mesh, so that gradients are reduced over both dimensions."""
@@ -474,12 +474,12 @@ class PatchTests(Case):
         model = nn.Sequential(MLP(4), MLP(4)).to(accelerator.current().device(self.rank))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
-        # An input that needs a gradient: FSDP2 hangs its backward on the inputs, and the first module's would run late.
+        # The input needs a gradient: FSDP2 attaches its backward to the inputs, or the first module's would run late.
         x = torch.ones(2, 4, device=accelerator.current().device(self.rank), requires_grad=True)
         model(x).sum().backward()
 
     def test_every_patch_counts_its_calls_and_goes(self):
-        # Two modules with parameters. Both reshard after forward, and are gathered again for backward.
+        # Two modules have parameters. Both reshard after forward, and are gathered again for backward.
         expected = {
             "foreach_all_gather": 4,
             torch_facts.all_gather_name(): 4,
@@ -501,7 +501,7 @@ class PatchTests(Case):
             with patch(counting):
                 self.step()
             self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
-            # Of the threads' lists only one was written; together they are right either way.
+            # If only one of the threads' lists was filled, all of them together are still right.
             of_all: list[list[int]] = [[] for _ in range(4)]
             dist.all_gather_object(of_all, calls)
             by_rank = collections.Counter(itertools.chain(*of_all))
@@ -516,7 +516,7 @@ class PatchTests(Case):
             stored = inspect.getattr_static(owner, name)
             with self.assertRaisesRegex(RuntimeError, "on all ranks"):
                 with patch(mock.Mock()):
-                    dist.barrier()  # threads share the patch: none leaves before the others are in
+                    dist.barrier()  # threads share the patch: no thread leaves before all others have entered
                     raise RuntimeError("on all ranks")
             dist.barrier()
             self.assertIs(inspect.getattr_static(owner, name), stored, msg=name)
@@ -525,7 +525,7 @@ class PatchTests(Case):
         original = getattr(dist, torch_facts.all_gather_name())
         outer, inner = mock.Mock(side_effect=original), mock.Mock(side_effect=original)
         with common_fsdp.patch_all_gather(outer):
-            dist.barrier()  # every thread has written its own by now
+            dist.barrier()  # by now every thread has set its own patch
             current = getattr(dist, torch_facts.all_gather_name())
             dist.barrier()
             with common_fsdp.patch_all_gather(inner):
@@ -548,11 +548,11 @@ class TestPatches(PatchTests, FSDPTest):
             with common_fsdp.patch_all_reduce(mock.Mock()):
                 if self.rank == 1:
                     raise RuntimeError("here alone")
-                # The others wait here until rank 1 takes part.
+                # The other ranks wait here for rank 1.
                 dist.barrier()
         if self.rank == 1:
             self.assertLess(time.monotonic() - start, 5)
-            for _ in range(2):  # the barriers that the others are in: in the body, and at the end
+            for _ in range(2):  # the barriers where the other ranks wait: in the body, and at the end
                 dist.barrier()
 
     def test_reduce_scatter_with_assert(self):
@@ -629,7 +629,7 @@ class TestShardedParity(TwoRanks):
     def test_values_on_the_rank_that_holds_them(self):
         reference, sharded = self.pair()
         with torch.no_grad():
-            # Each rank's own shard, in its last row; the others' shards are as they were.
+            # Each rank's own shard, in its last row. The other ranks' shards do not change.
             sharded.in_proj.weight.to_local()[-1, 0] += 1
         self.differs(reference, sharded, r"parameter 'in_proj.weight', local shard")
 
@@ -724,7 +724,7 @@ class TestSubstitutes(TwoRanks):
         return {name: inspect.getattr_static(owner, name) for owner, name in names}
 
     def test_install_and_uninstall(self):
-        substitutes.uninstall()  # what the test case has put in place
+        substitutes.uninstall()  # the patches of the test case
         self.addCleanup(substitutes.uninstall)
         before = self.originals()
         has_synchronize = hasattr(torch.cpu.Stream, "synchronize")
@@ -769,21 +769,21 @@ class TestSubstitutes(TwoRanks):
                 FSDP(nn.Linear(2, 2))
 
     def offloaded_gradients(self, no_sync: bool, **kwargs: Any) -> list[torch.Tensor]:
-        """The unsharded gradients after two backwards, of which the first may be without communication."""
+        """The unsharded gradients after two backwards. The first one may be without communication."""
         offload = CPUOffload(offload_params=True)
         model = FSDP(self.build(NestedWrappedModule, device_mode=NEVER), cpu_offload=offload, **kwargs)
         (x,) = model.module.get_input(self.device)
         with model.no_sync() if no_sync else contextlib.nullcontext():
             model(x).sum().backward()
         model(x).sum().backward()
-        if not kwargs["use_orig_params"]:  # then no context shows gradients; those of NO_SHARD are whole anyway
+        if not kwargs["use_orig_params"]:  # then no context shows gradients; those of NO_SHARD are unsharded anyway
             return [param.grad.clone() for param in model.parameters()]
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             return [param.grad.clone() for param in model.parameters()]
 
     def test_offloaded_gradients_add_up_under_no_sync_alone(self):
-        # What the substitute drops is the offloaded gradient of an earlier step ("Gradient accumulation outside
-        # no_sync() does not work with CPU offloading", FSDP's own words), never what no_sync has gathered.
+        # The substitute drops the offloaded gradient of an earlier step ("Gradient accumulation outside no_sync() does
+        # not work with CPU offloading", in FSDP's words), but never one that no_sync has accumulated.
         plain = self.build(NestedWrappedModule)
         plain(*plain.get_input(self.device)).sum().backward()
         once = [param.grad for param in plain.parameters()]

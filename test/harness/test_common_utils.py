@@ -1,4 +1,4 @@
-"""common_utils: equality, what tests leave changed, run_tests, and the small things."""
+"""common_utils: equality, cleanup after tests, run_tests, and smaller functions."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class StateTest(TestCase):
         self.assertEqual(leaks, ["removed the environment variable TORCH_FSDP_TESTS_SCRATCH"])
 
     def test_manual_seed(self):
-        """It seeds as torch's own does, whose cost it saves where there is no accelerator."""
+        """It seeds like torch's own function, but saves time if there is no accelerator."""
         draws = []
         for seed in (torch.manual_seed, manual_seed):
             seed(11)
@@ -245,7 +245,7 @@ class StateTest(TestCase):
             set_rng_seed()
 
 
-# The same classes are run by run_tests and by unittest.main, so that only the base class and the last line differ.
+# The same classes run with run_tests and with unittest.main. Only the base class and the last line differ.
 SUITE = """
 import os, sys, unittest
 {imports}
@@ -308,7 +308,7 @@ class RunTestsTest(TestCase):
         cls.plain.write_text(SUITE.format(**plain))
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
-        """The real command, in an interpreter of its own."""
+        """Start the real command in a fresh interpreter."""
         return subprocess.Popen(
             [sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,
@@ -323,7 +323,7 @@ class RunTestsTest(TestCase):
         return process.returncode, text
 
     def call(self, file: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-        """The same as the real command, in a fork of this process where that can be: it need not import torch again."""
+        """The same as the real command, but if possible in a fork, which need not import torch again."""
         if not host.can_fork():
             return self.finish(self.start(file, *arguments, **environment))
         output = self.ours.with_suffix(".out")
@@ -359,11 +359,11 @@ class RunTestsTest(TestCase):
         self.assertEqual(self.normal(our_text), self.normal(text))
         self.assertRegex(
             our_text, r"(?m)^test_passes \(__main__\.Alpha(\.test_passes)?\) \.\.\. ok$"
-        )  # by Python's version
+        )  # depends on Python's version
 
     def test_local_variables_and_stopping_are_unittests(self):
         arguments = ["--locals", "-f", "Alpha.test_fails", "Alpha.test_errs"]
-        # Both fresh: a fork would have what run_test.py changes about unittest in the process that runs this test.
+        # Both are fresh interpreters: a fork would inherit run_test.py's changes to unittest in this process.
         commands = [[file, *arguments] for file in (self.ours, self.plain)]
         (our_status, our_text), (status, text) = map(self.finish, [self.start(*command) for command in commands])
         self.assertEqual(our_status, status)
@@ -401,7 +401,7 @@ class RunTestsTest(TestCase):
                 self.assertRegex(text, pattern)
 
     def test_a_file_that_is_run_by_its_path_takes_the_harness_of_its_checkout(self):
-        """Wherever it is run from, whether a harness is installed or not, and whichever that is."""
+        """This holds for any current folder, with or without an installed harness, and for any installed version."""
         with tempfile.TemporaryDirectory() as name:
             checkout = Path(name).resolve()
             harness, tests = checkout / "torch_fsdp_tests", checkout / "test" / "a"
@@ -517,7 +517,7 @@ class SmallThingsTest(TestCase):
         self.assertEqual(torch.__future__.get_swap_module_params_on_conversion(), before)
 
     def test_settings_are_put_back_by_the_last_of_several_threads(self):
-        """Ranks that are threads leave a guard one after the other, and those still inside keep what they asked for."""
+        """Ranks in threads leave a guard one after the other. Ranks that are still inside keep their settings."""
         read = torch.get_default_dtype
         first, second = set_default_dtype(torch.float64), set_default_dtype(torch.float64)
         before = read()

@@ -1,6 +1,4 @@
-"""The registry of torch's defects: the command, each script, each defect under its repair, and the tests of the suite
-that show a defect.
-"""
+"""The registry of torch's defects: its command, its scripts, each defect when repaired, and the suite's tests."""
 
 import ast
 import collections
@@ -40,12 +38,12 @@ of_this_source = unittest.skipUnless(
 
 
 def run(*arguments: str, beside: Path = INPUTS, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command, as a user runs it."""
+    """Run the command like a user."""
     return run_beside(beside, "-m", "torch_fsdp_tests.defects", *arguments, **variables)
 
 
 def said(*arguments: str) -> tuple[str | int | None, str, str]:
-    """Exit status, stdout and stderr of the command, run in this process: for what tries no defect."""
+    """Return the exit status, stdout and stderr of the command. It runs in this process, because it tries no defect."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -56,7 +54,7 @@ def said(*arguments: str) -> tuple[str | int | None, str, str]:
 
 
 def named_in_tests() -> dict[str, set[str]]:
-    """The tests that are decorated with each defect's id: by id, as ``FILE::CLASS::TEST``."""
+    """The tests decorated with each defect's id: by id, as ``FILE::CLASS::TEST``."""
     found: dict[str, set[str]] = collections.defaultdict(set)
     for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
         file = str(path.relative_to(ROOT / "test").with_suffix(""))
@@ -72,7 +70,7 @@ def named_in_tests() -> dict[str, set[str]]:
 
 class TestRegistry(TestCase):
     def test_tests_and_registry_agree(self):
-        """Each test that shows a defect is named in the registry at that defect, and the other way round."""
+        """The registry names, for each defect, exactly the tests that show it."""
         in_registry = {id: set(registry.entry(id).defect.tests) for id in registry.ids()}
         self.assertEqual(named_in_tests(), {id: tests for id, tests in in_registry.items() if tests})
 
@@ -94,7 +92,7 @@ class TestRegistry(TestCase):
                 self.assertIn(entry.defect.world_size, range(1, 9))
 
     def test_what_was_seen_is_what_is_expected(self):
-        """The versions of each defect agree with what the command found on them."""
+        """The versions of each defect match the results of the command on these versions."""
         self.assertGreaterEqual(len(registry.seen()), 5)
         for version, answers in registry.seen().items():
             self.assertEqual(sorted(answers), registry.ids(), version)
@@ -111,7 +109,7 @@ class TestRegistry(TestCase):
 
 class TestCommand(TestCase):
     def test_all_defects(self):
-        """On the torch under test every answer is the expected one, in time."""
+        """On the torch under test, every answer is the expected one, within its time."""
         done = run("--json")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         answers = json.loads(done.stdout)["defects"]
@@ -141,7 +139,7 @@ class TestCommand(TestCase):
 
     @of_this_source
     def test_a_repaired_torch_is_news(self):
-        """The command exits with 1 and names it."""
+        """The command exits with 1 and names the defect."""
         done = run("fsdp2_divides_twice", beside=REPAIRED, REPAIRED_DEFECTS="fsdp2_divides_twice")
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         self.assertIn("not as expected: fsdp2_divides_twice is absent, and present was expected", done.stdout)
@@ -172,7 +170,7 @@ class TestCommand(TestCase):
                 self.assertIn(words, err)
 
     def test_issue(self):
-        """The text for torch's tracker has what a maintainer needs."""
+        """The text for torch's tracker has everything that a maintainer needs."""
         done = run("--issue", "fsdp2_extension_gets_one_payload")
         self.assertEqual(done.returncode, 0, done.stderr)
         for words in (
@@ -187,7 +185,7 @@ class TestCommand(TestCase):
 
 
 class TestScripts(TestCase):
-    """What ``--show`` prints needs torch alone. One of the scripts here; all of them where slow tests are asked for."""
+    """The scripts of ``--show`` need only torch. One script is tested here, or all if slow tests are requested."""
 
     def _ids(self) -> list[str]:
         return registry.ids() if TEST_WITH_SLOW else ["fsdp2_extension_gets_one_payload"]
@@ -224,7 +222,7 @@ class TestScripts(TestCase):
 class TestRepairs(TestCase):
     @of_this_source
     def test_a_repair_makes_a_defect_absent(self):
-        """Each reproduction says absent where its cause is gone, in a torch that is patched in memory."""
+        """Each reproduction reports absent after its cause is repaired in memory."""
         sys.path.insert(0, str(REPAIRED))
         from repairs import REPAIRS
 
@@ -281,7 +279,7 @@ if __name__ == "__main__":
 
 
 class TestInTheSuite(TestCase):
-    """What a run says of tests that show defects. The defects are those of every version so far."""
+    """How a run reports tests that show defects. These defects are in every version so far."""
 
     def _run(
         self, *arguments: str, patterns: Sequence[str] = ()
@@ -328,14 +326,14 @@ class TestInTheSuite(TestCase):
         self.assertEqual(states, wanted)
 
     def test_strict(self):
-        """With ``--strict-defects`` a test that passes in spite of a defect fails the run."""
+        """With ``--strict-defects``, a test that passes despite its defect fails the run."""
         done, _, states = self._run("--strict-defects", patterns=["repaired"])
         self.assertEqual(done.returncode, 1)
         self.assertEqual(set(states.values()), {"unexpected success"})
 
     @of_this_source
     def test_a_repaired_torch_leaves_the_suite_green(self):
-        """A whole class of the suite, on a torch in which a defect is repaired in memory."""
+        """A whole class of the suite passes on a torch with a defect that is repaired in memory."""
         name = "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1"
         done = run_beside(REPAIRED, ROOT / "run_test.py", "-i", name, REPAIRED_DEFECTS="fsdp2_divides_twice")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)

@@ -26,14 +26,14 @@ FOO = accelerator.Accelerator("foo", "gloo", 2, 2, frozenset({"device_index"}))
 
 
 class Recording(unittest.TestCase):
-    """Base of the classes under test; like a test case with ranks it stands for one of them."""
+    """Base of the classes under test. Like a test case with ranks, it represents one of them."""
 
     rank = -1
     calls: list
 
 
 def made_for(under_test: Accelerator, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Instantiate a class ``TestX`` with this body for a device; returns the scope that it was in."""
+    """Instantiate a class ``TestX`` with this body for a device. Returns the scope that has the class."""
     scope = {"TestX": type("TestX", (Recording,), {**body, "__module__": __name__, "calls": []})}
     with unittest.mock.patch.object(accelerator, "current", lambda: under_test):
         instantiate_device_type_tests(scope["TestX"], scope, **options)
@@ -48,7 +48,7 @@ def run(cls: type[unittest.TestCase], under_test: Accelerator) -> unittest.TestR
 
 
 def named_test_y() -> Callable:
-    """A new function each time, since decorators write on it."""
+    """A new function each time, because decorators set attributes on it."""
 
     def test_y(self, dtype, a):
         pass

@@ -1,4 +1,4 @@
-"""The documents: their links lead somewhere, and README stays short."""
+"""The documents: their links are valid, and README stays short."""
 
 import re
 import runpy
@@ -29,13 +29,13 @@ def links_of(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link can name after ``#``: each heading in lower case, with hyphens for spaces and without punctuation."""
+    """The link targets after ``#``: headings in lower case, with hyphens for spaces, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(page: Path) -> list[str]:
-    """The relative links of a page that lead to no file, or to no heading."""
+    """The relative links of a page without an existing file or heading."""
     dead = []
     for link in links_of(page):
         name, _, anchor = link.partition("#")
@@ -65,7 +65,7 @@ class TestDocuments(TestCase):
         self.assertLessEqual(len(lines), LONGEST_README)
 
     def test_figures_have_their_marks(self):
-        """The command that makes the figures refuses a page without them, so it must find them."""
+        """The command that makes the figures refuses a page without the marks."""
         figures = runpy.run_path(str(ROOT / ".ci" / "figures.py"))
         for page in ("README.md", "test/README.md"):
             text = (ROOT / page).read_text(encoding="utf-8")

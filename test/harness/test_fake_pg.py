@@ -41,7 +41,7 @@ class Watched(list):
 
 
 class TestFakeWorld(MultiProcessTestCase):
-    """The process is a rank of the harness, so that the group it makes never reaches another test."""
+    """The process is a rank of the harness, so that its group never affects another test."""
 
     world_size = 1
 
@@ -100,7 +100,7 @@ class TestFakeWorld(MultiProcessTestCase):
         model = self.fully_sharded(rank, mesh=mesh)
         self.assertEqual(model.weight.shape, (ROWS, COLUMNS))
         self.assertEqual(model.weight.to_local().shape, (local_rows, COLUMNS))
-        # What a rank keeps is its rows alone; what it sends is padded to those of the largest shard, which is 2.
+        # The shape has only the rank's own rows. Storage and messages are padded to the largest shard's 2 rows.
         self.assertEqual(model.weight.to_local().untyped_storage().nbytes(), 2 * COLUMNS * 4)
 
         gathers, scatters = Watched(), Watched()

@@ -1,4 +1,4 @@
-"""A group of ranks in a place without processes: how it handles events in any order."""
+"""A group of ranks in a place without processes: it must handle events in any order."""
 
 import collections
 import selectors
@@ -13,11 +13,11 @@ from torch_fsdp_tests.ranks.group import Stage
 
 MANY = 128  # ranks
 LIMIT = 0.2  # seconds of a test that does not end by itself
-AT_ONCE = 20  # seconds, also on a machine with much to do
+AT_ONCE = 20  # seconds, even on a busy machine
 
 
 class Nowhere:
-    """A place whose processes do what the test says, and which records their orders."""
+    """A place whose processes do what the test says. It records their orders."""
 
     file_name = "nowhere"
 
@@ -87,7 +87,7 @@ class TestGroup(TestCase):
         self.assertEqual(place.asked, ["end", "close"])
 
     def test_nobody_is_let_go_after_the_limit(self):
-        """Rank 1 hangs, and rank 0 waits for it. What comes after stacks have been requested does not count."""
+        """Rank 1 hangs, and rank 0 waits for it. Events after the request for stacks do not count."""
         place = Nowhere()
         made = self.group(2, place)
         place.events.append(protocol.Waits(0))
@@ -106,7 +106,7 @@ class TestGroup(TestCase):
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
     def test_causes_are_in_the_order_in_which_they_came_about(self):
-        """Not in the order in which they were heard."""
+        """The order is not that in which they were reported."""
         place = Nowhere(starts=False)
         made = self.group(2, place)
         error = Outcome(0, Kind.ERROR, "consequence")
@@ -157,7 +157,7 @@ class TestGroup(TestCase):
         with self.assertRaisesRegex(HarnessError, "the server is gone"):
             made.wait(LIMIT)
         made.close()
-        self.assertEqual(place.asked, ["close"])  # there was nothing to end any more
+        self.assertEqual(place.asked, ["close"])  # nothing was left to end
 
     def test_what_is_no_message_is_one_too(self):
         made = self.group(1, Nowhere())

@@ -1,7 +1,7 @@
-"""The suite under torchrun over two hosts, each a network namespace of its own address, name and loopback interface.
+"""The suite under torchrun on two hosts. Each is a network namespace with its own address, name and loopback interface.
 
-A pair of virtual interfaces joins them. Namespaces share the files and the processes of the machine, and nothing of its
-network.
+A pair of virtual interfaces connects them. The namespaces share the files and the processes of the machine, but no part
+of its network.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from launches import RANKS_FAIL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
-MARK = f"t{os.getpid() % 100000}"  # in all names, so that runs side by side do not meet
+MARK = f"t{os.getpid() % 100000}"  # in all names, so that parallel runs do not conflict
 NAMES = ("hosta", "hostb")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 29511
-SILENCE = 30  # seconds within which a machine that is gone must be known
-SECONDS = 15  # for what is known to be told: the tests of the file are given a moment to leave
+SILENCE = 30  # seconds until a lost machine must be noticed
+SECONDS = 15  # seconds to report it: the tests of the file get a moment to leave
 _begun: list[SuiteRun] = []
 
 
@@ -35,7 +35,7 @@ def namespace(host: int) -> str:
 
 
 def missing() -> str | None:
-    """What the machine lacks for two hosts, in words; otherwise they are there afterwards."""
+    """Set up two hosts. Returns a description of what the machine lacks for them, or None."""
     for tool in ("ip", "unshare"):
         if shutil.which(tool) is None:
             return f"needs the command {tool} (Debian's iproute2 and util-linux)"
@@ -68,7 +68,7 @@ def tearDownModule():
 
 
 def launch(files: Sequence[str], rendezvous: str = "c10d", per_node: int = 1, **variables: str) -> SuiteRun:
-    """The suite's command with ``per_node`` ranks on each host."""
+    """Run the suite's command with ``per_node`` ranks on each host."""
     nodes = []
     for host, name in enumerate(NAMES):
         options = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--node-rank", str(host)]
@@ -76,9 +76,9 @@ def launch(files: Sequence[str], rendezvous: str = "c10d", per_node: int = 1, **
             options += ["--rdzv-backend", "static", "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
         else:
             options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
-            # Otherwise torchrun asks for the address of its own name, which does not resolve.
+            # Otherwise torchrun looks up the address of its own name, which does not resolve.
             options += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", ADDRESSES[host]]
-        # A name server that cannot be reached would be waited for; one that refuses is not.
+        # It would wait for a name server that cannot be reached, but not for one that refuses.
         become = f'hostname {name}; mount --bind /dev/null /etc/resolv.conf; exec "$@"'
         prefix = ["ip", "netns", "exec", namespace(host), "unshare", "--uts", "sh", "-c", become, "sh"]
         chosen = {key: value.replace("{}", namespace(host)) for key, value in variables.items()}
@@ -108,7 +108,7 @@ def lose_link(file: str, per_node: int) -> SuiteRun:
 class TestWell(TestCase):
     @parametrize("rendezvous,interface", [("c10d", ""), ("static", "{}")], name_fn=lambda rendezvous, _: rendezvous)
     def test_every_kind_of_file_passes(self, rendezvous, interface):
-        """The interface is found with the one rendezvous, and named by the user with the other."""
+        """One rendezvous lets the harness find the interface. With the other one, the user names it."""
         variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         run = launch(["well"], rendezvous, **variables).end()
         self.assertEqual(run.codes, [0, 0], run.text)
@@ -174,14 +174,14 @@ class TestLoss(TestCase):
         self.check_loss(run, "link_goes_down", SILENCE)
 
     def test_the_link_goes_down_before_a_test_of_both_hosts(self):
-        """The hosts have nothing to say to each other then, until the next test."""
+        """The hosts do not communicate then, until the next test."""
         run = lose_link("link_was_lost", per_node=2)
         outcomes = {"TestFirstTwo.test_passes": "passed", "TestRanks.test_1": "crashed", "TestRanks.test_2": "not run"}
         self.assertEqual(run.outcomes("link_was_lost"), outcomes)
         self.check_loss(run, "link_was_lost", SILENCE)
 
     def check_loss(self, run: SuiteRun, file: str, limit: float) -> None:
-        """It ends the run, once, with a name, in time, and with all that was finished before."""
+        """The loss ends the run once, names the cause, is in time, and keeps all earlier results."""
         self.assertRegex(run.report["lost"], r"^the process of rank \d \(id \d+ on hostb\) .*so the run ends$")
         self.assertEqual(run.text.count("so the run ends"), 1)
         self.assertEqual(run.report["exit_code"], 3)

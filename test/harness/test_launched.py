@@ -1,7 +1,7 @@
-"""Ranks that torchrun made: what a test file does with them, seen from outside.
+"""Ranks that torchrun made, and the behaviour of a test file with them, seen from outside.
 
-``inputs/launched.py`` is run by three launches, side by side: one machine with every fault, two nodes where all is
-well, and one that loses a process.
+Three launches run ``inputs/launched.py`` at the same time: one machine with every fault, two nodes without faults, and
+a launch that loses a process.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).parent / "inputs" / "launched.py"
 LIMIT = 300  # seconds for a launch
 TEST_LIMIT = 60  # seconds for one of its tests
-GONE = 2  # seconds after the end of a launch within which the ranks of a process that was killed are gone
+GONE = 2  # seconds after the end of a launch in which the ranks of a killed process must disappear
 WELL = ["TestAll.test_passes", "TestFewer", "TestMore", "TestStaying.test_1_begins", "TestStaying.test_2_same_ranks"]
 
 
 class Launch:
-    """One torchrun, begun at once; :meth:`end` waits for it and reads what its ranks and it have printed."""
+    """One torchrun. It starts at once; :meth:`end` waits for it and reads the output of its ranks and its own."""
 
     def __init__(self, options: Sequence[str], tests: Sequence[str], **variables: str) -> None:
         self._scratch = tempfile.TemporaryDirectory()
@@ -87,7 +87,7 @@ class Launch:
 def started() -> dict[str, Launch]:
     node = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{find_free_port()}"]
     show = {"TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
-    patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end a test that nobody ended
+    patient = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(10 * LIMIT)}  # or it would end tests that nothing else ended
     faults = ["TestAll", "TestHeardLate", "TestHeardAtTheLimit", "TestFewer", "TestMore", "TestStaying", "TestThreads"]
     return {
         "faults": Launch(["--standalone", "--nproc-per-node", "3"], [*faults, "TestAlone"]),
@@ -165,7 +165,7 @@ class TestOneMachine(TestCase):
         self.assertEqual(launch.code, 1)
         self.assertIn("FAILED (failures=1, errors=5, skipped=3, expected failures=1)", launch.text)
         codes = re.findall(r"rank +: (\d) .*\n +exitcode +: (-?\d+)", launch.text)
-        self.assertIn(("0", "1"), codes)  # it was not cut short by the launcher
+        self.assertIn(("0", "1"), codes)  # the launcher did not cut it short
         self.assertEqual(launch.left, [])
 
 
@@ -222,7 +222,7 @@ def launch_of(environment: Mapping[str, str]) -> launcher.Launch:
 
 
 class TestRule(TestCase):
-    """Which environments are those of a launch."""
+    """The environments that count as a launch."""
 
     def test_torchrun_is_known_by_its_own_variable(self):
         found = launcher.from_environment(ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"})

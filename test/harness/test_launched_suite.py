@@ -1,4 +1,4 @@
-"""The suite's own command under torchrun, on one machine: what it says, reports and leaves, seen from outside."""
+"""The suite's own command under torchrun, on one machine: its output, reports and leftovers, seen from outside."""
 
 import functools
 import shutil
@@ -20,7 +20,7 @@ from torch_fsdp_tests.common_utils import (
 
 RANKS = 3
 STANDALONE = ["--standalone", "--nproc-per-node", str(RANKS)]
-FILE_LIMIT = 40  # seconds, of the file that hangs; those beside it take a few
+FILE_LIMIT = 40  # seconds for the file that hangs; the files beside it take a few
 _begun: list[SuiteRun] = []
 
 

@@ -9,7 +9,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 PACKAGE = Path(torch_fsdp_tests.__path__[0])
 
-# The lowest layer comes first. Names on one line may import each other. Everything that is not listed is above all
+# The lowest layer comes first. Names on one line may import each other. Modules that are not listed are above all
 # layers. The longest name that matches a module counts.
 LAYERS = [
     {"capabilities", "events", "messages", "verdict"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"distributed"},
     {"common_fsdp"},
     {"fsdp"},
-    {"distributed.common_state_dict"},  # upstream's place for what stands on all of the above
+    {"distributed.common_state_dict"},  # upstream's place for everything above
 ]
 TOP = len(LAYERS)
 # The dispatcher never imports torch, so it may only import the lowest layers.
@@ -29,7 +29,7 @@ OF_DISPATCH = LAYERS[0] | LAYERS[1] | {"dispatch"}
 
 
 def layer(name: str) -> int:
-    """Of a module, by its dotted name below the package."""
+    """The layer of a module, by its dotted name below the package."""
     while name:
         for number, names in enumerate(LAYERS):
             if name in names:
@@ -39,7 +39,7 @@ def layer(name: str) -> int:
 
 
 def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
-    """What a module imports of the package, by dotted names below it. ``package`` holds the module."""
+    """The modules of the package that a module imports, by dotted names below it. ``package`` contains the module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -56,7 +56,7 @@ def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
 
 
 def modules() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """Each module: its path below the package, the package that holds it, its dotted name below the package."""
+    """For each module: its path below the package, the package that contains it, its dotted name below the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         below = path.relative_to(PACKAGE)
         yield below, (PACKAGE.name, *below.parts[:-1]), ".".join(below.with_suffix("").parts)

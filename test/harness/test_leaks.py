@@ -1,7 +1,7 @@
-"""What tests leave behind, and what is left when the test process ends, seen from outside.
+"""What tests leave behind, and what remains after the test process ends, seen from outside.
 
-The leaks of ``inputs/faults.py``, of all three kinds of ranks, are run through the real command, beside the 500 tests
-of ``inputs/many.py``.
+The real command runs the leaks of ``inputs/faults.py`` in all three kinds of ranks, and the 500 tests of
+``inputs/many.py`` at the same time.
 """
 
 import functools
@@ -27,7 +27,7 @@ from runs import INPUTS, LIMIT, Process, Run, leftovers
 
 FAULTS = INPUTS / "faults.py"
 SHARED_MEMORY = Path("/dev/shm")
-GONE = 2  # seconds after the end of the test process within which its ranks are gone
+GONE = 2  # seconds after the end of the test process in which its ranks must disappear
 KINDS = ("Process", "Thread", "Staying")
 LEAKING = [f"{kind}{fsdp}Leaks" for kind in KINDS for fsdp in ("", "Fsdp")]
 IN_SIGHT = requires(lambda: None if host.shows_processes() else "this system shows no processes: it has no /proc")
@@ -52,13 +52,13 @@ def ended(name: str) -> Run:
 
 @IN_SIGHT
 class TestLeaks(TestCase):
-    """What a test leaves behind is reported at the test and undone, and does not change its verdict."""
+    """The leaks of a test are reported at the test and cleaned up, and do not change its verdict."""
 
     @parametrize("cls", LEAKING)
     def test_named(self, cls):
         run, threads = ended(cls), cls.startswith("Thread")
         ranks, both = ("the ranks", "the ranks") if threads else ("rank 1", "ranks 0-1")
-        # torch counts threads for each thread that calls it, so that those of a rank that is a thread end with it
+        # torch's thread count is per calling thread, so the threads of a rank in a thread end with it
         computing = [] if threads else [("settings", f"left the number of threads at 2 instead of 1 in {both}")]
         for test, words in [
             ("a_child", rf"left the process \d+ \(sleep 999\) running in {ranks}"),
@@ -107,7 +107,7 @@ class TestLeaks(TestCase):
 
     @parametrize("cls", [*LEAKING, *OTHERS])
     def test_change_no_verdict(self, cls):
-        """What fails are those that die."""
+        """Only tests that die fail."""
         dying = {"ProcessLeaks.test_torchs_shared_memory", "ProcessDying.test_leaving_a_shared_file"}
         self.assertEqual({test for test in ended(cls).words if test not in dying}, set())
 
@@ -128,7 +128,7 @@ class TestLeaks(TestCase):
 @IN_SIGHT
 class TestChildren(TestCase):
     def test_seen_at_each_look_while_the_thread_that_forked_them_ends(self):
-        """The kernel hands them to another thread then. Of 200 such ends, ten were missed before."""
+        """The kernel then hands the children to another thread. Before the fix, ten of 200 such ends were missed."""
         for _ in range(200):
             self._look_at_one()
 
@@ -152,7 +152,7 @@ class TestChildren(TestCase):
 
 @IN_SIGHT
 class TestManyTests(TestCase):
-    """500 tests in one file; the first of each kind are left out, since much is imported and cached by them."""
+    """500 tests in one file. The first test of each kind does not count, because it imports and caches much."""
 
     def test_nothing_grows(self):
         run = ended("many")
@@ -196,7 +196,7 @@ class TestEndOfTheTestProcess(TestCase):
             time.sleep(0.02)
 
     def relatives(self, scratch: str) -> list[str]:
-        """Processes that stand in the scratch directory: the test process and all that came of it."""
+        """Processes whose working directory is the scratch directory: the test process and all its descendants."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -213,7 +213,7 @@ class TestEndOfTheTestProcess(TestCase):
         self.assertEqual(left, [])
 
     def test_sigterm_with_a_handler_of_the_file(self):
-        """The stacks are shown, and the file's handler decides what comes then."""
+        """The stacks are shown, and then the file's handler decides what happens."""
         code, text, left = self.hang(signal.SIGTERM, FAULTS_OWN_HANDLER="1")
         self.assertEqual(code, 7)
         self.assertEqual(text.count("in test_hang_ignoring_sigterm"), 6, text)
@@ -221,7 +221,7 @@ class TestEndOfTheTestProcess(TestCase):
 
     @parametrize("moment", ["Making", "Removing"])
     def test_sigterm_at_any_moment(self, moment):
-        """It may come just when the folder of a test's ranks has been made, or is about to be removed."""
+        """It may come right after the folder of a test's ranks was made, or right before it is removed."""
         run = Run(INPUTS / "ended.py", moment).end()
         self.assertEqual(run.code, -signal.SIGTERM)
         self.assertEqual(run.left, [])

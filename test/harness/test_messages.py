@@ -146,7 +146,7 @@ class TestMessages(TestCase):
 class TestSilence(TestCase):
     @parametrize("data", [False, True])
     def test_a_silent_machine_is_known(self, data):
-        """Also while data waits for it, when the kernel does not ask whether it is there."""
+        """This also works while data is unacknowledged, when the kernel does not send keep-alive probes."""
         file = str(Path(__file__).parent / "inputs" / "silent.py")
         command = [sys.executable, file, str(SILENT), *["data"] * data]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}

@@ -40,7 +40,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 COMPLEX = [torch.complex64]
 REAL = [*FLOATS, *INTEGERS, torch.bool]
 MOVABLE = [*REAL, *COMPLEX]
-# What gloo reduces, found by trying; AVG it has for floating point alone.
+# What gloo can reduce, found by trying. It supports AVG for floating point only.
 REDUCIBLE = {
     "SUM": MOVABLE,
     "AVG": [*FLOATS, *COMPLEX],
@@ -55,7 +55,7 @@ HOST = torch.device("cpu")  # the CPU is the subject: gloo's tensors live there
 
 
 def sample(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Data of a rank: different on every rank, the same in every process."""
+    """Data of a rank: different for each rank, the same in each process."""
     source = torch.Generator(HOST).manual_seed(100 + rank)
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -69,7 +69,7 @@ def chunks(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [chunk.clone() for chunk in tensor.chunk(count)]
 
 
-# Each of these runs one collective in one rank and returns what that rank ends up with.
+# Each of these runs one collective on one rank, and returns that rank's result.
 
 
 def all_reduce(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ def reduce_scatter_tensor(rank: int, size: int, dtype: torch.dtype, op: dist.Red
 
 
 def reduce_scatter_in_place(rank: int, size: int, dtype: torch.dtype, op: dist.ReduceOp) -> list[torch.Tensor]:
-    # The output is a slice of the input, as FSDP1 has it.
+    # The output is a slice of the input, as in FSDP1.
     whole = sample(rank, dtype, 2 * size)
     mine = whole.chunk(size)[rank]
     dist.reduce_scatter_tensor(mine, whole.clone() if dist.get_backend() == "gloo" else whole, op)
@@ -154,7 +154,7 @@ def all_gather_into_tensor(rank: int, size: int, dtype: torch.dtype) -> list[tor
 
 
 def all_gather_in_place(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    # The input is a slice of the output, as both FSDPs have it.
+    # The input is a slice of the output, as in FSDP1 and FSDP2.
     output = torch.zeros(size * 3, dtype=dtype)
     mine = output.chunk(size)[rank]
     mine.copy_(sample(rank, dtype, 3))
@@ -196,7 +196,7 @@ def all_to_all_single(rank: int, size: int, dtype: torch.dtype) -> list[torch.Te
 
 
 def all_to_all_single_uneven(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    # Rank i sends i + j rows to rank j, and so receives as many from it.
+    # Rank i sends i + j rows to rank j, and so receives the same number from it.
     splits = [rank + peer for peer in range(size)]
     output = torch.zeros(sum(splits), 2, dtype=dtype)
     dist.all_to_all_single(output, sample(rank, dtype, sum(splits), 2), splits, splits)
@@ -225,7 +225,7 @@ def functional(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def sub_groups(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    # Two groups that are not halves in order, so that group ranks and global ranks differ.
+    # Two groups that are not consecutive halves, so that group ranks and global ranks differ.
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
     tensor = sample(rank, dtype, 3)
     dist.broadcast(tensor, 3 if rank % 2 else 2, group=odd if rank % 2 else even)
@@ -250,12 +250,12 @@ MOVING = [
     functional,
     sub_groups,
 ]
-# Below torch.distributed's functions, which pass complex numbers on as pairs of reals, gloo knows none.
+# torch.distributed's functions pass complex numbers to gloo as pairs of reals. Gloo itself has no complex type.
 GLOO_LACKS = {(case, torch.complex64) for case in (gather, all_gather_coalesced, functional)}
 
 
 def objects(rank: int, size: int) -> list[Any]:
-    """Everything that travels pickled, in one list."""
+    """All collectives of pickled objects, in one list."""
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, {"rank": rank, "pad": "x" * rank})
     gathered = [None] * size if rank == 3 else None
@@ -275,7 +275,7 @@ def every_case(rank: int, size: int) -> dict[tuple[Any, ...], list[torch.Tensor]
         for name, dtypes in REDUCIBLE.items():
             op = getattr(dist.ReduceOp, name)
             for dtype in dtypes:
-                # funcol passes complex numbers on as they are, and gloo has no reduction for those.
+                # funcol passes complex numbers unchanged, and gloo cannot reduce them.
                 if not (reduction is functional_all_reduce and dtype.is_complex):
                     results[reduction.__name__, name, dtype] = reduction(rank, size, dtype, op)
     for move in MOVING:
@@ -285,14 +285,14 @@ def every_case(rank: int, size: int) -> dict[tuple[Any, ...], list[torch.Tensor]
             try:
                 results[move.__name__, dtype] = move(rank, size, dtype)
             except RuntimeError as error:
-                # The gloo of torch before 2.13, which says so before anything is sent.
+                # The gloo of torch before 2.13, which raises before it sends anything.
                 if move is not all_to_all or "does not support alltoall" not in str(error):
                     raise
     return results
 
 
 def in_threads(size: int, body: Callable[[int], Any], *, init: bool = True) -> list[Any]:
-    """Run `body(rank)` in one thread a rank; return, by rank, what it returned or the exception that ended it."""
+    """Run `body(rank)` in one thread per rank. Returns, by rank, the result or the exception that ended it."""
     _install_threaded_pg()
     store = dist.HashStore()
     outcomes: list[Any] = [None] * size
@@ -322,7 +322,7 @@ def in_threads(size: int, body: Callable[[int], Any], *, init: bool = True) -> l
 
 
 def results_of(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """The returned values of `in_threads`, where no rank may have failed."""
+    """The results of `in_threads`. No rank may fail."""
     outcomes = in_threads(size, body)
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, PeerFailed):
@@ -331,7 +331,7 @@ def results_of(size: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 class TestBesideGloo(MultiProcessTestCase):
-    """Each rank process has gloo's results for its rank, and makes a threaded world that computes them again."""
+    """Each rank process has gloo's results for its rank. It computes them again in a threaded world, and compares."""
 
     world_size = 4
 
@@ -361,7 +361,7 @@ class TestBesideGloo(MultiProcessTestCase):
             for mine, gloos in zip(found[key], tensors, strict=True):
                 self.assertEqual(mine.dtype, gloos.dtype)
                 if mine.dtype == torch.bool:
-                    # gloo sums booleans as bytes and leaves 2 in one; what both mean is true.
+                    # gloo sums booleans as bytes, and the result is 2. Both mean true.
                     mine, gloos = mine.view(torch.uint8) != 0, gloos.view(torch.uint8) != 0
                 # Sums of four in 16 bits: gloo rounds after each addition, the threaded group once.
                 loose = {"atol": 0.05, "rtol": 0.02} if mine.dtype in (torch.float16, torch.bfloat16) else {}
@@ -372,7 +372,7 @@ class TestBesideGloo(MultiProcessTestCase):
 
 
 class ThreadsTestCase(MultiProcessTestCase):
-    """One rank process, in which a test makes its threads: a thread that hangs can be killed with it."""
+    """One rank process that runs a test's threads. If a thread hangs, it can be killed with the process."""
 
     world_size = 1
 
@@ -382,7 +382,7 @@ class ThreadsTestCase(MultiProcessTestCase):
 
 
 class TestArithmetic(ThreadsTestCase):
-    """Reductions that gloo has not got."""
+    """Reductions that gloo does not support."""
 
     def reduce(self, size: int, make: Callable[..., torch.Tensor], op: Any) -> list[torch.Tensor]:
         def body(rank):
@@ -413,7 +413,7 @@ class TestArithmetic(ThreadsTestCase):
                     self.assertEqual(tensor, torch.tensor([321.0, 321.0]).to(dtype))
 
     def test_narrow_floats_round_once(self):
-        # 256 + 1 is 256 in bfloat16: rounding after every addition would lose all of the ones.
+        # 256 + 1 is 256 in bfloat16: rounding after each addition would lose all ones.
         for tensor in self.reduce(
             9, lambda rank: torch.tensor([256.0 if rank == 0 else 1.0]).bfloat16(), dist.ReduceOp.SUM
         ):
@@ -428,7 +428,7 @@ class TestArithmetic(ThreadsTestCase):
             given = sample(rank, torch.float32, 4)
             kept = [given.clone() for _ in range(3)]
             if rank != 1:
-                # gloo may spoil what is not the root's, so a test that relies on this relies on us.
+                # gloo may overwrite the tensors of ranks other than the root, so this test is about our group only.
                 dist.reduce(kept[0], 1)
             else:
                 dist.reduce(given.clone(), 1)
@@ -448,7 +448,7 @@ class TestArithmetic(ThreadsTestCase):
             ):
                 with self.assertRaisesRegex(ValueError, f"all_reduce on rank {rank}: .*{dtype}"):
                     dist.all_reduce(torch.ones(2, dtype=dtype), op)
-            # Nothing was left behind in the group: the ranks still meet.
+            # Nothing was left behind in the group: the ranks can still meet.
             tensor = torch.ones(1)
             dist.all_reduce(tensor)
             return tensor.item()
@@ -520,7 +520,7 @@ class TestGroups(ThreadsTestCase):
         self.assertEqual(results_of(4, body), [[6.0] * 3] * 4)
 
     def test_each_making_has_its_own_token(self):
-        # Ranks that are quick to make a group again must not meet those that still leave the first one.
+        # Ranks that make a group again quickly must not meet ranks that still leave the first one.
         store = dist.HashStore()
         tokens = {_create_threaded_pg(store, 0, 1, timedelta(seconds=5))._token for _ in range(3)}
         self.assertEqual(len(tokens), 3)
@@ -557,7 +557,7 @@ class TestWork(ThreadsTestCase):
         def body(rank):
             tensor = torch.tensor([rank + 1.0])
             if rank == 2:
-                asked.wait()  # the others have asked whether their work is done
+                asked.wait()  # the other ranks have polled their work
             work = dist.all_reduce(tensor, async_op=True)
             if rank != 2:
                 before = work.is_completed(), tensor.item()
@@ -572,7 +572,7 @@ class TestWork(ThreadsTestCase):
         self.assertEqual(results_of(3, body), [((False, 1.0), 6.0), ((False, 2.0), 6.0), ((True, 6.0), 6.0)])
 
     def test_two_groups_in_opposite_order(self):
-        # A backend that blocks in the call would deadlock here; a real one does not.
+        # A backend that blocks in the call would deadlock here. A real backend does not block.
         def body(rank):
             groups = [dist.new_group(), dist.new_group()]
             tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
@@ -612,7 +612,7 @@ class TestWork(ThreadsTestCase):
             loss = saved * saved
             dist.all_reduce(saved.detach())
             dist.broadcast(weight, 0)
-            loss.backward()  # would refuse if the write had counted as a modification
+            loss.backward()  # autograd would refuse if the write counted as a modification
             return weight.grad.item(), weight._version
 
         # saved is 12 by now on both ranks: d loss = 2 * 12 * 3.
@@ -666,7 +666,7 @@ class TestFailures(ThreadsTestCase):
             waiting.wait()
             if rank == 2:
                 raise LookupError("lost my way")
-            with self.assertRaises(RuntimeError):  # which the failure of another rank must not satisfy
+            with self.assertRaises(RuntimeError):  # another rank's failure must not satisfy this expectation
                 dist.barrier()
 
         start = time.monotonic()
@@ -706,12 +706,12 @@ class TestFailures(ThreadsTestCase):
         self.assertEqual(results_of(2, lambda rank: dist.barrier()), [None, None])
 
     def mismatch(self, size: int, body: Callable[[int], object], *words: str) -> None:
-        """Every rank sees the mismatch itself, since each catches it, and each of `words` is in each message."""
+        """Each rank catches the mismatch itself, and each of `words` is in each message."""
 
         def caught(rank):
             with self.assertRaises(Mismatch) as seen:
                 body(rank)
-            # The ranks meet again after a mismatch.
+            # The ranks can meet again after a mismatch.
             tensor = torch.ones(1)
             dist.all_reduce(tensor)
             return str(seen.exception), tensor.item()
@@ -741,13 +741,13 @@ class TestFailures(ThreadsTestCase):
         )
 
         def unmatched(rank):
-            # A transfer concerns two ranks only, so each checks it for itself.
+            # A transfer concerns only two ranks, so each of them checks it itself.
             dist.send(two.clone(), 1) if rank == 0 else dist.recv(torch.zeros(3), 0)
 
         self.mismatch(2, unmatched, "send from rank 0 to rank 1", "float32[3] from rank 0")
 
     def test_a_mismatch_neither_waits_for_the_third_nor_writes(self):
-        # The third agrees with the one or the other of the first two, whichever of them came first.
+        # The third rank agrees with one of the first two, whichever came first.
         for third in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, third]
             both_know, third_may = threading.Barrier(2), threading.Event()
@@ -808,7 +808,7 @@ class TestFailures(ThreadsTestCase):
                 self.assertEqual(in_threads(1, limited, init=False), [wanted])
 
     def test_all_threads_are_bound_to_one_device(self):
-        """Else a DeviceMesh would choose one by the rank, for those that come before the device's runtime has begun."""
+        """Otherwise a DeviceMesh would choose one by rank, in threads that come before the device's runtime starts."""
         bound = []
         with unittest.mock.patch.object(accelerator.Accelerator, "bind", lambda device, rank: bound.append(rank)):
             run_threads(3, lambda rank: Outcome(rank, Kind.PASSED))
@@ -827,7 +827,7 @@ class TestFailures(ThreadsTestCase):
 
 class TestFakeModes(ThreadsTestCase):
     def test_each_thread_may_enter_one_after_another_has_ended(self):
-        """A device guard of 2.11's builds with CUDA ends with the thread that entered first, where no device is."""
+        """Without a device, the device guard of torch 2.11's CUDA builds ends with the thread that entered it first."""
 
         def body(rank):
             with FakeTensorMode():
@@ -839,7 +839,7 @@ class TestFakeModes(ThreadsTestCase):
 
 
 class TestSpawnThreads(TestCase):
-    """The decorator for a method of an ordinary test case, whose ranks are threads of this very process."""
+    """The decorator for a method of an ordinary test case. Its ranks are threads of this process."""
 
     def total(self) -> int:
         tensor = torch.ones(1)
@@ -868,14 +868,14 @@ class TestSpawnThreads(TestCase):
         )
 
     def test_skips(self):
-        """Only where every rank does."""
+        """The test skips only if every rank skips."""
         with self.assertRaisesRegex(unittest.SkipTest, "^not today$"):
             spawn_threads_and_init_comms(lambda case: case.skipTest("not today"))(self)
         with self.assertRaisesRegex(RanksErred, "a skip counts only when every rank skips; rank 2 of 4 did"):
             spawn_threads_and_init_comms(lambda case: dist.get_rank() == 2 and case.skipTest("not today"))(self)
 
     def test_one_hangs(self):
-        """Outside of any collective: the test is over in time, and says where that thread is."""
+        """The hang is outside of any collective. The test ends in time, and says where the thread is."""
         over = threading.Event()
         self.addCleanup(over.set)
 

@@ -1,4 +1,4 @@
-"""Names that a test class shares with the harness by accident: refused when the class is made."""
+"""Names that a test class shares with the harness by accident are refused when the class is created."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class TestNames(TestCase):
         self.made(name, FSDPTest)
 
     def test_what_the_harness_keeps_on_a_class_does_not_stand_in_the_way(self):
-        """A continuous class has its ranks as an attribute while its tests run, and unittest adds its clean-ups."""
+        """A continuous class stores its ranks in an attribute while its tests run. unittest stores its clean-ups."""
         first = self.made("test_x", MultiProcContinuousTest)
         first._group = first._last_test = None
         first.addClassCleanup(lambda: None)

@@ -1,4 +1,4 @@
-"""The race detector of ``torch_fsdp_tests.fsdp.ordering``: what it takes for a race, and what for an order."""
+"""The race detector of ``torch_fsdp_tests.fsdp.ordering``: what it reports as a race, and what it accepts."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ class TestOrdering(TestCase):
         self.assertEqual(self._races(), [])
 
     def test_waiting_for_a_stream(self):
-        """What the other stream is given afterwards is not waited for."""
+        """Later work on the other stream is not waited for."""
         self.side.wait_stream(self.here)
         with self.module.stream(self.side):
             self.x.add_(1)
@@ -55,7 +55,7 @@ class TestOrdering(TestCase):
         self.assertEqual(len(self._races()), 1)
 
     def test_waiting_for_an_event(self):
-        """An event stands for what came before it was recorded."""
+        """An event stands for the work before it was recorded."""
         event = self.here.record_event()
         self.side.wait_event(event)
         with self.module.stream(self.side):
@@ -95,12 +95,12 @@ class TestOrdering(TestCase):
         self.assertEqual(len(self._races()), 1)
 
     def test_memory_that_is_freed(self):
-        """Who allocates next on its stream must come after who read it on another."""
+        """The next allocation on the memory's stream must come after reads on other streams."""
         self.side.wait_stream(self.here)
         with self.module.stream(self.side):
             self.x + 1
         del self.x
-        torch.ones(1, device=self.device) + 1  # the memory is gone when an operator is next called
+        torch.ones(1, device=self.device) + 1  # the memory is freed when the next operator is called
         self.x = torch.ones(8, device=self.device)
         self.assertEqual(self._races()[0][0], "aten::add.Tensor on stream 1")
         self.assertIn("memory's next owner", self._races()[0][1])

@@ -1,4 +1,4 @@
-"""Parametrization: the tests that a class gets, their names and their arguments."""
+"""Parametrization: the tests that a class gets, with their names and arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(cls: type[unittest.TestCase]) -> unittest.TestResult:
 def class_with(
     *decorators: Callable[[Callable], Callable], base: type[unittest.TestCase] = unittest.TestCase
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """A class whose only method ``test_x`` is under these decorators, and the list of what it is called with."""
+    """A class whose only method ``test_x`` has these decorators, and the list of the arguments of its calls."""
     calls: list[dict[str, Any]] = []
 
     def test_x(self, **arguments):

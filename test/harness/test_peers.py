@@ -1,6 +1,6 @@
-"""How launched processes find rank 0, who is turned away, and what an idle rank costs the dispatcher.
+"""How launched processes find rank 0, which ones are rejected, and what an idle rank costs the dispatcher.
 
-The launcher's store is a dictionary here, and the processes of other ranks are threads of this one.
+The launcher's store is a dictionary here. The processes of other ranks are threads of this process.
 """
 
 import json
@@ -20,11 +20,11 @@ from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.peers import Hello, Peers
 
 MANY = 64  # ranks
-LEAST = 0.3  # seconds in which a process that introduces itself must be known
+LEAST = 0.3  # seconds until a process that introduces itself must be accepted
 
 
 class Store(dict[str, str]):
-    """What is asked of the launcher's store."""
+    """The methods of the launcher's store that are used."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value
@@ -142,7 +142,7 @@ class TestStrangers(PeersCase):
 
 class TestIdleRanks(PeersCase):
     def run_file(self, size: int) -> dict[int, int]:
-        """Bytes between rank 0 and each other rank for a file of which one test wants two ranks."""
+        """The bytes between rank 0 and each other rank for a file in which one test needs two ranks."""
         agents = Agents(self.launch(0, size))
         self.close_later(agents._peers)
         launches = [self.launch(rank, size) for rank in range(1, size)]

@@ -1,4 +1,4 @@
-"""Properties that hold for all values: of comparing, of running subtests, and of the names of parametrized tests."""
+"""Properties that hold for all values: of comparisons, of subtests, and of the names of parametrized tests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch_fsdp_tests.ranks import Kind, Outcome
 try:
     from hypothesis import HealthCheck, assume, given, settings
     from hypothesis import strategies as st
-except ImportError:  # the file can be read all the same, and its tests say why they skip
+except ImportError:  # the file can still be imported, and its tests skip with the reason
     HealthCheck = assume = settings = st = mock.MagicMock()
 
     def given(*_: object, **__: object) -> Callable[[Callable], Callable]:
         return unittest.skip("hypothesis is not installed: pip install -e .[dev]")
 
 
-# The same examples in every run, nothing kept on disk, and no verdict by the clock.
+# The same examples in every run, no files on disk, and no time limit.
 settings.register_profile(
     "harness",
     max_examples=60,
@@ -41,7 +41,7 @@ settings.load_profile("harness")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int32, torch.int64)
-# As torch.testing.assert_close documents them: (rtol, atol).
+# As documented for torch.testing.assert_close: (rtol, atol).
 TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -114,7 +114,7 @@ class EqualityTest(TestCase):
 
     @given(tensors(), st.data())
     def test_one_wrong_element_is_found_and_told(self, tensor, data):
-        """The message holds its index, and by how much it is off, also where the tensor is deep in a container."""
+        """The message has its index and its difference, even if the tensor is deep inside a container."""
         number = data.draw(st.integers(0, tensor.numel() - 1))
         wrong = tensor.clone()
         if tensor.dtype is torch.bool:
@@ -132,14 +132,14 @@ class EqualityTest(TestCase):
             place = "".join(f"[{key!r}]" for key in keys)
             self.assertTrue(text.startswith(f"at {place}: "), text)
         if tensor.dim() == 0 or tensor.dtype is torch.bool:
-            return  # of a single value torch tells the two; of a bool no distance
+            return  # for a single value, torch prints both values; for a bool it prints no difference
         self.assertIn(f"{place_in(tensor, number)}", text)
         self.assertRegex(text, rf"Greatest absolute difference: {distance}(\.0)? at index")
         self.assertRegex(text, rf"Mismatched elements: 1 / {tensor.numel()} ")
 
     @given(st.sampled_from(FLOATS), st.floats(0.01, 100), st.floats(0, 3), st.booleans())
     def test_tolerances_are_torchs(self, dtype, expected, share, negative):
-        """What is closer than ``atol + rtol * |expected|`` passes, what is farther fails."""
+        """A difference below ``atol + rtol * |expected|`` passes, a larger one fails."""
         expected = torch.tensor(-expected if negative else expected, dtype=dtype)
         rtol, atol = TOLERANCES[dtype]
         actual = (expected.double() + share * (atol + rtol * expected.double().abs())).to(dtype)
@@ -178,7 +178,7 @@ class EqualityTest(TestCase):
 
 
 def case_in_rank() -> MultiProcessTestCase:
-    """A test case as a rank has it."""
+    """A test case as it is in a rank."""
 
     class Case(MultiProcessTestCase):
         def test_it(self):
@@ -232,7 +232,7 @@ class SubtestsTest(TestCase):
 
     @given(configurations, st.data())
     def test_skips_end_only_their_subtest_and_are_counted(self, configuration, data):
-        """A test all of whose subtests skip has skipped; one of whose subtests ran has passed."""
+        """A test skips if all its subtests skip. It passes if at least one of them ran."""
         combinations = list(itertools.product(*configuration.values()))
         skipping = data.draw(st.sets(st.integers(0, len(combinations) - 1)))
         numbers = itertools.count()
@@ -260,7 +260,7 @@ values = st.one_of(
 
 
 def class_with(decorators: Sequence[Callable[[Callable], Callable]]) -> tuple[Any, list[dict[str, Any]]]:
-    """A class whose test is under these decorators, the first on top, and the list of what it is called with."""
+    """A class whose test has these decorators, the first on top, and the list of the arguments of its calls."""
     calls: list[dict[str, Any]] = []
 
     def test_x(self, **arguments):
@@ -280,7 +280,7 @@ def upstreams_name(index: int, name: str, value: object) -> str:
 class NamingTest(TestCase):
     @given(st.dictionaries(st.sampled_from("abc"), st.lists(values, min_size=1, max_size=3), min_size=1, max_size=3))
     def test_stacked(self, lists):
-        """A test for each combination, by upstream's names, called with its values; two of one name are refused."""
+        """One test for each combination, with upstream's names, is called with its values. Equal names are refused."""
         lists = dict(sorted(lists.items()))
         suffixes = [[upstreams_name(i, name, v) for i, v in enumerate(each)] for name, each in lists.items()]
         names = ["test_x_" + "_".join(parts) for parts in itertools.product(*suffixes)]

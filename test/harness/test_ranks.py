@@ -1,8 +1,8 @@
 """The verdict of the rank engine under every fault, seen from outside: outcome, message and time.
 
-``inputs/faults.py`` is run through the real command, twice for each of the three kinds of ranks: once for what hangs
-and takes its limit of 2 s, once for the rest, which must not come near its limit of a minute. All runs go on side by
-side.
+The real command runs ``inputs/faults.py`` twice for each of the three kinds of ranks. One run has the tests that hang
+until their limit of 2 s. The other run has the rest, which must end long before their limit of a minute. All runs are
+started at the same time.
 """
 
 import functools
@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runs import INPUTS, Run
 
 FAULTS = INPUTS / "faults.py"
-HANG_LIMIT = 2  # seconds that a test of faults.py may take when it is one that takes all it is given
-AT_ONCE = 20  # seconds, of the minute they have, within which its other tests end, also on a machine with much to do
-PROMISE = 5  # seconds after its limit within which a test ends, whatever it does
+HANG_LIMIT = 2  # seconds for a test of faults.py that uses its whole limit
+AT_ONCE = 20  # seconds in which its other tests end, even on a busy machine; their limit is a minute
+PROMISE = 5  # seconds after its limit in which every test ends
 
 KINDS = ("Process", "Thread", "Staying")
 HANGS = (
@@ -35,8 +35,8 @@ HANGS = (
     "CodesHangs",
     "Server",
     "ZServer",
-)  # classes of a run of their own: the last kills the server
-FSDP = ("Deaths", "Words", "Skips", "Hangs", "Fixtures", "Flood")  # classes that there are for the FSDP test cases too
+)  # classes that need a separate run: the last one kills the server
+FSDP = ("Deaths", "Words", "Skips", "Hangs", "Fixtures", "Flood")  # classes that also exist for the FSDP test cases
 
 
 def only(kinds: str, words: str) -> dict[str, str]:
@@ -45,8 +45,8 @@ def only(kinds: str, words: str) -> dict[str, str]:
 
 P, T, S = (functools.partial(only, kind) for kind in "PTS")
 
-# Class, test, outcome, words. A case whose words are a mapping differs by kind, and is none of the kinds that it lacks.
-# DEAD stands for the ranks that a crash of rank 1 kills: the threads of a process die together.
+# Class, test, outcome, words. If the words are a mapping, the case differs by kind, and kinds that are not in it do not
+# have the case. DEAD stands for the ranks that a crash of rank 1 kills: the threads of a process die together.
 CASES: list[tuple[Any, ...]] = [
     ("Deaths", "exit", "ERROR", "DEAD left with exit code 3 before reporting"),
     ("Deaths", "sys_exit", "ERROR", only("PS", "rank 1 of 2 left with exit code 5 before reporting")),
@@ -132,7 +132,7 @@ CASES: list[tuple[Any, ...]] = [
 
 
 def cases_of(kind: str) -> Iterator[tuple[str, str, str, list[str]]]:
-    """The cases that ranks of this kind meet: class, test, outcome, words."""
+    """The cases for ranks of this kind: class, test, outcome, words."""
     dead, were = ("rank 1 of 2", "was") if kind != "Thread" else ("ranks 0-1 of 2", "were")
     for cls, test, outcome, *words in CASES:
         mine: list[Any] = [each.get(kind) if isinstance(each, dict) else each for each in words]
@@ -145,7 +145,7 @@ def cases_of(kind: str) -> Iterator[tuple[str, str, str, list[str]]]:
 
 @functools.cache
 def started() -> dict[tuple[str, bool], Run]:
-    """All runs, by the kind of ranks and whether they are those that hang."""
+    """All runs, by the kind of ranks and whether their tests hang."""
     runs = {}
     for kind in KINDS:
         classes = dict.fromkeys([*(cls for cls, *_ in cases_of(kind)), f"{kind}ClassFixture"])
@@ -157,7 +157,7 @@ def started() -> dict[tuple[str, bool], Run]:
 
 
 def faults(kind: str, hanging: bool = False) -> Run:
-    """One run of faults that ranks of a kind meet, for all tests of this file."""
+    """One run of the faults for a kind of ranks. All tests of this file share it."""
     return ended(kind, hanging)
 
 
@@ -203,7 +203,7 @@ class TestVerdict(TestCase):
 
     @parametrize("kind", KINDS)
     def test_class_fixtures(self, kind):
-        """One that raises is an error of its own; where it is the first, no test of the class runs."""
+        """A fixture that raises is a separate error. If it is the class's first one, no test of the class runs."""
         run = faults(kind)
         self.assertEqual(run.outcomes[f"{kind}ClassFixture.setUpClass"], "ERROR")
         self.assertIn("ValueError: in setUpClass", run.words[f"{kind}ClassFixture.setUpClass"])
@@ -226,7 +226,7 @@ class TestVerdict(TestCase):
 
     @both_runs
     def test_nothing_else_went_wrong(self, kind, hanging):
-        """Whatever failed is in the table above or named here."""
+        """Every failure is in the table above or is named here."""
         run = faults(kind, hanging)
         table = {f"{cls}.{test}" for cls, test, *_ in cases_of(kind)}
         classes = {f"{kind}{cls}" for cls in ("Fixtures.tearDownClass", "FsdpFixtures.tearDownClass")}
@@ -262,14 +262,14 @@ class TestVerdict(TestCase):
 
     @parametrize("kind", KINDS)
     def test_output_belongs_to_its_test(self, kind):
-        """It is told when the test fails, and no other test's is told with it."""
+        """A failing test shows its own output, and no other test's."""
         self.assertNotIn("nobody asked", faults(kind).text)
-        if kind != "Staying":  # which was asked
+        if kind != "Staying":  # which was requested
             self.assertNotIn("nobody asked", faults(kind).stdout)
 
     @both_runs
     def test_time(self, kind, hanging):
-        """What hangs takes its limit, and a little more; a death is seen at once."""
+        """A test that hangs takes a little more than its limit. A death is noticed at once."""
         run = faults(kind, hanging)
         late = {
             test: seconds
@@ -301,7 +301,7 @@ class TestRanksThatStay(TestCase):
 
     @parametrize("cls,others", [("StayingPids", "df"), ("StayingFsdp", "dgj")], name_fn=lambda cls, others: cls)
     def test_process_ids(self, cls, others):
-        """Two tests have the same ranks; after a failure, a death and a skip there are new ones."""
+        """Two tests have the same ranks. After a failure, a death or a skip there are new ranks."""
         suffix = "pid" if cls == "StayingPids" else "passes"
         for rank in (0, 1):
             first, second, *later = (self.pid(f"{cls}.test_{letter}_{suffix}", rank) for letter in f"ab{others}")
@@ -310,7 +310,7 @@ class TestRanksThatStay(TestCase):
 
 
 class TestConfiguration(TestCase):
-    """A setting that cannot be used is refused in one sentence before any rank starts."""
+    """An invalid setting is refused in one sentence before any rank starts."""
 
     @parametrize(
         "variable,value,words",
@@ -340,7 +340,7 @@ class TestConfiguration(TestCase):
         self.assertNotIn("of 2", done.text)
 
     def test_spawned_ranks(self):
-        """Where forking is not possible every rank is a fresh interpreter, with the same verdicts."""
+        """If forking is not possible, every rank is a fresh interpreter, with the same verdicts."""
         names = ["ProcessWords.test_one_raises", "ProcessWords.test_quiet"]
         done = Run(FAULTS, *names, plain=True, TORCH_FSDP_TESTS_START="spawn").end()
         self.assertEqual(done.outcomes, dict(zip(names, ("FAIL", "ok"))), done.text)

@@ -1,6 +1,6 @@
 """torch's private names are looked up late, so that a rename inside torch only affects tests that use the name.
 
-``inputs/renamed`` is a torch in which some names are others. What it cannot show: names of C++.
+``inputs/renamed`` simulates a torch with other names. It cannot rename names of C++.
 """
 
 import ast
@@ -37,7 +37,7 @@ class TestRenamed(TestCase):
         ],
     )
     def test_a_file_skips_what_it_cannot_ask(self, file, names):
-        """Nothing fails and no test is lost. A test that needs a name says which one, and which file to update."""
+        """Nothing fails, and no test is lost. A test that needs a name reports it, and the file to update."""
         whole = self._run(file, "")
         renamed = self._run(file, names)
         self.assertEqual(whole["failed"], 0)
@@ -96,7 +96,7 @@ class TestNames(TestCase):
 
 class TestWherePrivateNamesStand(TestCase):
     def test_names_of_three_files_are_in_one_room(self):
-        """A private attribute or module of torch that three test files use belongs into ``fsdp/internals.py``."""
+        """A private name of torch that three test files use belongs into ``fsdp/internals.py``."""
         files = collections.defaultdict(set)
         for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
             for name in _private_names(ast.parse(path.read_text(encoding="utf-8"))):
@@ -106,7 +106,7 @@ class TestWherePrivateNamesStand(TestCase):
         self.assertEqual(spread, {})
 
     def test_no_other_module_compares_versions(self):
-        """Nor reads the version of torch but to show it."""
+        """No other module reads the version of torch either, except to show it."""
         found = []
         for path in [*(ROOT / "test").rglob("*.py"), *(ROOT / "torch_fsdp_tests").rglob("*.py")]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -120,7 +120,7 @@ class TestWherePrivateNamesStand(TestCase):
 
 
 def _private_names(tree: ast.Module) -> Iterator[str]:
-    """The private attributes that a file reads off objects other than ``self`` and ``cls``, and what it imports."""
+    """The private attributes that a file reads from objects other than ``self`` and ``cls``, and private imports."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -132,7 +132,7 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 
 class TestFacts(TestCase):
     def test_probes_agree_with_versions(self):
-        """What a fact reads off the installed torch is what the fact says of its version."""
+        """A fact that is probed on the installed torch matches what the fact says about its version."""
         probed = {name: fact for name, fact in torch_facts.facts().items() if fact.probe is not None}
         self.assertGreater(len(probed), 10)
         for name, fact in probed.items():

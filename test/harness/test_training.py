@@ -1,4 +1,4 @@
-"""Tests of what tests of training share: subtests by decorator, recorded collectives, a comparison that can fail."""
+"""Tests of the helpers for training tests: subtests by decorator, recorded collectives, a comparison that can fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch_fsdp_tests.fsdp.training import (
 
 
 def cases_of(decorate: Any) -> list[dict[str, Any]]:
-    """The parameters with which a decorated test runs."""
+    """The parameters of the calls of a decorated test."""
     seen: list[dict[str, Any]] = []
 
     class Sample(unittest.TestCase):
@@ -55,7 +55,7 @@ class TestSubtests(unittest.TestCase):
         self.assertEqual(cases_of(decorate), [{"a": 1}, {"a": 2}])
 
     def test_pairwise(self):
-        """Each pair of values occurs, but those that are not valid, in fewer cases than there are combinations."""
+        """Each valid pair of values occurs, in fewer cases than there are combinations."""
         valid = lambda a, b, c: (a, b) != (2, 2)  # noqa: E731
         with mock.patch.object(combinations, "TEST_WITH_SLOW", False):
             found = cases_of(pairwise_subtests(valid, a=[0, 1, 2], b=[0, 1, 2], c=[0, 1, 2]))
@@ -89,7 +89,7 @@ class TestRecordedCollectives(FSDPTest):
         self.assertEqual([group.size() for group in calls.values("reduce_scatter", "group")], [2, 2])
         self.assertEqual(calls.values("AR", "group"), [])
         train(model, torch.ones(1, 2, device=self.device))
-        self.assertEqual(len(calls), 6)  # nothing is noted after the context
+        self.assertEqual(len(calls), 6)  # nothing is recorded after the context
 
 
 class TestParity(TrainingMixin, FSDPTestMultiThread):
@@ -115,7 +115,7 @@ class TestParity(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(change=["parameter", "gradient", "no gradient", "names", "plain model", "nothing"])
     def test_other(self, change):
-        """Each difference fails the comparison."""
+        """Any difference fails the comparison."""
         ref_model, model = self._pair()
         param = model.out_proj.weight
         if change == "parameter":

@@ -1,4 +1,4 @@
-"""TwoTensor: both parts go through every operation, and the wrapper looks like one tensor."""
+"""TwoTensor: every operation handles both parts, and the wrapper looks like one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file in upstream's style, as it looks after only its import prefix was changed."""
+"""A file in upstream's style, with only its import prefix changed."""
 
 import importlib
 import os

@@ -1,8 +1,7 @@
-"""A device that no module of this project knows: its vendor's package is all that it needs.
+"""A device that no module of this project knows. It only needs its vendor's package.
 
-``inputs/vendor`` holds such a package, as an installation would put it beside torch: its modules, and the file that
-names its entry point. What its device cannot show, since its tensors are the processor's, is tensors of a type of their
-own.
+``inputs/vendor`` has such a package as an installation would put it beside torch: its modules, and the file that names
+its entry point. Its tensors are on the CPU, so this cannot test tensors of a separate type.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ WISHES = {"device": NAME, "backend": "gloo", "ranks": 3}
 
 @contextlib.contextmanager
 def installed(**variables: str) -> Iterator[None]:
-    """The vendor's package on the path of this process, and nothing asked for but what is given."""
+    """Put the vendor's package on the path of this process. Only the given settings are set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_FSDP_TESTS_")}
     with (
         unittest.mock.patch.dict(os.environ, kept | variables, clear=True),
@@ -57,7 +56,7 @@ class TestNewDevice(TestCase):
         self.assertGreaterEqual(int(passed), written)
 
     def test_its_ranks_find_their_devices_in_its_own_way(self):
-        """Without the dispatcher, with variables: a test with four ranks on two devices, each bound by the vendor."""
+        """Without the dispatcher, with variables: a test with four ranks on two devices. The vendor binds each rank."""
         variables = {"TORCH_FSDP_TESTS_DEVICE": NAME, "TORCH_FSDP_TESTS_SHOW_OUTPUT": "1"}
         done = run_beside(VENDOR, ROOT / "test" / f"{FILE}.py", "-k", "FourRanks", **variables)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -65,7 +64,7 @@ class TestNewDevice(TestCase):
         self.assertEqual(bound, {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")})
 
     def test_the_dispatcher_lends_what_its_vendor_counts(self):
-        """With the variable that the vendor declares, and without torch."""
+        """This uses the vendor's own variable, and no torch."""
         found = "import sys; from torch_fsdp_tests.dispatch import devices; from sys import argv, modules\n"
         found += "print(devices.find(argv[1], None, {}).names, 'torch' in modules)"
         done = run_beside(VENDOR, "-c", found, NAME)
@@ -104,7 +103,7 @@ class TestNewDevice(TestCase):
 
 
 class TestWishes(TestCase):
-    """The dispatcher's options, the variables, and what the harness makes of them agree."""
+    """The dispatcher's options, the variables, and the harness' settings agree."""
 
     def of_dispatcher(self, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
         run = options.parse(arguments, environment, ROOT)

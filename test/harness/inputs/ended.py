@@ -1,6 +1,6 @@
-"""A test file for test_leaks.py whose process is terminated while it makes or removes what belongs to a test's ranks.
+"""A test file for test_leaks.py. Its process is terminated while it makes or removes files or processes of ranks.
 
-Not a test file that discovery finds.
+Discovery does not find this file.
 """
 
 import os
@@ -13,7 +13,7 @@ from torch_fsdp_tests.common_utils import run_tests
 
 
 class Terminated(MultiProcessTestCase):
-    """Where ``place`` of ``module`` would be called in the test process, SIGTERM comes first."""
+    """Sends SIGTERM just before the test process calls ``place`` of ``module``."""
 
     world_size = 2
 

@@ -1,6 +1,6 @@
-"""A test file that goes wrong in every way that test_ranks.py knows; not one that discovery finds.
+"""A test file with every fault that test_ranks.py checks. Discovery does not find it.
 
-The faults are written once and meet three kinds of ranks: processes of one test, threads, and processes that stay.
+Each fault is written once, and runs in three kinds of ranks: processes of one test, threads, and processes that stay.
 """
 
 import atexit
@@ -35,7 +35,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.ranks import RankGroup, server
 
 FOREVER = 1000  # seconds
-LIMIT = 2  # seconds for a test that takes all it is given; the others have what the environment says
+LIMIT = 2  # seconds for a test that uses its whole limit; the limit of other tests is in the environment
 SHARED_MEMORY = "/dev/shm"
 
 if "FAULTS_OWN_HANDLER" in os.environ:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch_fsdp_tests.common_distributed.case import RankTestCase
 
     class Case(RankTestCase):
-        """What the classes below find in the test case that they are mixed into."""
+        """The methods that the classes below use of the test case that they are mixed into."""
 
         def connect(self) -> None: ...
 
@@ -57,7 +57,7 @@ else:
 
 
 class Timed(Case):
-    """Tells how long a test took, as the test process saw it."""
+    """Prints the seconds that a test took in the test process."""
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
         began = time.monotonic()
@@ -80,7 +80,7 @@ class Processes(Timed, MultiProcessTestCase):
 
 
 class Connected(Case):
-    """For FSDP: two ranks, with a group before the test begins."""
+    """For FSDP test cases: two ranks, with a group before the test begins."""
 
     world_size = 2
 
@@ -123,7 +123,7 @@ class Staying(Timed, MultiProcContinuousTest):
 
 
 def only_rank_1(case: Case, fault: Callable[[], object]) -> None:
-    """Rank 1 meets its fault once all are connected; the others wait for it in a collective."""
+    """Rank 1 runs the fault after all ranks are connected. The other ranks wait for it in a collective."""
     case.connect()
     if case.rank == 1:
         fault()
@@ -169,7 +169,7 @@ class Deaths(Case):
 
 
 class EarlyDeaths(Case):
-    """For ranks that have a group before the test begins: one dies before they have it."""
+    """For ranks that have a group before the test begins: one rank dies before the group exists."""
 
     def test_before_rendezvous(self):
         dist.barrier()
@@ -246,7 +246,7 @@ class Flood(Case):
 
 
 class Meeting(Case):
-    """For processes, whose groups connect: rank 0 is done at once, and its group stays until the other is done too."""
+    """For processes with connected groups: rank 0 finishes at once, and its group stays until rank 1 finishes."""
 
     def test_groups_end_together(self):
         self.connect()
@@ -281,7 +281,7 @@ class Hangs(Case):
     def test_hang_stopped(self):
         def fault():
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(FOREVER)  # of several threads the one that sends the signal may run on for a moment
+            time.sleep(FOREVER)  # if there are several threads, the one that sends the signal may run on for a moment
 
         only_rank_1(self, fault)
 
@@ -290,10 +290,10 @@ class Hangs(Case):
         if self.rank == 0:
             dist.all_reduce(torch.ones(1))
         elif not isinstance(self, (Staying, FsdpStaying)):
-            time.sleep(FOREVER)  # a rank that leaves would be heard of
+            time.sleep(FOREVER)  # the other rank would notice a rank that leaves
 
     def test_hang_ignoring_sigterm(self):
-        ctypes.CDLL(None).signal(signal.SIGTERM, 1)  # SIG_IGN; Python lets no thread but the first call its own
+        ctypes.CDLL(None).signal(signal.SIGTERM, 1)  # SIG_IGN; in Python only the main thread may set a handler
         print("hanging", flush=True)
         time.sleep(FOREVER)
 
@@ -398,7 +398,7 @@ class Leaks(Case):
 
 
 class Essentials(Case):
-    """What the kinds of test cases for FSDP must get right too, though they share all with the others."""
+    """Behaviour that the test cases for FSDP must get right too, although they share their code with the others."""
 
     def test_a_passes(self):
         dist.barrier()
@@ -425,7 +425,7 @@ class Essentials(Case):
     test_j_passes = test_a_passes
 
 
-# --- met by processes of one test -------------------------------------------------------------------------------------
+# --- faults in processes of one test ----------------------------------------------------------------------------------
 
 
 class ProcessDeaths(Deaths, Processes):
@@ -436,7 +436,7 @@ class ProcessDeaths(Deaths, Processes):
 
 
 class ProcessCodes(Processes):
-    """Exit codes that a test expects, and such that it does not mind."""
+    """Exit codes that a test expects, and exit codes that it tolerates."""
 
     def setUp(self):
         super().setUp()
@@ -588,7 +588,7 @@ class ProcessZServer(Processes):
         self.connect()
 
 
-# --- met by threads ---------------------------------------------------------------------------------------------------
+# --- faults in threads ------------------------------------------------------------------------------------------------
 
 
 class ThreadEarlyDeaths(Deaths, EarlyDeaths, ThreadCase):
@@ -694,7 +694,7 @@ class ThreadZServer(Threads):
     test_killed = ProcessZServer.test_a_killed
 
 
-# --- met by processes that stay ---------------------------------------------------------------------------------------
+# --- faults in processes that stay ------------------------------------------------------------------------------------
 
 
 class StayingDeaths(Deaths, EarlyDeaths, Staying):
@@ -833,7 +833,7 @@ class StayingLate(Staying):
 
 
 class StayingLater(Staying):
-    """A rank dies between two tests; the second does not suffer for it."""
+    """A rank dies between two tests. The second test still passes."""
 
     def tearDown(self):
         super().tearDown()
@@ -874,7 +874,7 @@ class StayingHangsLater(StayingHangs):
 
 
 class EveryKind(Processes):
-    """For the death of the test process: ranks of all kinds hang while it waits for those of its test."""
+    """For the death of the test process: ranks of all kinds hang while it waits for the ranks of its own test."""
 
     def setUp(self):
         super().setUp()
@@ -882,7 +882,7 @@ class EveryKind(Processes):
         threads, stay = RankGroup(ThreadHangs, name, 2, threads=True), RankGroup(StayingHangsLater, None, 2)
         self.addCleanup(threads.close)
         self.addCleanup(stay.close)
-        stay.run("test_passes", LIMIT)  # before the first test they wait for each other, and somebody has to listen
+        stay.run("test_passes", LIMIT)  # the ranks wait for each other first, and this serves them
         stay.begin(name)
 
     def test_no_end(self):
@@ -892,7 +892,7 @@ class EveryKind(Processes):
 HANGING = [name for cls in (Hangs, ProcessCodesHangs) for name in vars(cls) if name.startswith("test_hang")]
 TIMEOUT_OVERRIDE.update(dict.fromkeys(HANGING, LIMIT))
 
-# The bases of all these hold no tests of their own.
+# The base classes must not run as tests themselves.
 for base in (Processes, Threads, Staying, FsdpProcesses, FsdpThreads, FsdpStaying):
     assert not unittest.defaultTestLoader.getTestCaseNames(base)
 

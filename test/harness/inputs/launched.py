@@ -1,4 +1,4 @@
-"""A test file for test_launched.py, to be run by torchrun; not one that discovery finds."""
+"""A test file for test_launched.py. Torchrun runs it, and discovery does not find it."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ TIMEOUT_OVERRIDE["test_hangs"] = 3
 
 
 def total(rank: int) -> int:
-    """The sum of one tensor a rank, which tells how many there are."""
+    """The sum of one tensor per rank, which shows the number of ranks."""
     tensor = torch.ones(1, device=accelerator.current().device(rank))
     dist.all_reduce(tensor)
     return int(tensor.item())
@@ -73,13 +73,13 @@ class TestAll(FSDPTest):
 
 
 class TestHeardLate(FSDPTest):
-    """The process of rank 1 hears of its rank's death long after rank 0 has met the consequences."""
+    """The process of rank 1 notices its rank's death long after rank 0 has seen the consequences."""
 
     test_dies = TestAll.test_dies
 
 
 class TestHeardAtTheLimit(FSDPTest):
-    """Rank 0 hears of the end of rank 1, which hangs, while it asks all for stacks; the others wait for it."""
+    """Rank 0 gets the end of the hanging rank 1 while it asks all ranks for stacks. The others wait for rank 1."""
 
     test_hangs = TestAll.test_hangs
 
@@ -109,7 +109,7 @@ mock.patch.object(LaunchedRanks, "ask_for_stacks", ask_and_hear_of_an_end).start
 
 
 class TestFewer(MultiProcessTestCase):
-    """Ranks that make their group themselves, over a store that the file imports by its name."""
+    """Ranks that make their own group, over a store class that the file imports by name."""
 
     world_size = 2
 

@@ -1,4 +1,4 @@
-"""500 tests of all kinds that do nothing, and what the test process and its rank server hold at a few of them."""
+"""500 tests of all kinds that do nothing. Some of them record the resources of the test process and its rank server."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ from torch_fsdp_tests.common_distributed.case import RankTestCase
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.ranks import server
 
-MEASURED = (40, 90, 140)  # numbers of the tests before which it is measured
+MEASURED = (40, 90, 140)  # numbers of the tests that record
 
 
 def measure(kind: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What ranks of other files here do to see that the harness ends their groups together. Not a test file."""
+"""How ranks of other files here check that the harness ends their groups together. Not a test file."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from torch_fsdp_tests.common_distributed.case import RankTestCase
 
-WAIT = 1.0  # seconds in which a group that is not waited for would have ended
+WAIT = 1.0  # seconds in which a group would have ended if no rank waited for it
 
 
 def ends_together(case: RankTestCase, store: dist.Store) -> None:
-    """Fail unless the group of rank 0, which is done at once, stays until the other ranks are done too."""
+    """Rank 0 finishes at once. Fail unless its group stays until the other ranks have finished too."""
     if case.rank > 0:
         with case.assertRaises(RuntimeError):
             store.wait(["ended"], timedelta(seconds=WAIT))

@@ -1,7 +1,7 @@
-"""How many seconds until a connection ends whose other side has fallen silent: ``silent.py LIMIT [data]``.
+"""Measures the seconds until a connection ends whose other side is silent: ``silent.py LIMIT [data]``.
 
-With ``data`` there is some that the other side has not acknowledged. It falls silent since the loopback interface of
-a network that this process has for itself goes down.
+With ``data``, some data is unacknowledged by the other side. The other side becomes silent because the loopback
+interface goes down. The process has a network namespace of its own for this.
 """
 
 import ctypes

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def build(folder: Path) -> None:
-    """Compile the library beside a copy of the package. Raises ``CalledProcessError`` when the compiler refuses."""
+    """Compile the library beside a copy of the package. Raises ``CalledProcessError`` if the compiler fails."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of an older build that may be on the path
     import torch
     from torch.utils import cpp_extension

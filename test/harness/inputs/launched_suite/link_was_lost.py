@@ -1,4 +1,4 @@
-"""Rank 1 takes its machine off the network in a test that needs no other machine; the next test needs all."""
+"""Rank 1 takes its machine off the network in a test that needs no other machine. The next test needs all machines."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks that fail in every way, and the tests after them."""
+"""Ranks that fail in every way, and tests that run after them."""
 
 import os
 import signal

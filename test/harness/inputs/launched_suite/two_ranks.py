@@ -1,4 +1,4 @@
-"""One test that wants two ranks."""
+"""One test with two ranks."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A test that goes on until somebody ends it."""
+"""A test that runs until it is ended from outside."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Tests of each kind, all of them fine."""
+"""Tests of each kind. All of them pass."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 
 
 def total(rank: int) -> int:
-    """The sum of one tensor a rank, which tells how many there are."""
+    """The sum of one tensor per rank, which shows the number of ranks."""
     tensor = torch.ones(1, device=accelerator.current().device(rank))
     dist.all_reduce(tensor)
     return int(tensor.item())

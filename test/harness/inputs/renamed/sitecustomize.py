@@ -1,7 +1,7 @@
-"""A torch whose FSDP has other private names: the likeness of a version that nobody has seen yet.
+"""Simulates a future version of torch whose FSDP has other private names.
 
-With this folder on the path, each name in ``RENAMED_IN_FSDP`` gets another one in the source of torch.distributed.fsdp
-when a process imports it. Nothing is written, and FSDP works as before, since all its files agree on the new names.
+With this folder on the path, each name in ``RENAMED_IN_FSDP`` is replaced in the source of torch.distributed.fsdp when
+a process imports it. No file is written. FSDP works as before, because all its files use the new names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replacing words in the source of torch's functions, in memory."""
+"""Replaces text in the source of torch's functions, in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def edit(owner: Any, name: str, *replacements: tuple[str, str]) -> None:
-    """Replace texts in the source of a function, and the function by the result wherever torch has imported it.
+    """Replace texts in the source of a function. The result replaces the function wherever torch has imported it.
 
     Raises ``LookupError`` for a text that does not occur exactly once.
     """

@@ -1,7 +1,7 @@
-"""Repairs of torch in memory, one for each defect that a small patch repairs. They are for the installed torch 2.13.
+"""Repairs of torch in memory, one for each defect that a small patch repairs. They are for torch 2.13.
 
-Each shows that a reproduction is absent where the cause is gone: it changes the place that the registry names, and
-nothing that the reproduction itself does.
+A repair shows that a defect is reported as absent after its cause is gone. It changes the place that the registry
+names, and nothing in the reproduction itself.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def norm_of_nothing_is_zero() -> None:
 
 
 def largest_is_nan_where_one_is() -> None:
-    """A reduction with MAX that keeps a NaN: all ranks compare what all of them have."""
+    """Make a reduction with MAX keep a NaN: all ranks compare the values of all ranks."""
     collectives = torch_names.module("torch.distributed._functional_collectives")
     all_reduce = collectives.all_reduce
 
@@ -87,7 +87,7 @@ def largest_is_nan_where_one_is() -> None:
         tensor, (mesh, dim) = self, group
         everywhere = [torch.empty_like(tensor) for _ in range(mesh.size(dim))]
         dist.all_gather(everywhere, tensor.contiguous(), group=mesh.get_group(dim))
-        return torch.stack(everywhere).amax(dim=0)  # which keeps a NaN
+        return torch.stack(everywhere).amax(dim=0)  # ``max`` keeps a NaN
 
     collectives.all_reduce = keeping_nan
 
@@ -181,7 +181,7 @@ def label_as_all_else() -> None:
 
 
 def reduce_every_parameter() -> None:
-    """Parameters without a gradient take part with zeros, so that all microbatches reduce the same ones."""
+    """Let parameters without a gradient contribute zeros, so that all microbatches reduce the same parameters."""
     init = _param_group.FSDPParamGroup.__init__
 
     def inited(self: Any, *args: Any, **kwargs: Any) -> None:

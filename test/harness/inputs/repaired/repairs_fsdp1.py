@@ -1,6 +1,6 @@
-"""Repairs of FSDP1 in memory, one for each defect: what a patch of torch would change, and no more.
+"""Repairs of FSDP1 in memory, one for each defect. Each changes only what a patch of torch would change.
 
-Most replace a few words in the source of a function, which must be there as they are in torch 2.13.
+Most replace some text in the source of a function. The text must be as in torch 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 
 
 def undo_lazy_initialization_also_after_an_exception() -> None:
-    """``apply`` on an inner instance undoes its lazy initialization also when the function raises."""
+    """Make ``apply`` on an inner instance undo its lazy initialization even if the function raises."""
     apply = FullyShardedDataParallel.apply
 
     def repaired(self: Any, fn: Callable[[nn.Module], None]) -> Any:
@@ -50,7 +50,7 @@ def undo_lazy_initialization_also_after_an_exception() -> None:
 
 
 def synchronize_buffers_in_both_groups() -> None:
-    """A buffer that was synchronized in one group of a hybrid strategy is synchronized in the other one too."""
+    """Make a hybrid strategy synchronize each buffer in both groups."""
     synchronize = _init_utils._sync_module_params_and_buffers
 
     def repaired(module: nn.Module, params: Any, process_group: Any) -> None:
@@ -62,7 +62,7 @@ def synchronize_buffers_in_both_groups() -> None:
 
 
 def leave_contexts_after_a_refused_load() -> None:
-    """An exception in ``load_state_dict`` ends what the hooks of the instances have begun, the inner ones first."""
+    """Make an exception in ``load_state_dict`` undo what the instances' hooks have begun, the inner ones first."""
 
     def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -77,7 +77,7 @@ def leave_contexts_after_a_refused_load() -> None:
 
 
 def edit_with_copy(name: str, *replacements: tuple[str, str]) -> None:
-    """The same for a function of ``torch.distributed.utils`` whose repair copies containers."""
+    """The same for a function of ``torch.distributed.utils`` with a repair that copies containers."""
     utils.copy = copy
     edit(utils, name, *replacements)
 
@@ -94,7 +94,7 @@ RESHARD_ALL_THAT_IS_GATHERED = partial(
     ),
 )
 
-# The end of backward reduces each gradient whose hook stayed with another accumulator.
+# The end of backward reduces each gradient whose hook is still on another accumulator.
 REDUCE_AT_THE_END = partial(
     edit,
     _runtime_utils,
@@ -111,7 +111,7 @@ REDUCE_AT_THE_END = partial(
     ),
 )
 
-# What was gathered for a forward is kept only where a backward may follow.
+# Parameters gathered for a forward are kept only if a backward may follow.
 FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS = partial(
     edit,
     _runtime_utils,
@@ -121,7 +121,7 @@ FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS = partial(
 
 
 def part_of_this_rank(whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """What tensor parallelism leaves this rank of a state, where it is the last dimension of the mesh."""
+    """This rank's part of a state under tensor parallelism, if that is the last dimension of the mesh."""
     for dim, size in enumerate(shape):
         parts = whole.chunk(whole.size(dim) // size, dim)
         whole = parts[dist.get_rank() % len(parts)]

@@ -1,7 +1,7 @@
-"""A torch in which defects are repaired, in memory: ``REPAIRED_DEFECTS`` names them.
+"""Simulates a torch without the defects that ``REPAIRED_DEFECTS`` names. All repairs are in memory.
 
-With this folder on the path, a repair is made when a process has imported FSDP. With ``each``, the process that tries a
-defect makes the repair of that defect alone.
+With this folder on the path, a process makes the repairs after it has imported FSDP. With ``each``, the process that
+tries a defect repairs only that defect.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if NAMES := os.environ.get("REPAIRED_DEFECTS", "").split():
             REPAIRS[id]()
 
     class After(importlib.machinery.SourceFileLoader):
-        """Loads a module and then does something to it."""
+        """Loads a module and then runs a function on it."""
 
         def exec_module(self, module: ModuleType) -> None:
             super().exec_module(module)
             if module.__name__ == "torch.distributed.fsdp":
                 repair(*NAMES)
-            else:  # the part of the command by which a rank looks its defect up
+            else:  # the part of the command by which a rank finds its defect
                 entry = module.entry
 
                 def repaired_entry(id: str) -> object:

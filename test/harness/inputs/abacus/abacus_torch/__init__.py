@@ -1,4 +1,4 @@
-"""A device type of its own: another allocator, other devices and streams, another backend; the memory is the host's."""
+"""A separate device type: its own allocator, devices, streams and backend. Its memory is the host's."""
 
 import contextlib
 import os
@@ -151,4 +151,4 @@ if dist.is_available():
 
 
 def autoload() -> None:
-    """For torch's entry point: the import has done it."""
+    """The function for torch's entry point. It does nothing: the import has done the work."""

@@ -1,6 +1,6 @@
-"""A vendor's package, as one for a real device would be, for a device of wood: two frames of beads.
+"""A vendor's package like one for a real device, but for a wooden device: two frames of beads.
 
-This module is what the dispatcher asks, so it imports no torch.
+The dispatcher imports this module, so it imports no torch.
 """
 
 from torch_fsdp_tests.vendors import Vendor

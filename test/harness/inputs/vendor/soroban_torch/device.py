@@ -1,6 +1,6 @@
-"""The device for the tests. It computes on tensors of the processor, since its own would need a library in C++.
+"""The device for the tests. It computes on CPU tensors, because its own would need a library in C++.
 
-All else is its own: its name, how many there are, what they can do, and how a rank finds its own.
+Everything else is its own: its name, its number, its capabilities, and how a rank finds its device.
 """
 
 import os
