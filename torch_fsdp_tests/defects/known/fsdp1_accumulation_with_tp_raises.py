@@ -1,8 +1,8 @@
 """The second of two forwards in ``no_sync`` raises under tensor parallelism.
 
-In ``no_sync`` gradients stay unsharded when parameters are sharded again. As the shapes differ then, FSDP1 sets the
-``data`` of a gradient. Under tensor parallelism it sets that of a plain tensor to a DTensor, and the result has no
-storage. Before the next forward FSDP1 asks for the gradient's storage, and torch refuses. That is so with
+In ``no_sync`` gradients stay unsharded when parameters are sharded again. Their shapes then differ, so FSDP1 sets the
+``data`` of a gradient. Under tensor parallelism it sets the ``data`` of a plain tensor to a DTensor, and the result has
+no storage. Before the next forward FSDP1 asks for the gradient's storage, and torch refuses. This happens with
 ``use_orig_params``.
 """
 

@@ -1,7 +1,7 @@
 """An exception in ``apply`` on an inner FSDP instance makes the whole model unable to run.
 
-``apply`` initializes the inner instance as if it were the root. It takes that back only after the function has
-returned, so an exception leaves the inner instance a root, and the first forward of the whole model raises.
+``apply`` initializes the inner instance as if it were the root. It undoes that only after the function has returned, so
+after an exception the inner instance remains a root, and the first forward of the whole model raises.
 """
 
 import contextlib

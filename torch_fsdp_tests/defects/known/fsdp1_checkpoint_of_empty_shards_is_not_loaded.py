@@ -1,8 +1,8 @@
 """A sharded optimizer state can be saved but not loaded when a rank has no row of a parameter.
 
 ``DefaultLoadPlanner`` leaves out each sharded tensor that has no local shard on its rank. It then misses the tensor's
-name, takes the checkpoint for one that torch 2.3 wrote, which named things in another way, and reports that those
-names are missing. ``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids the error.
+name, assumes that torch 2.3 wrote the checkpoint with its different names, and reports that those names are missing.
+``DefaultLoadPlanner(flatten_sharded_tensors=False)`` avoids the error.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ def reproduce(rank, world_size, device):
             found = "loaded"
         except dcp.CheckpointException as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
-            if "Missing key" not in found:  # such a tensor has other troubles on some devices
+            if "Missing key" not in found:  # such a tensor has other problems on some devices
                 raise NotImplementedError(found) from error
         dist.barrier()
     return found, "loaded"

@@ -1,9 +1,9 @@
-"""Activation checkpointing that is applied before FSDP1 lets DSD refuse the optimizer state that it gave.
+"""Activation checkpointing that is applied before FSDP1 makes DSD refuse its own optimizer state.
 
-``get_optimizer_state_dict`` names the parameters as the plain model does. ``set_optimizer_state_dict`` has other names
-for them, and misses their states: in a flat parameter they are left with the name of the checkpoint wrapper in them,
-and below a checkpoint wrapper around an FSDP instance with that of FSDP. Checkpointing that is applied after FSDP1, to
-the modules inside, is not affected.
+``get_optimizer_state_dict`` names the parameters as the plain model does. ``set_optimizer_state_dict`` uses other names
+for them, and misses their states. In a flat parameter, these names still have the name of the checkpoint wrapper in
+them. Below a checkpoint wrapper around an FSDP instance, they have FSDP's. Checkpointing that is applied after FSDP1,
+to the modules inside, is not affected.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """FSDP1 cannot load the state dict of a checkpointed layer that tensor parallelism has split.
 
-To load a DTensor, FSDP1 gathers its shards and makes a DTensor of the other dimension again. It looks for the layout of
-that DTensor under the name of the parameter without the checkpoint wrapper, and asks with the wrapper in the name. So
-it finds none, and copies a part of the parameter into the whole, which the shapes do not allow.
+To load a DTensor, FSDP1 gathers its shards and makes a DTensor of the other dimension again. The layout of that DTensor
+is stored under the parameter's name without the checkpoint wrapper, but FSDP1 looks it up with the wrapper in the name.
+It finds no layout, and copies a part of the parameter into the whole, which fails because the shapes differ.
 """
 
 from torch import nn

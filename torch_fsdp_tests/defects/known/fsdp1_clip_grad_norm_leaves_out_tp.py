@@ -1,8 +1,8 @@
 """``clip_grad_norm_`` gives the ranks of tensor parallelism different norms.
 
-FSDP1 sums over its own process group, and each of these groups has one part of what tensor parallelism cuts. The ranks
-then scale their gradients by different factors. What tensor parallelism does not cut parts in silence, although its
-gradients are the same before.
+FSDP1 sums over its own process group, and each of these groups has only one part of what tensor parallelism shards. The
+ranks then scale their gradients by different factors. Parameters that tensor parallelism replicates silently diverge,
+although their gradients were the same before.
 """
 
 import torch
@@ -32,5 +32,5 @@ def reproduce(rank, world_size, device):
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
     model = FSDP(model, device_mesh=mesh["dp"], device_id=device)
     columns = model(torch.ones(1, 1, device=device)).full_tensor()
-    (columns * torch.tensor([3.0, 4.0], device=device)).sum().backward()  # which are the gradients of the two rows
+    (columns * torch.tensor([3.0, 4.0], device=device)).sum().backward()  # these are the gradients of the two rows
     return round(model.clip_grad_norm_(1.0).item(), 4), 5.0

@@ -1,9 +1,9 @@
-"""The conversion of a model that has run is undone, and what was written to the parameters since then is lost.
+"""The conversion of a model that has run is undone, and later writes to its parameters are lost.
 
-``Module.half()`` and the like give a flat parameter other memory, but FSDP1 keeps a reference to the shard in the old
-memory. After the next forward or backward it makes the flat parameter point to the old shard again. That undoes the
-conversion and every update since then, even if the model was converted there and back and no value has changed. With
-mixed precision the next forward computes with the old shard already. Before the first forward there is no such
+``Module.half()`` and similar methods give a flat parameter other memory, but FSDP1 keeps a reference to the shard in
+the old memory. After the next forward or backward it makes the flat parameter point to the old shard again. That undoes
+the conversion and every update since then, even if the model was converted there and back and no value has changed.
+With mixed precision the next forward already computes with the old shard. Before the first forward there is no such
 reference. Without mixed precision the next forward raises for a sharded parameter of another dtype.
 """
 

@@ -1,8 +1,7 @@
 """FSDP1 and DDP do not move tensors in a dataclass to their device.
 
-The function that moves inputs looks into tuples, lists and dicts only, while mixed precision also casts what is in
-dataclasses. A module that is given a dataclass of tensors on the host computes with tensors on two devices, and
-raises.
+The function that moves inputs only looks into tuples, lists and dicts, although mixed precision also casts tensors in
+dataclasses. A module that gets a dataclass of tensors on the host computes with tensors on two devices, and raises.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """A sharded tensor without a row on its rank asks CUDA for its device on other accelerators.
 
-``ShardedTensor.device`` is the device of the local shard. If there is none, it is the CPU for gloo, and CUDA's
+``ShardedTensor.device`` is the device of the local shard. Without a local shard, it is the CPU for gloo, and CUDA's
 current device for every other backend. A checkpoint of such a tensor cannot be written on an accelerator other than
 CUDA.
 """

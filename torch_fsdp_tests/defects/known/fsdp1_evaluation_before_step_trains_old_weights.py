@@ -1,9 +1,9 @@
 """An evaluation between backward and ``optimizer.step`` makes the next training step use the old weights.
 
-After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance, until
-a backward frees them. No backward follows an evaluation under ``no_grad``. The next forward finds the parameters
-gathered and uses them, although the optimizer has changed the shards. This happens with flat and with original
-parameters, and needs no write in place.
+After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance, until a
+backward frees them. No backward follows an evaluation under ``no_grad``. The next forward finds the parameters gathered
+and uses them, although the optimizer has changed the shards. This happens with flat and with original parameters, and
+without any in-place write.
 """
 
 import copy

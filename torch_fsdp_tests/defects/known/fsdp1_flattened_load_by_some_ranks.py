@@ -1,8 +1,8 @@
-"""After a step a flattened optimizer state dict is loaded by some of the ranks, which wait for the others.
+"""After a step, only some ranks load a flattened optimizer state dict, and they wait for the others.
 
-With ``use_orig_params`` a rank that has no element of a parameter has no state for it, once the optimizer has stepped
-or was loaded. Of a flattened state dict each rank takes the states that it has, and FSDP gathers what it is given. So
-some ranks take no part in the gathers: the others wait for ever, or take one tensor for another.
+With ``use_orig_params``, a rank without elements of a parameter has no state for it, once the optimizer has stepped or
+was loaded. Each rank takes only the states that it has from a flattened state dict, and FSDP gathers these. So some
+ranks take no part in the gathers. The others wait forever, or mistake one tensor for another.
 """
 
 from unittest import mock
@@ -38,5 +38,5 @@ def reproduce(rank, world_size, device):
     osd = get_optimizer_state_dict(model, optim, options=options)
     with mock.patch.object(FSDP, "optim_state_dict_to_load", return_value=optim.state_dict()) as to_load:
         set_optimizer_state_dict(model, optim, osd, options=options)
-    given = to_load.call_args.args[2]["state"]  # what this rank gives FSDP to gather
+    given = to_load.call_args.args[2]["state"]  # what this rank passes to FSDP to gather
     return {name: len(given[name]) for name in given}, {"0.weight": 3, "1.weight": 3}

@@ -1,7 +1,7 @@
-"""FSDP1 trains parameters that are frozen, where tensor parallelism has split them.
+"""FSDP1 trains frozen parameters that tensor parallelism has split.
 
-To flatten a DTensor FSDP1 takes its local tensor, and lets it require gradients whether the parameter does or not. The
-flat parameter is made from that. So frozen parameters get gradients, and an optimizer changes them.
+To flatten a DTensor, FSDP1 takes its local tensor, and makes it require gradients whether the parameter does or not.
+FSDP1 makes the flat parameter from that tensor. So frozen parameters get gradients, and an optimizer changes them.
 """
 
 from torch import nn

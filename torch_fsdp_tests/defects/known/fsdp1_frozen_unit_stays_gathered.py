@@ -1,9 +1,9 @@
 """A frozen unit whose input needs no gradient is never freed under SHARD_GRAD_OP.
 
-No hook of backward reshards such a unit, for example the first one of a model, so ``_catch_all_reshard`` has to do it
-at the end of backward. It assumes that a flat parameter that points to its shard was freed already. Forward has made
-it point there without freeing it, so the unit's memory is never sharded. Only flat parameters are affected
-(``use_orig_params=False``).
+No hook of backward reshards such a unit, for example the first one of a model. So ``_catch_all_reshard`` has to do it
+at the end of backward. It assumes that a flat parameter that points to its shard was already freed. But forward has
+made the flat parameter point there without freeing it, so the unit's memory is never freed. Only flat parameters are
+affected (``use_orig_params=False``).
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A full optimizer state dict has only this rank's part of what tensor parallelism splits.
 
-``FSDP.optim_state_dict`` says of the full type that its states are not sharded. FSDP1 redistributes a state that tensor
-parallelism splits, and drops the result: the state stays a DTensor that is split over the ranks of tensor parallelism.
-A file that one rank writes has a part of it.
+The documentation of ``FSDP.optim_state_dict`` says that the states of the full type are not sharded. FSDP1
+redistributes a state that tensor parallelism splits, but drops the result. The state remains a DTensor that is split
+over the ranks of tensor parallelism. A file that one rank writes has only a part of it.
 """
 
 import torch

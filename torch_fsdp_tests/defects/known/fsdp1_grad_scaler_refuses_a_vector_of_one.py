@@ -1,6 +1,6 @@
 """``GradScaler.update`` accepts a new scale of one element and then raises unless it is a scalar tensor.
 
-The check asks for a tensor of one element, as the documentation does. The scale is then copied into the scaler's own
+The check requires a tensor of one element, like the documentation. The scale is then copied into the scaler's own
 tensor, which has no dimension, and ``copy_`` does not accept a vector there. ``ShardedGradScaler`` and
 ``torch.amp.GradScaler`` share this defect.
 """

@@ -23,7 +23,7 @@ DEFECT = Defect(
 
 
 def reproduce(rank, world_size, device):
-    if device.type == "cpu":  # FSDP refuses to synchronize tensors on the CPU, which gloo can do
+    if device.type == "cpu":  # FSDP refuses to synchronize tensors on the CPU, although gloo can do it
         _init_utils._check_module_states_for_sync_module_states = lambda states: None
     layer = nn.Linear(2, 2, device=device)
     layer.register_buffer("buffer", torch.tensor(float(rank), device=device))
@@ -34,4 +34,4 @@ def reproduce(rank, world_size, device):
         sync_module_states=True,
         device_id=device,
     )
-    return model.buffer.item(), 0.0  # what rank 0 had
+    return model.buffer.item(), 0.0  # rank 0's value

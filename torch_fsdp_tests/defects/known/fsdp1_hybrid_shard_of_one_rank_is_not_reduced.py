@@ -1,9 +1,9 @@
-"""Hybrid sharding does not reduce gradients over the replicas where a shard group has one rank.
+"""Hybrid sharding does not reduce gradients over the replicas if a shard group has one rank.
 
 On a mesh of shape (replicas, 1) FSDP1 turns ``HYBRID_SHARD`` into ``NO_SHARD``, because the shard group has one rank.
-``NO_SHARD`` reduces over the shard group alone and knows nothing of the replicas. Each rank is left with its own
-gradient, divided by the number of replicas, and trains a model of its own. The warning says only that the strategy
-changes. FSDP2 on the same mesh averages.
+``NO_SHARD`` reduces only over the shard group, and ignores the replicas. Each rank keeps its own gradient, divided by
+the number of replicas, and trains a different model. The warning only says that the strategy changes. FSDP2 averages on
+the same mesh.
 """
 
 import torch

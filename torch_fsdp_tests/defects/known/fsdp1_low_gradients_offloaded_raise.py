@@ -1,8 +1,8 @@
 """Low-precision gradients that are kept and offloaded make the backward after ``zero_grad`` raise.
 
 The host buffer for the offloaded gradient becomes the parameter's gradient and is cast to low precision in place. The
-next backward casts it back only if the parameter still has a gradient, and ``zero_grad`` has set that to None. So a
-gradient of low precision is assigned to a parameter of full precision.
+next backward casts it back only if the parameter still has a gradient, but ``zero_grad`` has set that to None. So a
+low-precision gradient is assigned to a full-precision parameter.
 """
 
 import torch

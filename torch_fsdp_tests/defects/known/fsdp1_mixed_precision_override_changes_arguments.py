@@ -1,8 +1,8 @@
 """Leaving modules out of mixed precision changes the caller's arguments.
 
-A module of a class that mixed precision ignores, and that no policy lists, is given the caller's own dict of
-arguments instead of a copy. Setting ``mixed_precision`` to None for that module then does so for the caller and for
-all such modules.
+A module of a class that mixed precision ignores, and that no policy lists, gets the caller's own dict of arguments
+instead of a copy. Setting ``mixed_precision`` to None for that module then changes it for the caller and for all such
+modules.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """FSDP1 over one rank raises in its first forward around tensor parallelism, with ``use_orig_params``.
 
-Over one rank FSDP1 does not shard, and its parameters are whole. Before it gathers it compares the shape of each with
-its place in the flat parameter. A parameter that tensor parallelism has cut is a DTensor, which has the shape of the
-whole, while the flat parameter has this rank's part. With ``use_orig_params=False`` the same model trains.
+Over one rank FSDP1 does not shard, and its parameters are whole. Before it gathers, it compares the shape of each
+parameter with its place in the flat parameter. A parameter under tensor parallelism is a DTensor with the shape of the
+whole tensor, while the flat parameter has only this rank's part. With ``use_orig_params=False`` the same model trains.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """An offloaded optimizer state on the CPU has the last state of each parameter under every name.
 
-With ``use_orig_params`` the states of a parameter are gathered one after the other into the same tensor. Each is
-copied out of it, unless it is to be offloaded: then FSDP relies on ``cpu()`` to copy. On the CPU that returns the
+With ``use_orig_params`` the states of a parameter are gathered one after the other into the same tensor. Each state is
+then copied, unless it is to be offloaded: then FSDP relies on ``cpu()`` to copy. On the CPU ``cpu()`` returns the
 tensor itself, so ``exp_avg`` is ``exp_avg_sq``. Offloading is the default.
 """
 

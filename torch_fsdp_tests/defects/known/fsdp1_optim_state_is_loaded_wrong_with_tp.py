@@ -1,8 +1,8 @@
 """Loading an optimizer state gives ranks of tensor parallelism the moments of other elements.
 
-FSDP1 gathers the whole of each state and flattens it. From that it takes the elements by their positions in the flat
-parameter, which has only this rank's part of what tensor parallelism splits. Ranks that have a later part of a
-parameter get the moments of the first one. Full and sharded state dicts are loaded alike.
+FSDP1 gathers each whole state and flattens it. Then it takes the elements by their positions in the flat parameter,
+which has only this rank's part of what tensor parallelism splits. Ranks with a later part of a parameter get the
+moments of the first part. This happens with full and sharded state dicts.
 """
 
 import torch

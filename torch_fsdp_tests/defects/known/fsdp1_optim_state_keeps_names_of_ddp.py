@@ -1,8 +1,8 @@
 """The optimizer's state dict has the names that DDP inside FSDP gives, and cannot be loaded.
 
-``get_state_dict`` promises the names of the plain model. Where a submodule of an FSDP1 model is in DDP it keeps the
-promise for the model, and the optimizer's state says ``0.module.weight``. ``set_optimizer_state_dict`` looks for
-``0.weight``, and refuses what it was given.
+``get_state_dict`` promises the names of the plain model. If a submodule of an FSDP1 model is in DDP, this is true for
+the model's state dict, but the optimizer's has ``0.module.weight``. ``set_optimizer_state_dict`` looks for
+``0.weight``, and refuses this state dict.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Loading the optimizer state of a flat parameter raises under tensor parallelism.
 
-FSDP1 flattens the whole of each state, and compares it with the flat parameter, which has only this rank's part of what
-tensor parallelism splits. A sharded state has another shape; of a full one, which is a DTensor, the values cannot be
-copied.
+FSDP1 flattens each whole state, and compares it with the flat parameter, which has only this rank's part of what tensor
+parallelism splits. A sharded state has another shape. A full state is a DTensor, and its values cannot be copied.
 """
 
 import torch

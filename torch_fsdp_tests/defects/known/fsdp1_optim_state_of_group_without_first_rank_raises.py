@@ -1,9 +1,9 @@
 """DSD cannot get the optimizer state of a flat parameter on ranks that do not share it with the first rank.
 
-``get_optimizer_state_dict`` hands FSDP1's process group on, and FSDP1 has the group's first rank broadcast the names of
-the states. It calls that rank 0, which ``broadcast_object_list`` takes for the first rank of the world. Of the groups
-that tensor parallelism leaves to FSDP1 only one has that rank; the ranks of the others raise ``ValueError``, and the
-ranks of the first one wait for them. ``FSDP.optim_state_dict`` without a group does not raise.
+``get_optimizer_state_dict`` passes FSDP1's process group on, and FSDP1 lets the group's first rank broadcast the names
+of the states. FSDP1 calls that rank 0, but ``broadcast_object_list`` expects a rank of the world. With tensor
+parallelism, only one of FSDP1's groups contains the world's rank 0. The ranks of the other groups raise ``ValueError``,
+and the ranks of the first group wait for them. ``FSDP.optim_state_dict`` without a group does not raise.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Mixed precision does not cast a packed sequence, so a recurrent layer is given the wrong dtype.
+"""Mixed precision does not cast a packed sequence, so a recurrent layer gets the wrong dtype.
 
 The cast is applied to the data of a ``PackedSequence``, but its result is dropped and the sequence is passed on
 unchanged. The layer then has parameters of low precision and an input of full precision.

@@ -28,7 +28,7 @@ def reproduce(rank, world_size, device):
     model = FSDP(nn.Sequential(FSDP(layers[0], device_id=device), layers[1]), device_id=device)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state_dict = model.state_dict()
-        with contextlib.suppress(Exception):  # a plain tensor where a sharded one belongs
+        with contextlib.suppress(Exception):  # a plain tensor in place of a sharded one
             model.load_state_dict({**state_dict, "0.weight": torch.ones(2, 2, device=device)})
         try:
             found = ", ".join(model.state_dict())

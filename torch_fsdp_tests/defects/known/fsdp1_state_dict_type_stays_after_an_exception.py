@@ -1,7 +1,7 @@
 """An exception inside ``FSDP.state_dict_type`` leaves the type of state dicts changed.
 
-The context manager restores the former type after its ``yield``, but not in a ``finally``. After a load that failed,
-every later ``model.state_dict()`` is of another kind than the program expects.
+The context manager restores the former type after its ``yield``, but not in a ``finally``. After a failed load, every
+later ``model.state_dict()`` has another type than the program expects.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Parameters of one flat parameter share a step count in a saved optimizer state, so it grows too fast.
 
-The state of a flat parameter is split into one for each original parameter, and all of them get the same tensor as
-step count. ``torch.save`` preserves that. An optimizer that loads it for several parameters, of a plain module, of
-FSDP1 with ``use_orig_params`` or of FSDP2, increments the one tensor once for each parameter at every step, so Adam
-corrects its bias wrongly.
+The state of a flat parameter is split into one state for each original parameter, and all of them get the same tensor
+as step count. ``torch.save`` preserves that. If an optimizer loads it for several parameters, it increments this one
+tensor once for each parameter at every step, so Adam corrects its bias wrongly. This is true for a plain module, for
+FSDP1 with ``use_orig_params`` and for FSDP2.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Loading a file of torch.save with another dtype gives all ranks but one wrong values.
 
 ``BroadcastingTorchSaveReader`` broadcasts each tensor in the dtype of the file, and the other ranks receive its bytes
-in a tensor of the model's dtype. Only the reading rank converts the values. Where the file's dtype is the wider one,
-the receiving process is aborted. A checkpoint of ``torch.distributed.checkpoint`` is converted on all ranks.
+in a tensor of the model's dtype. Only the reading rank converts the values. If the file's dtype is the wider one, the
+receiving process is aborted. A checkpoint of ``torch.distributed.checkpoint`` is converted on all ranks.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A full optimizer state dict of FSDP1 inside tensor parallelism is still split over the ranks of the latter.
+"""A full optimizer state dict of FSDP1 inside tensor parallelism is still split over the tensor-parallel ranks.
 
-``FSDP.optim_state_dict`` of type FULL_STATE_DICT makes each state whole with ``redistribute``, and drops the result.
-What it returns are DTensors, of which each rank has its own part. DSD gathers them, and is right.
+``FSDP.optim_state_dict`` of type FULL_STATE_DICT makes each state whole with ``redistribute``, but drops the result. It
+returns DTensors, and each rank has only its own part. DSD gathers them, and is right.
 """
 
 import torch

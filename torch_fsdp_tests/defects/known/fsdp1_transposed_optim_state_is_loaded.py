@@ -1,7 +1,7 @@
 """An optimizer state of the wrong shape is loaded in the wrong order with ``use_orig_params``.
 
-FSDP flattens the state and cuts out the rank's part without a look at its shape. The elements of a transposed state
-end up in wrong places. With flat parameters FSDP refuses such a state.
+FSDP flattens the state and takes the rank's part without a check of its shape. The elements of a transposed state end
+up in wrong places. With flat parameters FSDP refuses such a state.
 """
 
 import torch

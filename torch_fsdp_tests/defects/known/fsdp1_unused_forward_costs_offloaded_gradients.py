@@ -37,4 +37,4 @@ def reproduce(rank, world_size, device):
 
     (param,) = model.parameters()
     found = None if param.grad is None else param.grad.tolist()
-    return found, [1.5]  # of two weights a rank has one; the ranks' gradients are 1 and 2
+    return found, [1.5]  # a rank has one of the two weights; the ranks' gradients are 1 and 2

@@ -1,10 +1,10 @@
 """A unit whose output was not used computes with old weights under SHARD_GRAD_OP.
 
 Forward keeps the unit's gathered parameters for backward, and makes the flat parameter point to its shard. If no
-gradient reaches the unit, ``_catch_all_reshard`` has to free it at the end of backward, but it assumes that a flat
-parameter that points to its shard was freed already. The next forward finds the parameters gathered and uses them,
+gradient reaches the unit, ``_catch_all_reshard`` has to free it at the end of backward. But it assumes that a flat
+parameter that points to its shard was already freed. The next forward finds the parameters gathered and uses them,
 although the optimizer has changed the shards. Two accumulated microbatches are enough, if the second does not use the
-unit; so is momentum. Only flat parameters are affected (``use_orig_params=False``).
+unit. Momentum is enough, too. Only flat parameters are affected (``use_orig_params=False``).
 """
 
 import copy

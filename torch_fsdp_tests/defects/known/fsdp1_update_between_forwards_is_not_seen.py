@@ -1,8 +1,8 @@
-"""A forward does not see an update of parameters since the last forward if no backward came in between.
+"""A forward ignores an update of parameters since the last forward if no backward came in between.
 
-After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance,
-because a backward will need them soon. The next forward finds them gathered and uses them, although the shards may
-have changed: by a write in place, by an optimizer step with gradients from elsewhere, or by an average of weights.
+After forward, FULL_SHARD keeps the gathered parameters of the root, and SHARD_GRAD_OP those of every instance, because
+a backward will need them soon. The next forward finds them gathered and uses them, although the shards may have
+changed: by an in-place write, by an optimizer step with other gradients, or by weight averaging.
 """
 
 import copy

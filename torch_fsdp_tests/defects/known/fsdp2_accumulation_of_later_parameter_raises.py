@@ -1,7 +1,7 @@
 """Gradient accumulation raises if a later microbatch is the first to use a parameter.
 
 With a ``reduce_dtype``, FSDP2 accumulates gradients in that dtype while it does not reduce them. A parameter that only
-the last microbatch uses has a gradient in the dtype of computation, which FSDP2 does not cast before it compares the
+the last microbatch uses has a gradient in the dtype of computation. FSDP2 does not cast it before it compares the
 dtypes of the group.
 """
 

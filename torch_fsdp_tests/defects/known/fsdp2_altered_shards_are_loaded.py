@@ -1,7 +1,7 @@
-"""A checkpoint whose file was altered is loaded in silence.
+"""A checkpoint whose file was altered is loaded without an error.
 
-``torch.save`` writes a checksum (CRC-32) for each tensor of a shard file. ``torch.load``, with which the file is read,
-does not look at it. A bit that a disk or a network has turned over becomes another weight.
+``torch.save`` writes a checksum (CRC-32) for each tensor of a shard file. The file is read with ``torch.load``, which
+ignores the checksum. If a disk or a network flips a bit, a weight changes.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""To ask a new optimizer for its state dict changes what it will do.
+"""Asking a new optimizer for its state dict changes its later steps.
 
-So that there are states, ``get_optimizer_state_dict`` lets a new optimizer step, with gradients of zero and a learning
-rate of zero. The step is counted, and a weight decay that is added to the gradients goes into the moments. Whoever
-saves before the first step of training trains on to other parameters than whoever does not.
+To create states, ``get_optimizer_state_dict`` lets a new optimizer take a step with zero gradients and a learning rate
+of zero. The step is counted, and a weight decay that is added to the gradients goes into the moments. So a training
+that saves before its first step ends with other parameters than a training that does not.
 """
 
 import torch

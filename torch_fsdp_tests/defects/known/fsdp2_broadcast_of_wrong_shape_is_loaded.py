@@ -1,8 +1,8 @@
 """With broadcast_from_rank0 a tensor of the wrong shape is loaded.
 
-Each rank cuts its part out of what it was sent, as if that were of the parameter's shape, and copies it into its shard;
-``copy_`` repeats a single row where more are wanted. Nobody compares the shapes. Some ranks may raise instead, when
-others have loaded.
+Each rank takes its part of the broadcast tensor as if that had the parameter's shape, and copies it into its shard.
+``copy_`` repeats a single row if the shard has more. The shapes are never compared. Some ranks may raise after others
+have loaded.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""A checkpoint loses rows where FSDP2 and tensor parallelism cut them unevenly.
+"""A checkpoint loses rows if FSDP2 and tensor parallelism shard them unevenly.
 
-Of 7 rows tensor parallelism gives one rank 4 and the other 3. Over three ranks FSDP2 cuts the 4 rows into 2, 2 and
-none, the 3 rows into 1, 1 and 1. What DCP saves follows from ``compute_local_shape_and_global_offset``. This gives the
-last row to the rank that has none, and nothing to the rank that has it. So the last row is neither saved nor loaded,
-and nothing raises. Only the conversion of such a checkpoint into a file of ``torch.save`` does.
+Tensor parallelism gives one rank 4 of 7 rows, and the other rank 3. Over three ranks FSDP2 shards the 4 rows into 2, 2
+and none, and the 3 rows into 1, 1 and 1. DCP saves the rows that ``compute_local_shape_and_global_offset`` returns.
+This assigns the last row to the rank that has none, and nothing to the rank that has it. So the last row is neither
+saved nor loaded, and nothing raises. Only converting such a checkpoint into a file of ``torch.save`` raises.
 """
 
 import shutil

@@ -1,10 +1,10 @@
 """Gradients that wait for finalize_backward are accumulated in low precision.
 
-With a ``reduce_dtype`` of float32, gradients are to be accumulated in float32. Autograd does not tell FSDP when the
-backward of a group is over whose inputs have no gradient, such as a model's first layer. Under manual finalization such
-a group is reduced in ``finalize_backward``, even with synchronization on. Until then its gradient keeps the dtype that
-autograd produced, and the next backward adds to it in bfloat16. With synchronization off, or under automatic
-finalization, it is accumulated in float32.
+With a ``reduce_dtype`` of float32, gradients should be accumulated in float32. If a group's inputs have no gradient,
+such as those of a model's first layer, autograd does not tell FSDP when the group's backward is over. Under manual
+finalization such a group is reduced in ``finalize_backward``, even with synchronization on. Until then its gradient
+keeps the dtype that autograd produced, and the next backward adds to it in bfloat16. With synchronization off, or under
+automatic finalization, it is accumulated in float32.
 """
 
 import torch
@@ -39,5 +39,5 @@ def reproduce(rank, world_size, device):
     model.finalize_backward()
 
     found = model.weight.grad.full_tensor()[0, 0].item()
-    right = 257.0  # which float32 has
+    right = 257.0  # float32 can hold it
     return found, right

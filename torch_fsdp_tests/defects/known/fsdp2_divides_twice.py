@@ -1,8 +1,8 @@
-"""FSDP2 divides gradients twice where a shard group has one rank.
+"""FSDP2 divides gradients twice if a shard group has one rank.
 
-With one rank to a shard group there is nothing to reduce-scatter, so FSDP2 copies the gradient and divides the copy by
-the whole divide factor. A forced sum, or a reduction in float16, has divided by the factor already. The gradient is too
-small by the factor, and nothing says so.
+With one rank in a shard group there is nothing to reduce-scatter, so FSDP2 copies the gradient and divides the copy by
+the whole divide factor. A forced sum, or a reduction in float16, has already divided by the factor. The gradient is too
+small by this factor, without a warning.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The end of one root's backward breaks the backward of another root with the same communication context.
 
 ``share_comm_ctx`` lets several roots, such as the stages of a pipeline, share their streams. They also share the list
-of forwards in which a backward finds the group to gather next. The end of any root's backward clears this list. A root
-that has run its forward and not yet its backward then raises an ``IndexError`` in backward.
+of forwards in which a backward finds the group to gather next. The end of any root's backward clears this list. If
+another root has run its forward but not its backward yet, its backward then raises an ``IndexError``.
 """
 
 import torch

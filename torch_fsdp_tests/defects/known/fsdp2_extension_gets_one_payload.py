@@ -1,8 +1,8 @@
-"""An all-gather extension that sends two tensors gets one back where a shard group has one rank.
+"""An all-gather extension that sends two tensors gets only one back if a shard group has one rank.
 
-``fsdp_post_all_gather`` is promised as many outputs as ``fsdp_pre_all_gather`` gave inputs. With one rank to a shard
-group the outputs are made from the first input alone. An extension that adds up what it gets, as a quantised all-gather
-does, computes with half of its weight, without an error.
+``fsdp_post_all_gather`` should get as many outputs as ``fsdp_pre_all_gather`` returned inputs. With one rank in a shard
+group, the outputs are made from the first input only. An extension that adds up its outputs, such as a quantised
+all-gather, computes with half of its weight, without an error.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """After a forward without gradients, the next backward gathers once more than it needs.
 
-FSDP2 notes the order of forwards, by which backward gathers ahead, and clears it at the end of backward. A forward
-under ``no_grad`` adds to that order and no backward clears it, so the next one gathers for a forward that is long over.
+FSDP2 records the order of forwards, so that backward can gather ahead, and clears it at the end of backward. A forward
+under ``no_grad`` adds to that order, but no backward clears it. So the next backward gathers for a forward that is long
+over.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""After a conversion that raised half way, FSDP2 computes with old parameters and sees no update of them.
+"""After a conversion that raised half way, FSDP2 computes with old parameters and ignores their updates.
 
-``Module.half()`` and the like put new tensors in the place of the shards, one after the other, and FSDP2 notes the new
+``Module.half()`` and similar methods replace the shards by new tensors, one after the other, and FSDP2 records the new
 tensors at the end. If one parameter cannot be converted, because memory runs out or because a weak reference to it
-exists, FSDP2 does not note those that were converted before it. From then on it gathers their old shards, whatever an
-optimizer writes to the new ones. Once the first forward has run, nothing raises.
+exists, FSDP2 does not record those that were converted before it. From then on it gathers their old shards, whatever an
+optimizer writes to the new ones. After the first forward, nothing raises.
 """
 
 import weakref

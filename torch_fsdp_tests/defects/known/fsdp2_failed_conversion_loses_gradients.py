@@ -1,7 +1,7 @@
-"""A conversion that raises loses the gradients of all parameters with a ``grad_dtype`` of their own.
+"""A conversion that raises loses the gradients of all parameters that have a separate ``grad_dtype``.
 
-FSDP2 takes these gradients off the parameters, since ``Module.half()`` and the like would convert them as well, and
-puts them back after the conversion. If the conversion raises, FSDP2 does not put them back, not even those of
+FSDP2 removes these gradients from the parameters, because ``Module.half()`` and similar methods would convert them too.
+It puts them back after the conversion. If the conversion raises, FSDP2 does not put them back, not even those of
 parameters that were not converted.
 """
 

@@ -1,8 +1,8 @@
 """With several writer threads a checkpoint is reported as saved although one of its files could not be written.
 
-``FileSystemWriter(thread_count=2)`` writes one file in the calling thread and one in another. What the other thread
-raises is printed and forgotten. The metadata then lacks what the file should have had, and replaces that of an older
-checkpoint. Loading fails with a ``KeyError``.
+``FileSystemWriter(thread_count=2)`` writes one file in the calling thread and one in another. An exception of the other
+thread is only printed. The metadata then lacks that file's contents, and replaces the metadata of an older checkpoint.
+Loading fails with a ``KeyError``.
 """
 
 import os

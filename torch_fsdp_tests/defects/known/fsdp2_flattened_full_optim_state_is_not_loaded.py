@@ -1,7 +1,8 @@
-"""A full optimizer state dict that is flattened cannot be loaded.
+"""A flattened full optimizer state dict cannot be loaded.
 
-``set_optimizer_state_dict`` with ``full_state_dict`` fills in the optimizer's own state dict, which it takes with the
-same options. With ``flatten_optimizer_state_dict`` that one is flat, and what is to fill it is not any more.
+With ``full_state_dict``, ``set_optimizer_state_dict`` fills in the optimizer's own state dict, which it gets with the
+same options. With ``flatten_optimizer_state_dict`` that state dict is flat, but the loaded one has been unflattened by
+then.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Parameters of one group take the settings of the first, although a flattened state dict has others for the rest.
+"""All parameters of a group get the first one's settings, although a flattened state dict has others for them.
 
-A flattened optimizer state dict has the settings of each parameter. Loading means to refuse parameters of one group
-that were saved with unlike settings, and has a message for it, but reads those of the first parameter only.
+A flattened optimizer state dict has the settings of each parameter. Loading should refuse parameters of one group that
+were saved with different settings, and has a message for it. But it only reads the first parameter's settings.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A state that is missing from a flattened optimizer state dict becomes an empty dict, strict or not.
 
-Keys below the missing one are looked for, as nested states have them, and of none an empty dict is made. Loaded in the
-place of a tensor, it makes the next step fail. The nested form of the same state dict is refused, and says what is
-missing.
+DSD looks for keys below the missing one, as nested states have them. It finds none, and makes an empty dict. This
+replaces a tensor, so the next step fails. The nested form of the same state dict is refused, with a message that names
+the missing state.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""A first forward with everything frozen makes a later backward raise.
+"""A first forward with all parameters frozen makes a later backward raise.
 
-A parameter group settles in which dtypes its gradients are reduced when it first runs, from the parameters that require
-a gradient at that moment. A forward with none, such as an evaluation of a model that is unfrozen later, settles them
-as unknown for good. With ``param_dtype`` the first backward that has gradients then raises.
+A parameter group determines the dtypes for reducing its gradients when it first runs, from the parameters that require
+a gradient at that moment. If there are none, for example in an evaluation of a model that is unfrozen later, the dtypes
+stay unknown. With ``param_dtype`` the first backward that has gradients then raises.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""After a first forward with everything frozen, gradients are not reduced in reduce_dtype.
+"""After a first forward with all parameters frozen, gradients are not reduced in reduce_dtype.
 
-The same cause as that of the error with ``param_dtype``: the dtypes of gradients are settled when a parameter group
-first runs, and with nothing to train they are settled as unknown for good. With a ``reduce_dtype`` alone nothing
-raises, and the gradients are reduced in the dtype of the parameters instead.
+A parameter group determines the dtypes for reducing its gradients when it first runs. If it has no parameters to train
+then, the dtypes stay unknown. With ``param_dtype`` the same cause leads to an error. With only a ``reduce_dtype``
+nothing raises, and the gradients are reduced in the dtype of the parameters instead.
 """
 
 import torch
@@ -39,5 +39,5 @@ def gradient(frozen_at_first, rank, world_size, device):
 
 def reproduce(rank, world_size, device):
     found = gradient(True, rank, world_size, device)
-    right = 0.5  # (1 + 2**-8) / 2 is no bfloat16; the nearest one is 0.5
+    right = 0.5  # (1 + 2**-8) / 2 is not a bfloat16 number; the nearest one is 0.5
     return found, right

@@ -1,7 +1,7 @@
-"""The optimizer state of a parameter that is frozen is saved and not loaded.
+"""The optimizer state of a frozen parameter is saved but not loaded.
 
-``get_optimizer_state_dict`` has the states of all parameters. ``set_optimizer_state_dict`` drops those of parameters
-that are frozen at that moment, in silence. A parameter that is trained again later starts without its moments.
+``get_optimizer_state_dict`` has the states of all parameters. ``set_optimizer_state_dict`` silently drops the states of
+parameters that are frozen at that moment. A parameter that is trained again later starts without its moments.
 """
 
 import torch

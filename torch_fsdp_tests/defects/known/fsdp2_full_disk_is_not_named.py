@@ -1,8 +1,8 @@
-"""When the disk becomes full in the middle of a large tensor, the error of ``dcp.save`` does not say so.
+"""If the disk becomes full in the middle of a large tensor, the error of ``dcp.save`` does not say so.
 
-What the system says is raised inside ``torch.save``, which then ends its archive and raises "unexpected pos" in the
-place of it. The first error is the context of the second one, and is lost when ``CheckpointException`` carries the
-second to the ranks. Nobody reads what to do.
+The system's error is raised inside ``torch.save``, which then ends its archive and raises "unexpected pos" instead. The
+first error is the context of the second one, and is lost when ``CheckpointException`` carries the second one to the
+ranks. So the user does not see the cause.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A full state dict that lacks a parameter is loaded in silence, although strict is set.
+"""A full state dict that lacks a parameter is loaded without an error, although strict is set.
 
-With ``full_state_dict`` the model's own values fill what is missing before ``load_state_dict`` looks. It finds every
-key, and the parameter keeps the value that it had. A sharded state dict, and a full one with ``broadcast_from_rank0``,
+With ``full_state_dict`` the model's own values replace missing ones before ``load_state_dict`` checks the keys. It
+finds every key, and the parameter keeps its value. A sharded state dict, and a full one with ``broadcast_from_rank0``,
 is refused.
 """
 

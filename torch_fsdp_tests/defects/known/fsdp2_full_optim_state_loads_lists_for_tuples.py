@@ -1,7 +1,7 @@
 """Tuples among the settings of an optimizer come back as lists from a full state dict.
 
-``set_optimizer_state_dict`` with ``full_state_dict`` takes the settings apart, and puts each sequence together as a
-list: ``betas`` of Adam, for one. Settings that were equal when they were saved are not equal any more.
+With ``full_state_dict``, ``set_optimizer_state_dict`` rebuilds each sequence among the settings as a list, for example
+``betas`` of Adam. So the settings no longer equal the saved ones.
 """
 
 import torch

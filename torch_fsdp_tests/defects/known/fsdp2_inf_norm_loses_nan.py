@@ -1,8 +1,8 @@
-"""clip_grad_norm_ with an infinite order does not see a NaN that another rank has.
+"""clip_grad_norm_ with an infinite order does not notice another rank's NaN.
 
-The largest magnitudes of all ranks are reduced with MAX, and the reduction drops a NaN where it meets a number: gloo's
-does (which rank's NaN survives depends on its place in the tensor), and so does NCCL's, whose MAX is ``fmaxf``. With
-``error_if_nonfinite=True`` no rank raises, and the step is made with a NaN in the gradient.
+The largest magnitudes of all ranks are reduced with MAX, which drops a NaN when it meets a number. Gloo's MAX does
+(which rank's NaN survives depends on its place in the tensor), and so does NCCL's, which is ``fmaxf``. With
+``error_if_nonfinite=True`` no rank raises, and the step is taken with a NaN in the gradient.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""The infinity norm raises on the rank whose shard is empty, and the other ranks hang.
+"""The infinity norm raises on a rank with an empty shard, and the other ranks hang.
 
-``clip_grad_norm_`` with an infinite order takes the largest magnitude of each rank's shard. Where a parameter has fewer
-rows than there are ranks, the last ranks have none, and the maximum of nothing raises there. The other ranks wait for
-them in the all-reduce until the process group gives up.
+``clip_grad_norm_`` with an infinite order takes the largest magnitude of each rank's shard. If a parameter has fewer
+rows than there are ranks, the last ranks have no rows, and the maximum of an empty shard raises. The other ranks wait
+in the all-reduce until the process group times out.
 """
 
 import datetime
@@ -38,6 +38,6 @@ def reproduce(rank, world_size, device):
         found = norm.full_tensor().item()
     except (RuntimeError, IndexError) as error:  # at once on rank 1; after 3 seconds on rank 0
         found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    dist.barrier()  # or the end of rank 1 would end the waiting of rank 0
+    dist.barrier()  # otherwise the end of rank 1 would end rank 0's wait
     right = 2.0  # the gradient is the input
     return found, right

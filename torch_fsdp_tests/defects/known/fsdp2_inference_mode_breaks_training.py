@@ -1,8 +1,8 @@
 """An evaluation in inference mode before the first step makes training raise.
 
-The first forward of FSDP2 allocates the unsharded parameters. In inference mode they become inference tensors, and they
-are kept: the next forward outside of it copies into them, which torch forbids. A plain module and DDP can be trained
-after such an evaluation, and so can FSDP2 when one training step came first.
+The first forward of FSDP2 allocates the unsharded parameters. In inference mode they become inference tensors, and
+FSDP2 keeps them. The next forward outside of inference mode copies into them, which torch forbids. A plain module and
+DDP can be trained after such an evaluation, and so can FSDP2 after an earlier training step.
 """
 
 import torch

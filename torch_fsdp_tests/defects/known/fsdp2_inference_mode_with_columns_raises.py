@@ -1,7 +1,8 @@
-"""The first evaluation in inference mode raises where parameters are not sharded along their first dimension.
+"""The first evaluation in inference mode raises if parameters are not sharded along their first dimension.
 
-FSDP2 keeps the version counter of an unsharded parameter while it puts the columns of all ranks together. A parameter
-that was allocated in inference mode has no version counter, so the very first forward in inference mode raises.
+FSDP2 preserves the version counter of an unsharded parameter while it puts the columns of all ranks together. A
+parameter that was allocated in inference mode has no version counter, so the very first forward in inference mode
+raises.
 """
 
 import torch

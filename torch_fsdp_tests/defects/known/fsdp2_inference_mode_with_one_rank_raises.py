@@ -1,7 +1,8 @@
-"""The first evaluation in inference mode raises where a shard group has one rank.
+"""The first evaluation in inference mode raises if a shard group has one rank.
 
-FSDP2 keeps the version counter of an unsharded parameter while it copies into it. A parameter that was allocated in
-inference mode has none, so the very first forward in inference mode raises. With more ranks to a shard group it works.
+FSDP2 preserves the version counter of an unsharded parameter while it copies into it. A parameter that was allocated in
+inference mode has no version counter, so the very first forward in inference mode raises. With more ranks in a shard
+group it works.
 """
 
 import torch

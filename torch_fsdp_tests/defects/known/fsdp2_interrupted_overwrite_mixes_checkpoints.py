@@ -1,8 +1,9 @@
-"""A save that breaks off while it overwrites a checkpoint leaves a mixture of both, which is loaded in silence.
+"""An interrupted save over an older checkpoint leaves a mixture of both, which is loaded without an error.
 
 ``FileSystemWriter`` overwrites by default, and each rank writes over its old file. The metadata of the old checkpoint
 stays until all ranks have written. If one of them fails or is killed before that, the old metadata describes new files
-and old ones, which have the same layout. Nothing in a file says to which checkpoint it belongs, so it can be loaded.
+and old ones, which have the same layout. A file does not say which checkpoint it belongs to, so the mixture can be
+loaded.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Loading a state dict between forward and backward gives wrong gradients without an error.
 
-Backward gathers the parameters again, and so computes with the new weights what the forward computed with the old ones.
-The gradients belong to no model. A plain module and DDP raise, since autograd notices that a weight was changed in
-place; the weights that FSDP2 gathers are new tensors, of which autograd knows nothing.
+Backward gathers the parameters again. So it computes with the new weights, while the forward computed with the old
+ones. The gradients are right for neither model. A plain module and DDP raise, because autograd notices the in-place
+change of a weight. FSDP2 gathers the weights into new tensors, so autograd notices nothing.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Loading a full state dict replaces its tensors by shards, with broadcast_from_rank0 by the live parameters.
 
-``set_model_state_dict`` writes what it made for this rank into the dict that it was given. A caller who keeps that dict
-has the whole values no more: after the next step of training it has the new ones. ``nn.Module.load_state_dict`` leaves
-its argument as it is.
+``set_model_state_dict`` writes this rank's values into the dict that the caller passes. If the caller keeps that dict,
+the full values are gone, and after the next step of training it has the new values. ``nn.Module.load_state_dict`` does
+not change its argument.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""A model with a group of modules cannot be trained any more once FSDPMemTracker has tracked it.
+"""A model with a group of modules cannot be trained any more after FSDPMemTracker has tracked it.
 
-The modules of ``fully_shard([a, b])`` share a pair of hooks. The tracker replaces it by hooks of its own for each
-module, and keeps the handles in the state that the modules share. At the end it removes those of the last module alone.
-The others stay, and go on to track, until the tracker refuses a second iteration. In torch 2.9 such a
-model cannot even be run under the tracker: it computes with its shards.
+The modules of ``fully_shard([a, b])`` share a pair of hooks. The tracker replaces it by separate hooks for each module,
+and stores the handles in the state that the modules share. At the end it removes only those of the last module. The
+others stay and continue to track, until the tracker refuses a second iteration. In torch 2.9 such a model cannot even
+run under the tracker, because it computes with its shards.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """FSDPMemTracker keeps a gradient alive that it counts.
 
-Before a group of FSDP2 reduces its gradients the tracker looks at each of them in a loop. The variable of the loop
-lives on while the original method runs, and with it the gradient of the group's last parameter. Without the tracker it
-is freed before the reduction; with it, the tracker reports it among the unsharded gradients that are left.
+Before an FSDP2 group reduces its gradients, the tracker looks at each of them in a loop. The loop variable still exists
+while the original method runs, so it keeps the gradient of the group's last parameter alive. Without the tracker it is
+freed before the reduction. With it, the tracker reports it among the remaining unsharded gradients.
 """
 
 import torch

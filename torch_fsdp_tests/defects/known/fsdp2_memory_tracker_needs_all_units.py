@@ -1,8 +1,8 @@
-"""FSDPMemTracker raises in backward where a unit of the model has not run.
+"""FSDPMemTracker raises in backward if a unit of the model has not run.
 
-At the end of backward FSDP2 ends it for all units below the root, also for those that were left out in this iteration.
-The tracker asks for the statistics of each, and for its unsharded parameters, which a unit that has not run does not
-have. A model with layers that are used now and then can be trained, but not tracked.
+At the end of backward FSDP2 ends it for all units below the root, even for those that did not run in this iteration.
+The tracker then asks for each unit's statistics and unsharded parameters, but a unit that has not run has none. A model
+with layers that are only used sometimes can be trained, but not tracked.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""FSDPMemTracker leaves FSDP2's hooks behind those that were registered after them.
+"""FSDPMemTracker moves FSDP2's hooks behind later hooks.
 
-The tracker takes FSDP2's hooks away and registers them anew when it ends. A forward hook of the user's that came after
-``fully_shard`` saw the module as FSDP2 leaves it: resharded. Afterwards it comes first, and sees it unsharded, with
-other parameters.
+The tracker removes FSDP2's hooks and registers them again when it ends. A user's forward hook that was registered after
+``fully_shard`` used to run after FSDP2's hook, and saw a resharded module. Afterwards it runs first, and sees an
+unsharded module with other parameters.
 """
 
 import torch

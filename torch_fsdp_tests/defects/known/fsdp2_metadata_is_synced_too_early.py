@@ -1,9 +1,9 @@
 """The metadata of a checkpoint is synced to the disk before it is written, so a machine that stops can lose it.
 
-``FileSystemWriter`` syncs each file unless it is told not to. It syncs that of the metadata while the last kilobytes
-are in Python's buffer, all of them for a small model, and then closes and renames it. After a power cut the directory
-can have an empty metadata file, and no other, for a checkpoint that was reported as saved. 2.14 flushes the buffer
-first.
+``FileSystemWriter`` syncs each file by default. It syncs the metadata file while the last kilobytes are still in
+Python's buffer, which is everything for a small model. Then it closes and renames the file. After a power cut the
+directory can have an empty metadata file, and no other, for a checkpoint that was reported as saved. 2.14 flushes the
+buffer first.
 """
 
 import os

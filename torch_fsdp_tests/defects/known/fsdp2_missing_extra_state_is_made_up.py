@@ -1,7 +1,7 @@
-"""A module whose extra state is missing from a full state dict is given an object that DSD uses inside.
+"""A module whose extra state is missing from a full state dict gets an internal object of DSD.
 
-DSD marks the place of a module's extra state with an object of its own, and fills what is missing with its marks. The
-module's ``set_extra_state`` is called with one, where it should not be called at all.
+DSD marks the place of a module's extra state with an internal object, and fills missing values with its marks. Then it
+calls the module's ``set_extra_state`` with such a mark, although it should not call it at all.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""StateDictOptions.dsd_fqn_modifiers is heeded when a model is loaded, and not when its state dict is taken.
+"""StateDictOptions.dsd_fqn_modifiers is used to load a model, but not to get its state dict.
 
-The option names the method by which a module tells DSD how its hooks change the names in its state dict. Getters look
-for the method of the default name, and raise.
+The option names the method with which a module tells DSD how its hooks change the names in its state dict. Getters look
+for the method with the default name, and raise.
 """
 
 from torch import nn
@@ -22,7 +22,7 @@ DEFECT = Defect(
 
 
 class Embedding(nn.Module):
-    """Has ``weight`` in its state dict where the parameter is ``inner.weight``."""
+    """Has ``weight`` in its state dict for the parameter ``inner.weight``."""
 
     def __init__(self, device):
         super().__init__()

@@ -1,7 +1,7 @@
-"""A full optimizer state dict with a setting that the optimizer does not have yet raises, or is loaded by rank 0 alone.
+"""A full optimizer state dict with a setting that the optimizer lacks raises, or only rank 0 loads the setting.
 
-A scheduler adds ``initial_lr`` to the groups of an optimizer. Loaded with ``full_state_dict`` into an optimizer without
-a scheduler, such a dict raises ``KeyError``. With ``broadcast_from_rank0`` too, rank 0 alone gets the setting.
+A scheduler adds ``initial_lr`` to the groups of an optimizer. If such a dict is loaded with ``full_state_dict`` into an
+optimizer without a scheduler, it raises ``KeyError``. With ``broadcast_from_rank0`` too, only rank 0 gets the setting.
 """
 
 import torch

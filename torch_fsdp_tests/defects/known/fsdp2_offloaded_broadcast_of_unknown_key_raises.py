@@ -1,7 +1,7 @@
 """broadcast_from_rank0 with cpu_offload raises KeyError for a key that the model does not have.
 
-After each tensor its entry is moved to the host, also where there is none. Without ``cpu_offload`` such a key is
-reported as unexpected, or left out where ``strict`` is False.
+After each tensor its entry is moved to the host, even if there is no such entry. Without ``cpu_offload`` such a key is
+reported as unexpected, or ignored if ``strict`` is False.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The optimizer's state dict cannot be had while parameters are gathered, as they are after an evaluation.
+"""Getting the optimizer's state dict raises while parameters are gathered, for example after an evaluation.
 
-A forward without gradients leaves the root's parameters gathered. ``get_optimizer_state_dict`` looks for them among
-the optimizer's parameters, which are the sharded ones, finds none, and raises ``KeyError: 0``. ``get_model_state_dict``
+A forward without gradients leaves the root's parameters gathered. ``get_optimizer_state_dict`` looks for them among the
+optimizer's parameters, which are the sharded ones. It finds none, and raises ``KeyError: 0``. ``get_model_state_dict``
 reshards first. So does ``get_state_dict``, which takes the model's state first.
 """
 

@@ -1,9 +1,9 @@
-"""FSDP stores a dimension that two axes shard in the order of the mesh, whatever order its partition spec states.
+"""FSDP shards a dimension over two axes in the order of the mesh, even if its partition spec has another order.
 
 The package spmd-types lets two mesh axes shard one dimension, and the first axis of the partition spec is the outer
-one. ``fully_shard`` makes a DTensor of the parameter and reads from the spec only which axes there are: the DTensor
-says that the first axis of the mesh is the outer one. Where the spec states the other order, ``full_tensor`` and
-checkpoints have the rows of the parameter in a wrong order. Training on the same mesh does not show it.
+one. ``fully_shard`` makes a DTensor of the parameter, and only reads from the spec which axes there are. The DTensor
+always has the first axis of the mesh as the outer one. If the spec has the other order, ``full_tensor`` and checkpoints
+have the rows of the parameter in a wrong order. Training on the same mesh does not show it.
 """
 
 import torch
@@ -36,7 +36,7 @@ def reproduce(rank, world_size, device):
     mesh = init_device_mesh(device.type, (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
     outer, inner = mesh.get_group("tp"), mesh.get_group("ep")
     model = nn.Linear(1, 1, bias=False, device=device)
-    row = 2 * dist.get_rank(outer) + dist.get_rank(inner)  # of four
+    row = 2 * dist.get_rank(outer) + dist.get_rank(inner)  # of four ranks
     model.weight = nn.Parameter(torch.full((1, 1), float(row), device=device))
     spec = spmd.PartitionSpec((outer, inner), None)
     spmd.assert_type(model.weight, {outer: spmd.V, inner: spmd.V}, partition_spec=spec)

@@ -1,8 +1,8 @@
-"""HSDP leaves out the all-reduce of a group that the last microbatch does not use.
+"""HSDP omits the all-reduce of a group that the last microbatch does not use.
 
-After a backward without all-reduce, FSDP2 keeps what it has reduce-scattered. The last microbatch all-reduces only the
-groups that it gives a gradient. The others are stepped without the gradient of the earlier microbatches, which is then
-added to that of the next step.
+After a backward without all-reduce, FSDP2 keeps the reduce-scattered gradients. The last microbatch all-reduces only
+the groups that get a gradient from it. The optimizer steps the other groups without the gradient of the earlier
+microbatches, and the next step adds this gradient to its own.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """HSDP adds the partial gradient of one parameter to another one.
 
 After a backward without all-reduce, FSDP2 keeps one flat buffer with the gradients that it has reduce-scattered so far.
-It does not note which parameters are in it, and adds it to whatever the next backward reduces. If that backward uses
-other parameters, their gradients are mixed up where the sizes are the same; where they are not, the addition raises.
+It does not record which parameters are in it, and adds it to whatever the next backward reduces. If that backward uses
+other parameters of the same sizes, their gradients are mixed up. If the sizes differ, the addition raises.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """An evaluation of a pipeline clears the gradients of its FSDP2 stages.
 
-Whoever accumulates gradients over several steps of a schedule, and evaluates in between, loses what was accumulated.
-When a schedule changes from training to evaluation, or back, it prepares its stages anew. Afterwards it sets all
-gradients of FSDP2 modules to None, since the preparation may have left some. It does so even if the shapes of the
-stages are given, so that nothing is computed. Gradients of stages without FSDP2 stay.
+If gradients are accumulated over several steps of a schedule, an evaluation in between loses them. When a schedule
+changes from training to evaluation, or back, it prepares its stages again. Afterwards it sets all gradients of FSDP2
+modules to None, because the preparation may have left some. It does so even if the shapes of the stages are given, so
+that nothing is computed. Gradients of stages without FSDP2 stay.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""A parameter of which tensor parallelism leaves a rank no rows makes backward raise.
+"""Backward raises if tensor parallelism leaves a rank without rows of a parameter.
 
-Column-wise parallelism over two ranks leaves the second one nothing of a layer with one output. Its FSDP group then
-reduces gradients without elements, and ``torch._chunk_cat`` refuses those. A plain module, DDP and tensor parallelism
-alone can train such a layer.
+For a layer with one output, column-wise parallelism over two ranks leaves the second rank without rows. Its FSDP group
+then reduces gradients without elements, and ``torch._chunk_cat`` refuses those. A plain module, DDP, and tensor
+parallelism without FSDP can train such a layer.
 """
 
 import torch

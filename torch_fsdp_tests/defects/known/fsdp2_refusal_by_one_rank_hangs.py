@@ -1,8 +1,8 @@
-"""What rank 0 refuses of a full state dict to broadcast it refuses alone, and the other ranks wait for it.
+"""If rank 0 refuses a full state dict before the broadcast, the other ranks hang.
 
-With ``broadcast_from_rank0`` rank 0 checks that each parameter has its optimizer state, and in a compiled model that
-each parameter is there, and raises where one is missing. The others have nothing to check: they wait for the
-broadcast until the process group gives up.
+With ``broadcast_from_rank0``, rank 0 checks that each parameter has its optimizer state, and in a compiled model that
+each parameter is there. It raises if one is missing. The other ranks have nothing to check, and wait for the broadcast
+until the process group times out.
 """
 
 import torch
@@ -43,5 +43,5 @@ def reproduce(rank, world_size, device):
         found = "waited for rank 0"
     except (RuntimeError, KeyError):
         found = "refused"
-        dist.broadcast_object_list([{}], src=0)  # for which the others wait
+        dist.broadcast_object_list([{}], src=0)  # the broadcast that the others wait for
     return found, "refused"

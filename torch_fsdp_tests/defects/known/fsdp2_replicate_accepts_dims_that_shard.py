@@ -1,8 +1,8 @@
-"""replicate accepts mesh dimensions that shard, although it means to refuse them.
+"""replicate accepts mesh dimensions that shard, although it should refuse them.
 
-``replicate`` refuses ``dp_mesh_dims`` with a dimension that shards, and points to ``fully_shard``. The check asks for
-an instance of ``DDPMeshInfo``, of which ``HSDPMeshInfo`` is a subclass. So a dimension that shards is accepted if
-another one replicates: the parameters are sharded under the name of ``replicate``, and stay gathered after forward.
+``replicate`` refuses ``dp_mesh_dims`` with a dimension that shards, and points to ``fully_shard``. The check is for an
+instance of ``DDPMeshInfo``, but ``HSDPMeshInfo`` is a subclass of that. So a dimension that shards is accepted if
+another one replicates. Then ``replicate`` shards the parameters, and they stay gathered after forward.
 """
 
 import torch

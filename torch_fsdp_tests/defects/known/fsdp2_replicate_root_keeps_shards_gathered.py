@@ -1,9 +1,9 @@
 """Sharded modules below a root of replicate stay gathered after their forward.
 
-A root of ``replicate`` looks for states of ``replicate`` alone when it initializes lazily. A module of ``fully_shard``
-below it therefore takes itself for a root, and a root does not reshard after forward by default. All such modules are
-gathered at the same time, between forward and backward, which is the memory that sharding was to save. Under a root of
-``fully_shard`` both kinds are found.
+When a root of ``replicate`` initializes lazily, it only looks for states of ``replicate``. So a module of
+``fully_shard`` below it becomes a root itself, and a root does not reshard after forward by default. All such modules
+are gathered at the same time, between forward and backward, so sharding saves no memory there. A root of
+``fully_shard`` finds both kinds.
 """
 
 import torch
@@ -35,6 +35,6 @@ def reproduce(rank, world_size, device):
     replicate(model, mesh=mesh)
     model(torch.ones(1, 2, device=device))
 
-    found = isinstance(model[0].weight, DTensor)  # as long as a module is gathered it has plain parameters
+    found = isinstance(model[0].weight, DTensor)  # while a module is gathered, it has plain parameters
     right = True
     return found, right

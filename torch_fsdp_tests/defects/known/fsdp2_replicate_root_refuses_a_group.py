@@ -1,7 +1,7 @@
 """A group of fully_shard below a root of replicate raises in its first forward.
 
-A root of ``replicate`` looks for states of ``replicate`` alone when it initializes lazily. The state of
-``fully_shard([a, b])`` below it therefore takes itself for a root, and a root must be a single module. Under a root of
+When a root of ``replicate`` initializes lazily, it only looks for states of ``replicate``. So the state of
+``fully_shard([a, b])`` below it becomes a root itself, but a root must be a single module. Under a root of
 ``fully_shard`` the same model runs.
 """
 

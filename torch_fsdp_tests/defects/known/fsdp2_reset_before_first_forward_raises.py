@@ -1,8 +1,8 @@
 """reset_iter_state raises before the first forward.
 
-What an iteration leaves behind is created by the root's first forward, and ``reset_iter_state`` does not ask whether
-there was one. A training loop that resets after every error therefore hides the error of a step that failed earlier,
-for example while it fetched its data.
+The root's first forward creates the state that ``reset_iter_state`` resets, and ``reset_iter_state`` does not check for
+it. If a training loop resets after every error, this hides the error of a step that failed before its forward, for
+example while it fetched its data.
 """
 
 import torch

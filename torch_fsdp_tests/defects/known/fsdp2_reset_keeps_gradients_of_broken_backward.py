@@ -1,8 +1,8 @@
-"""reset_iter_state keeps the gradients of a backward that broke off.
+"""reset_iter_state keeps the gradients of an interrupted backward.
 
-A backward that raises leaves gradients on the unsharded parameters of the modules that it came to. ``reset_iter_state``
-is meant for such a case and does not drop them, ``zero_grad`` sees only the sharded parameters, and the next backward
-adds to them: those layers get a gradient too large, and nothing says so.
+A backward that raises leaves gradients on the unsharded parameters of the modules that it has reached.
+``reset_iter_state`` is meant for such a case but does not drop them. ``zero_grad`` only sees the sharded parameters,
+and the next backward adds to the old gradients. So those layers get too large gradients, without a warning.
 """
 
 import torch

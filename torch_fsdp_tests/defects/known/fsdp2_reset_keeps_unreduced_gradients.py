@@ -1,8 +1,8 @@
 """reset_iter_state keeps gradients that were not reduced yet.
 
-The docstring of ``reset_iter_state`` says that gradients which were accumulated without a reduction are lost. They stay
-on the parameter group, ``zero_grad`` does not see them, and the next backward adds them to its own: the step is made
-with the gradient of a microbatch that the reset was to discard.
+The docstring of ``reset_iter_state`` says that gradients which were accumulated without a reduction are lost. In fact
+they stay on the parameter group, and ``zero_grad`` does not see them. The next backward adds them to its own, so the
+step includes the gradient of a microbatch that the reset should have discarded.
 """
 
 import torch
@@ -29,7 +29,7 @@ def reproduce(rank, world_size, device):
     model = nn.Linear(2, 2, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     model.set_requires_gradient_sync(False)
-    model(torch.full((1, 2), 10.0, device=device)).sum().backward()  # a microbatch of a step that is given up
+    model(torch.full((1, 2), 10.0, device=device)).sum().backward()  # a microbatch of an abandoned step
     model.reset_iter_state()
     model.zero_grad()
     model.set_requires_gradient_sync(True)

@@ -1,9 +1,9 @@
 """With tensor parallelism the ranks disagree on whether GradScaler skips a step.
 
-``GradScaler.step`` asks the optimizer's gradients whether any is infinite, and reduces the answer over the mesh of the
-gradient that comes first. Where that gradient is replicated over a dimension of the mesh, or lives on one dimension
-only, ranks along the other dimension are not asked. An overflow in a shard of theirs makes them skip the step that the
-others take, and their scales differ from then on.
+``GradScaler.step`` checks whether any of the optimizer's gradients is infinite, and reduces the answer over the mesh of
+the first gradient. If that gradient is replicated over a dimension of the mesh, or is only on one dimension, ranks
+along the other dimension are not included. An overflow in one of their shards makes them skip the step, but the other
+ranks take it. Their scales differ from then on.
 """
 
 import torch
@@ -35,7 +35,7 @@ def reproduce(rank, world_size, device):
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).to(device)
     parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(output_layouts=Replicate())})
-    fully_shard(model, mesh=mesh["dp"])  # the norm, first in the optimizer, lies on dp alone
+    fully_shard(model, mesh=mesh["dp"])  # the norm is the first in the optimizer, and is only on dp
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
 

@@ -1,8 +1,8 @@
-"""fully_shard refuses the mesh of the parameters where an equal mesh was used before.
+"""fully_shard refuses the mesh of the parameters if an equal mesh was used before.
 
-``nn.Parameter(dtensor)`` makes a DTensor whose mesh comes from a cache of specifications, in which the first of several
-equal meshes stays. With ``dp_mesh_dims``, ``fully_shard`` compares meshes by identity: the mesh on which the parameters
-were placed a moment ago is refused as another one.
+``nn.Parameter(dtensor)`` makes a DTensor whose mesh comes from a cache of specifications. The cache keeps the first of
+several equal meshes. With ``dp_mesh_dims``, ``fully_shard`` compares meshes by identity, so it refuses the mesh on
+which the parameters were just placed as a different one.
 """
 
 from torch import nn

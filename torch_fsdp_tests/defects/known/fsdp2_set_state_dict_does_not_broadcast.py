@@ -1,7 +1,7 @@
-"""set_state_dict with broadcast_from_rank0 lets rank 0 wait for the others for ever.
+"""set_state_dict with broadcast_from_rank0 makes rank 0 wait for the other ranks forever.
 
-Rank 0 has the state dicts and the others have empty ones, as ``StateDictOptions`` says. An empty one for the model is
-taken for the wish to load the optimizer alone, so that only rank 0 goes on to broadcast the model. The two functions
+Rank 0 has the state dicts and the others have empty ones, as ``StateDictOptions`` says. An empty state dict for the
+model means that only the optimizer is loaded, so only rank 0 goes on to broadcast the model. The two separate functions
 for a model and for optimizers do not have the defect.
 """
 
@@ -33,6 +33,6 @@ def reproduce(rank, world_size, device):
     states = get_state_dict(model, optim, options=options)
     if rank > 0:
         states = {}, {}
-    with mock.patch.object(state_dict, "_broadcast_state_dict") as broadcast:  # or rank 0 would wait
+    with mock.patch.object(state_dict, "_broadcast_state_dict") as broadcast:  # otherwise rank 0 would wait
         set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return f"takes part in {broadcast.call_count} broadcasts", "takes part in 2 broadcasts"

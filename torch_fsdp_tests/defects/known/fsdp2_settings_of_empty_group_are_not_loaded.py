@@ -1,8 +1,8 @@
 """An optimizer whose first group has no parameters cannot be loaded, or keeps its own settings for that group.
 
-To find the saved group that belongs to an empty one, the variable of a loop is used after the loop: it is the last
-group. With full state dicts the settings of the empty group stay as they were, with sharded ones they are missing and
-loading raises. A flattened state dict with an empty group raises in any place.
+To find the saved group for an empty one, DSD uses a loop variable after the loop, which is then the last group. With
+full state dicts the settings of the empty group do not change. With sharded ones they are missing, and loading raises.
+A flattened state dict with an empty group raises wherever the group is.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A backward raises where parameters are sharded along another dimension than the first and reshard to a smaller mesh.
+"""Backward raises if parameters are not sharded along their first dimension and reshard to a smaller mesh.
 
 With an integer as ``reshard_after_forward``, FSDP2 keeps a flat piece of each parameter after forward. In backward it
 gathers these pieces and puts them together as if they were columns, with a shape that has only one dimension.

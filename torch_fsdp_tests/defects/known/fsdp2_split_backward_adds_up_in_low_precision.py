@@ -1,9 +1,8 @@
 """A pipeline with a split backward adds up gradients of microbatches in low precision.
 
-With a ``reduce_dtype`` of float32 the gradients of microbatches are to be added up in float32. FSDP2 moves what a group
-has to float32 when the gradient of the group's input is computed. A schedule that computes the gradients of parameters
-apart from those of inputs may compute the former for several microbatches in a row. Autograd then adds them in
-bfloat16.
+With a ``reduce_dtype`` of float32 the gradients of microbatches should be added up in float32. FSDP2 converts a group's
+gradients to float32 when the gradient of the group's input is computed. A schedule that computes the gradients of
+parameters separately may do so for several microbatches in a row. Autograd then adds them in bfloat16.
 """
 
 import torch

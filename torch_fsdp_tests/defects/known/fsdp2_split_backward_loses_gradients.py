@@ -2,8 +2,8 @@
 
 A zero-bubble schedule first computes the gradients of a stage's inputs, and those of its parameters later. Before the
 first part it asks the stage for its parameters. If FSDP2 has resharded after forward, which is the default below the
-root, it gets the shards. They are not in the autograd graph, so no gradients are computed for them, and there is no
-warning. Depending on the schedule, this happens in all microbatches or in some.
+root, the schedule gets the shards. They are not in the autograd graph, so no gradients are computed for them, and there
+is no warning. Depending on the schedule, this happens in all microbatches or in some.
 """
 
 import torch
@@ -44,5 +44,5 @@ def reproduce(rank, world_size, device):
 
     grads = [param.grad for param in module.parameters()]
     found = [None if grad is None else grad.full_tensor()[0, 0].item() for grad in grads]
-    right = [16.0, 16.0]  # two microbatches of ones, and three more layers, each of which doubles
+    right = [16.0, 16.0]  # two microbatches of ones, and three more layers; each layer doubles
     return found, right

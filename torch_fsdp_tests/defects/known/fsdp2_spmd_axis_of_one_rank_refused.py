@@ -1,8 +1,8 @@
-"""fully_shard refuses annotated parameters where a dimension of the mesh, other than FSDP's, has one rank.
+"""fully_shard refuses annotated parameters if a dimension of the mesh, other than FSDP's, has one rank.
 
-It wants a type of the package spmd-types for each dimension of the mesh that is not FSDP's own. The package keeps no
+It requires a type of the package spmd-types for each dimension of the mesh that is not FSDP's own. The package keeps no
 types for axes of one rank: ``assert_type`` leaves them out. So a model that is annotated for tensor parallelism cannot
-be wrapped on the mesh of a run whose ``tp`` is 1, and the error asks for an annotation that is there.
+be wrapped on a mesh with a ``tp`` of 1, and the error asks for an annotation that is already there.
 """
 
 from torch import nn

@@ -1,8 +1,8 @@
 """Optimizers without states, such as plain SGD, get each other's settings, or cannot be loaded.
 
-``set_optimizer_state_dict`` takes a state dict without states for one whose parameters have numbers, since all of its
-no keys are numbers. It is handed to each optimizer as it is: all groups of all optimizers, in the order in which they
-were saved.
+``set_optimizer_state_dict`` checks whether all keys of the states are numbers. Without states there are no keys, so the
+check is true, and the state dict counts as one whose parameters have numbers. Then each optimizer gets the whole state
+dict: all groups of all optimizers, in the order in which they were saved.
 """
 
 import torch

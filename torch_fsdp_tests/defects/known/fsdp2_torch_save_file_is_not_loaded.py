@@ -1,10 +1,10 @@
 """Loading a file of torch.save into a sharded model hangs.
 
-``BroadcastingTorchSaveReader`` is there to read the file on one rank, to broadcast each tensor, and to shard it. That
-rank broadcasts the whole tensor. The others receive it in ``torch.empty_like`` of what is in the state dict, which is a
-DTensor and has room for a shard alone. The ranks wait for each other until the process group gives up. If they did
-not, each would get the first rows: ``DynamicMetaLoadPlanner`` describes the file to each rank as if it had that rank's
-shard alone. Sharded tensors of FSDP1 hang as well. Full state dicts can be loaded.
+``BroadcastingTorchSaveReader`` should read the file on one rank, broadcast each tensor, and shard it. That rank
+broadcasts the whole tensor. The others receive it in ``torch.empty_like`` of the entry of their state dict, which is a
+DTensor and only has room for a shard. The ranks wait for each other until the process group times out. Even without the
+hang, each rank would get the first rows: ``DynamicMetaLoadPlanner`` describes the file to each rank as if it had only
+that rank's shard. Sharded tensors of FSDP1 hang as well. Full state dicts can be loaded.
 """
 
 import datetime

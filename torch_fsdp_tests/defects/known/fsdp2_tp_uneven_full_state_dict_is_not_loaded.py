@@ -1,7 +1,7 @@
-"""A full state dict is not loaded where FSDP2 and tensor parallelism cut one dimension unevenly.
+"""A full state dict is not loaded if FSDP2 and tensor parallelism shard one dimension unevenly.
 
-``full_state_dict`` without ``broadcast_from_rank0`` has ``distribute_tensor`` cut each tensor, which asserts that the
-parts are even where both cut the rows. With ``broadcast_from_rank0`` the same state dict is loaded.
+With ``full_state_dict`` and without ``broadcast_from_rank0``, ``distribute_tensor`` shards each tensor. It asserts that
+the parts are even if both shard the rows. With ``broadcast_from_rank0`` the same state dict is loaded.
 """
 
 import torch

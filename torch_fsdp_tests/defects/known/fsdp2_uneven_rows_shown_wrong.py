@@ -1,8 +1,8 @@
 """After a forward with an int reshard_after_forward, parameters of uneven size show wrong rows.
 
 With ``reshard_after_forward=n`` the parameters are kept in shards over ``n`` ranks between forward and backward. Those
-shards are cut from the padded parameter, and the DTensor that is registered for them describes an unpadded one. Where
-the ranks do not divide the rows, ``full_tensor()`` and norms of the parameters give wrong values, padding included.
+shards are chunks of the padded parameter, but the DTensor that is registered for them describes an unpadded one. If the
+ranks do not divide the rows evenly, ``full_tensor()`` and norms of the parameters give wrong values, padding included.
 The state dict and the gradients are right.
 """
 
