@@ -1,5 +1,5 @@
-// The filter of a page. Without it everything is shown; with it the items that do not fit are hidden.
-// What is sought stands in the page's address, as in #find=hybrid&state=failed&feature=HSDP, so that it can be passed on.
+// The filter of a page. Without it everything is shown. With it, items that do not match are hidden.
+// The page's address has the search, as in #find=hybrid&state=failed&feature=HSDP, so that it can be passed on.
 "use strict";
 const bar = document.querySelector(".filter");
 if (bar) {

@@ -1,4 +1,4 @@
-// A device that is told apart from the host in every way that torch can see, and whose memory is the host's.
+// A device that torch can tell from the host in every way. Its memory is the host's.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -30,7 +30,7 @@ constexpr size_t kBlock = 512;
 int visible = 0;
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId streams[kMost] = {};
-std::atomic<bool> used{false}; // as soon as somebody has chosen a device or taken memory of one
+std::atomic<bool> used{false}; // true after a device was chosen or its memory was allocated
 std::atomic<c10::StreamId> last_stream{0};
 std::atomic<int64_t> allocated[kMost], peak[kMost], allocations[kMost];
 
@@ -108,7 +108,7 @@ struct PinnedMemory final : c10::Allocator {
 
 PinnedMemory pinned_memory;
 
-// ---- devices and streams: all work is done when it is asked for
+// ---- devices and streams: all work is done at once
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -187,7 +187,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// ---- what torch asks of a device in general
+// ---- the general interface of a device
 
 // Random numbers are a function of a seed and an offset, as DTensor wants it: sixteen bytes of state.
 struct Generator final : c10::GeneratorImpl {
@@ -508,7 +508,7 @@ void check_one_device(const torch::jit::Stack& stack, size_t arguments) {
   }
 }
 
-// The host computes. Random numbers are drawn by its rules from the device's generator.
+// The host computes. It draws random numbers from the device's generator.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   check_one_device(*stack, arguments.size());
@@ -577,7 +577,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 // ---- collectives: gloo's, over the same memory
 
-// What is over when it is asked for. gloo's own would copy the undivided sum again when it is waited for again.
+// Work that is complete at once. gloo's own would copy the undivided sum again on a second wait.
 class Done final : public c10d::Work {
  public:
   explicit Done(const std::vector<at::Tensor>& results) : Work(-1, c10d::OpType::UNKNOWN) {
