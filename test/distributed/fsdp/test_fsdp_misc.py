@@ -40,7 +40,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
 
@@ -1019,7 +1018,6 @@ class TestDefaults(TestCase):
                     "keep_low_precision_grads": False,
                     "cast_forward_inputs": False,
                     "cast_root_forward_inputs": True,
-                    "_module_classes_to_ignore": (_BatchNorm,),
                 },
                 StateDictConfig: {"offload_to_cpu": False},
                 FullStateDictConfig: {"offload_to_cpu": False, "rank0_only": False},
