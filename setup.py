@@ -34,7 +34,8 @@ class BuildWithTests(build_py):
         package = Path(self.build_lib, installation.PACKAGE.name)
         shutil.rmtree(package / "test", ignore_errors=True)  # of an earlier build
         for path in (path for pattern in TRAVELLING for path in sorted(HERE.glob(pattern))):
-            if path.suffix != ".pyc" and not path.is_symlink():  # the links to the harness are for checkouts alone
+            is_left = path.suffix == ".pyc" or any(part.startswith(".") for part in path.relative_to(HERE).parts)
+            if path.is_file() and not is_left and not path.is_symlink():  # the links to the harness are for checkouts
                 target = package / path.relative_to(HERE)
                 self.mkpath(str(target.parent))
                 self.copy_file(str(path), str(target))
