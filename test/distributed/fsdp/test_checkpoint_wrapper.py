@@ -223,18 +223,18 @@ class CheckpointWrapperTest(TestCase):
                     x = block(x) if self.call is None else self.call(block, x)
                 return x
 
-        def test(call: Callable[..., Any] | None = None, wrapper: Wrapper = nn.Sequential) -> int:
+        def peak_with(call: Callable[..., Any] | None = None, wrapper: Wrapper = nn.Sequential) -> int:
             model = Model(call, wrapper).to(self.device)
             x = torch.randn(rows, width, device=self.device, requires_grad=True)
             with peak_memory() as peak:
                 model(x).sum().backward()
                 return peak()
 
-        without = test()
+        without = peak_with()
         for use_reentrant, wrapper in ((False, no_reentrant), (True, reentrant)):
             with self.subTest(use_reentrant=use_reentrant):
-                functional = test(functools.partial(checkpoint, use_reentrant=use_reentrant))
-                self.assertEqual(test(wrapper=wrapper), functional)
+                functional = peak_with(functools.partial(checkpoint, use_reentrant=use_reentrant))
+                self.assertEqual(peak_with(wrapper=wrapper), functional)
                 self.assertGreater(functional, 0)
                 # Of 24 activations, at most three of one block, their gradients, and the inputs of 8 blocks are alive.
                 self.assertLess(functional, without * 3 / 4)
@@ -344,7 +344,7 @@ class CheckpointWrapperTest(TestCase):
         original_init = saved_tensors_hooks.__init__
         saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def testing_cpu_offload_unpack_hook(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        def leave_on_host(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
             return packed[1]
 
         def patched_init(hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
@@ -353,7 +353,7 @@ class CheckpointWrapperTest(TestCase):
                 saved.append((tensor, packed[1]))
                 return packed
 
-            original_init(hooks, remembering, testing_cpu_offload_unpack_hook)
+            original_init(hooks, remembering, leave_on_host)
 
         with mock.patch.object(saved_tensors_hooks, "__init__", patched_init):
             loss = wrapped(torch.randn(3, 10, device=self.device)).sum()
