@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import unittest
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.fsdp import internals
 
+STEPS = 3  # memory that one step frees belongs to the next
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
 
 _NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stream", "sym_", "storage_offset", "_has_")
@@ -168,10 +172,8 @@ class Recording(TorchDispatchMode):
         for other in memory.accesses:
             if (writes or other.writes) and other.start < end and start < other.end:
                 self._compare(other, stream, operator)
-        covered = [
-            other for other in memory.accesses if not (_is_within(other, access) and (writes or not other.writes))
-        ]
-        memory.accesses = [*covered, access]
+        kept = [other for other in memory.accesses if not (_is_within(other, access) and (writes or not other.writes))]
+        memory.accesses = [*kept, access]
 
     def _compare(self, earlier: Access, stream: int, operator: str) -> None:
         if earlier.stream != stream and self._clocks[stream].get(earlier.stream, 0) < earlier.number:
@@ -220,11 +222,11 @@ def _is_within(inner: Access, outer: Access) -> bool:
 
 
 def _is_of_fsdp(frame: traceback.FrameSummary) -> bool:
-    return "distributed/fsdp/" in frame.filename.replace("\\", "/")
+    return "torch/distributed/fsdp/" in frame.filename
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.lineno}, {frame.name}"
+    return f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -288,3 +290,15 @@ def recorded() -> Iterator[Recording]:
         patches.enter_context(recording)
         recording.stream()
         yield recording
+
+
+def check_order(test: unittest.TestCase, model: nn.Module, step: Callable[[Any], object]) -> None:
+    """Train for some steps, and fail unless all work is ordered. ``step`` makes the model's gradients."""
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with recorded() as recording:
+        for _ in range(STEPS):
+            step(model)
+            optim.step()
+            optim.zero_grad()
+    test.assertEqual([str(race) for race in recording.races], [])
+    test.assertGreater(recording.waits, 0)

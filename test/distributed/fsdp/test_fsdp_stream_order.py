@@ -2,7 +2,6 @@
 """Beyond upstream: FSDP1's streams wait for each other when they share memory. The test needs no accelerator."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.fsdp import ordering
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.ordering import check_order
 
 DIM = 8
-STEPS = 3  # memory that one step frees is reused in the next
 
 
 class StreamOrderTest(FSDPTest):
@@ -29,16 +27,6 @@ class StreamOrderTest(FSDPTest):
 
     def _train(self, model: nn.Module) -> None:
         model(torch.randn(4, DIM, device=self.device)).sum().backward()
-
-    def _check_order(self, model: FSDP, step: Callable[[FSDP], object]) -> None:
-        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-        with ordering.recorded() as recording:
-            for _ in range(STEPS):
-                step(model)
-                optim.step()
-                optim.zero_grad()
-        self.assertEqual([str(race) for race in recording.races], [])
-        self.assertGreater(recording.waits, 0)
 
 
 class TestStreamOrder(StreamOrderTest):
@@ -54,7 +42,7 @@ class TestStreamOrder(StreamOrderTest):
         backward_prefetch=[None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST],
     )
     def test_training(self, **config):
-        self._check_order(self._wrap(**config), self._train)
+        check_order(self, self._wrap(**config), self._train)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -67,7 +55,7 @@ class TestStreamOrder(StreamOrderTest):
                     self._train(model)
             model.clip_grad_norm_(0.5)
 
-        self._check_order(self._wrap(use_orig_params=use_orig_params), step)
+        check_order(self, self._wrap(use_orig_params=use_orig_params), step)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -81,7 +69,7 @@ class TestStreamOrder(StreamOrderTest):
             with torch.no_grad():
                 model(torch.randn(4, DIM, device=self.device))
 
-        self._check_order(self._wrap(use_orig_params=use_orig_params), step)
+        check_order(self, self._wrap(use_orig_params=use_orig_params), step)
 
 
 class TestStreamOrderHybrid(StreamOrderTest):
@@ -102,9 +90,8 @@ class TestStreamOrderHybrid(StreamOrderTest):
                     self._train(model)
             self._train(model)
 
-        self._check_order(
-            self._wrap(device_mesh=mesh, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params), step
-        )
+        strategy = {"device_mesh": mesh, "sharding_strategy": sharding_strategy}
+        check_order(self, self._wrap(**strategy, use_orig_params=use_orig_params), step)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.fsdp import ordering
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.ordering import check_order
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 
 DIM = 8
-STEPS = 3  # later steps reuse memory that earlier steps free
 
 
 class StreamOrderTest(TrainingMixin, FSDPTest):
@@ -26,14 +25,7 @@ class StreamOrderTest(TrainingMixin, FSDPTest):
         return nn.Sequential(*(MLP(DIM) for _ in range(3)))
 
     def _check_order(self, model: Any, step: Callable[[Any, torch.Tensor], object] = train) -> None:
-        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-        with ordering.recorded() as recording:
-            for _ in range(STEPS):
-                step(model, self._inputs(4, DIM))
-                optim.step()
-                optim.zero_grad()
-        self.assertEqual([str(race) for race in recording.races], [])
-        self.assertGreater(recording.waits, 0)
+        check_order(self, model, lambda model: step(model, self._inputs(4, DIM)))
 
 
 class TestFullyShardStreamOrder(StreamOrderTest):
