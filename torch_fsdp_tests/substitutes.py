@@ -13,9 +13,9 @@ All substitutes are here, so that no test repeats them. Each one depends on a ca
   kept, the memory for the next gradient gets the dtype of the parameters again, as in FSDP. This proves that the rest
   of the step is right, but not that FSDP tells the two gradients apart.
 - ``pinned_memory``: offloaded parameters are pinned (``_flat_param``, ``_fsdp_param``), which needs an accelerator.
-  ``Tensor.pin_memory`` returns the tensor itself. This proves where FSDP keeps parameters and gradients, and when it
-  asks for copies. It does not prove that memory is pinned, or that a copy is right, because host and device are the
-  same memory. FSDP1 under NO_SHARD computes in the very storage that it offloads.
+  ``Tensor.pin_memory`` returns a copy, as it does with an accelerator, and ``Tensor.is_pinned`` recognizes its memory.
+  This proves what FSDP asks to pin, where it keeps parameters and gradients, and when it asks for copies. It does not
+  prove that a copy between host and device is right, because they are the same memory here.
 - ``streams``: the end of FSDP1's backward waits for the offload's stream, and ``torch.cpu.Stream`` has no
   ``synchronize``. It gets one that returns at once. This proves nothing about waiting: on the host every copy is
   complete when it returns.
@@ -34,6 +34,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.accelerator import Accelerator
@@ -120,11 +121,25 @@ def _has_offloaded_gradient(handle: Any) -> bool:
     return flat_param.grad.data_ptr() == flat_param._cpu_grad.data_ptr()
 
 
-def _pin_nothing(device: Accelerator, undo: contextlib.ExitStack) -> None:
+def _remember_what_is_pinned(device: Accelerator, undo: contextlib.ExitStack) -> None:
+    pinned: dict[int, StorageWeakRef] = {}  # by address; no other storage has it while the reference exists
+
+    def is_pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        known = pinned.get(self.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
     def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self
+        if self.is_pinned():
+            return self
+        for gone in [address for address, storage in [*pinned.items()] if storage.expired()]:
+            pinned.pop(gone, None)
+        copy = self.clone()
+        storage = StorageWeakRef(copy.untyped_storage())
+        pinned[storage.cdata] = storage
+        return copy
 
     undo.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin_memory))
+    undo.enter_context(mock.patch.object(torch.Tensor, "is_pinned", is_pinned))
 
 
 def _wait_for_nothing(device: Accelerator, undo: contextlib.ExitStack) -> None:
@@ -135,6 +150,6 @@ def _wait_for_nothing(device: Accelerator, undo: contextlib.ExitStack) -> None:
 _SUBSTITUTES: tuple[tuple[str, Callable[[Accelerator, contextlib.ExitStack], None]], ...] = (
     ("device_memory", _give_device_id),
     ("device_memory", _drop_offloaded_gradient),
-    ("pinned_memory", _pin_nothing),
+    ("pinned_memory", _remember_what_is_pinned),
     ("streams", _wait_for_nothing),
 )

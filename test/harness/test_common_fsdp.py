@@ -720,7 +720,12 @@ class TestStates(TwoRanks):
 
 class TestSubstitutes(TwoRanks):
     def originals(self) -> dict[str, Any]:
-        names = ((FSDP, "__init__"), (FlatParamHandle, "prepare_gradient_for_backward"), (torch.Tensor, "pin_memory"))
+        names = (
+            (FSDP, "__init__"),
+            (FlatParamHandle, "prepare_gradient_for_backward"),
+            (torch.Tensor, "pin_memory"),
+            (torch.Tensor, "is_pinned"),
+        )
         return {name: inspect.getattr_static(owner, name) for owner, name in names}
 
     def test_install_and_uninstall(self):
@@ -740,6 +745,16 @@ class TestSubstitutes(TwoRanks):
         self.assertEqual(self.originals(), before)
         self.assertEqual(hasattr(torch.cpu.Stream, "synchronize"), has_synchronize)
         substitutes.uninstall()
+
+    def test_pinned_memory_is_a_copy_that_is_recognized(self):
+        plain = torch.arange(6.0).view(2, 3).t()
+        pinned = plain.pin_memory()
+        self.assertEqual((plain.is_pinned(), pinned.is_pinned(), pinned[1:].detach().is_pinned()), (False, True, True))
+        self.assertEqual((pinned, pinned.stride()), (plain, plain.stride()))
+        self.assertNotEqual(pinned.data_ptr(), plain.data_ptr())
+        self.assertIs(pinned.pin_memory(), pinned)
+        del pinned
+        self.assertFalse(torch.empty_like(plain).is_pinned())
 
     def test_a_full_device_gets_nothing(self):
         substitutes.uninstall()

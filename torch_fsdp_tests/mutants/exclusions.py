@@ -13,7 +13,7 @@ LOGGING = "logging and profiling"
 ASSERTIONS = "assertions"
 TYPES = "types"
 COMPILER = "code that only a compiler runs"
-DEVICE = "streams, events, pinned memory and kernels, which a CPU does not have"
+DEVICE = "streams, events and kernels, which a CPU does not have"
 
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of statements that hold other statements
 
@@ -24,7 +24,7 @@ _LOGGING = re.compile(
 _TYPING = re.compile(r"(^|\.)(cast|TypeVar|NewType|ParamSpec|overload|no_type_check|TYPE_CHECKING)$")
 _EXCEPTION = re.compile(r"(Error|Exception|Warning)$")
 _COMPILER = re.compile(r"compil|dynamo|tracing")
-_DEVICE = re.compile(r"stream|(?<!pr)event|pin_memory|pinned|non_blocking|synchronize", re.IGNORECASE)
+_DEVICE = re.compile(r"stream|(?<!pr)event|non_blocking|synchronize", re.IGNORECASE)
 
 
 def _identifiers(node: ast.AST) -> Iterator[str]:

@@ -65,6 +65,7 @@ from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import check_defaults, data_parallel, full_parameters, named
 
 distributed_optim = torch_names.module("torch.distributed.optim")
@@ -721,6 +722,18 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             torch.optim.SGD(each.parameters(), lr=1e-2).step()
         self.assertEqual([flat_param.device for flat_param in internals.flat_params(model)], [HOST] * 2)
         self.assertEqual(full_parameters(model), named(local), exact_device=False)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], use_orig_params=[False, True])
+    def test_offloaded_parameters_are_pinned(self, sharding_strategy, use_orig_params):
+        """So are the gradients that go back to the host, and those that take the place of released ones."""
+        offload = CPUOffload(offload_params=True)
+        model = FSDP(nn.Linear(4, 4), None, sharding_strategy, offload, use_orig_params=use_orig_params)
+        for _ in range(2):
+            model(torch.ones(1, 4, device=self.device)).sum().backward()
+            pinned = [(param.is_pinned(), param.grad.is_pinned()) for param in model.parameters() if param.numel()]
+            self.assertEqual({*pinned}, {(True, True)})
+            model.zero_grad()
 
     @skip_if_lt_x_gpu(2)
     def test_module_device_mismatches_device_id(self):

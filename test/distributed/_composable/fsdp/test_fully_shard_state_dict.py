@@ -263,6 +263,21 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             self.assertEqual(value.to_local().device, HOST)
             self.assertEqual(value.to_local(), whole[name][self.rank : self.rank + 1].to(HOST))
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(pin_memory=[True, False], rows=[4, 5])
+    def test_offloaded_parameters_are_pinned(self, pin_memory, rows):
+        """They are from the start, also with padding, and are pinned anew after values were assigned."""
+        model = nn.Linear(3, rows, bias=False)
+        fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
+        self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
+        values = {"weight": model.weight.detach() + 1}
+        self.assertFalse(values["weight"].to_local().is_pinned())
+        model.load_state_dict(values, assign=True)
+        for _ in range(2):
+            model(torch.ones(1, 3, device=self.device)).sum().backward()
+            self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
+            self.assertEqual(model.weight.to_local(), values["weight"].to_local())
+
     @skip_if_lt_x_gpu(4)
     def test_2d_state_dict_correctness(self):
         mesh = make_mesh(2, self.world_size // 2, names=("dp", "tp"))
