@@ -24,6 +24,9 @@ from torch_fsdp_tests.mutants.operators import OPERATORS
 from torch_fsdp_tests.mutants.sites import Site, Source
 from torch_fsdp_tests.mutants.trials import batches, within
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
+from torch_fsdp_tests.reach.functions import Statement
+from torch_fsdp_tests.reach.functions import digest as digest_of
+from torch_fsdp_tests.reach.reachmap import Module
 
 # For each operator: code, and the possible replacements for the last changed line.
 EXAMPLES: dict[str, list[tuple[str, set[str]]]] = {
@@ -82,7 +85,7 @@ EXCLUDED = [
     ("if not torch.compiler.is_compiling(): pass\nelse: f(a)", exclusions.COMPILER),
     ("stream.wait_event(a)", exclusions.DEVICE),
     ("x = f(a, non_blocking=True)", exclusions.DEVICE),
-    ("if a.pinned and b: pass", exclusions.DEVICE),
+    ("if a.stream and b: pass", exclusions.DEVICE),
     ("if a == b: warnings.warn('x')", exclusions.LOGGING),
     ("if a == b: stream.wait_event(c)", exclusions.DEVICE),
     ("if a == b: raise AssertionError('x')", exclusions.ASSERTIONS),
@@ -313,6 +316,24 @@ class TestTests(unittest.TestCase):
         self.assertEqual([test.file for test in tests.of("vendor_fsdp.m.Options")], ["a"])
         self.assertEqual([test.file for test in tests.of("vendor_fsdp.m.f")], ["a", "b"])
         self.assertEqual(tests.of("vendor_fsdp.m.other"), [])
+
+
+class TestStatements(TreeCase):
+    def test_only_tests_that_run_the_statement(self):
+        path = self.root / "m.py"
+        path.write_text("def f(x):\n    if x:\n        x = x + 1\n    return x\n")
+        _, body, last = (Statement("vendor_fsdp.m.f", number, 1, 1) for number in range(3))
+        builder = MapBuilder()
+        for name in "abc":
+            builder.add(name, "T.t", {"vendor_fsdp.m.f"})
+            builder.add_statements(name, "T.t", [body, last] if name == "b" else [last])
+        site = Source(path.read_bytes(), "vendor_fsdp.m", True).sites["vendor_fsdp.m:f:arithmetic:1"]
+        changed = mutant.Mutant(site.id, "vendor_fsdp.m", site.function, "arithmetic", None, path, site)
+        for digest, files in ((digest_of(path.read_bytes()), ["b"]), ("other", ["a", "b", "c"])):
+            known = builder.build("2.0", {"vendor_fsdp.m": Module(digest, {}, {})}, [body, last])
+            with self.subTest(digest=digest):
+                tests = Tests(known, dict.fromkeys("abc", ""))
+                self.assertEqual([test.file for test in tests.for_mutant(changed)], files)
 
 
 class TestHook(TreeCase):

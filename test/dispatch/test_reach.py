@@ -1,5 +1,6 @@
 """The functions of a file, the map of what tests reach, and how a change is looked up in the map."""
 
+import ast
 import dataclasses
 import io
 import itertools
@@ -22,7 +23,7 @@ from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.reach import Function, MalformedMap, MapBuilder, Reached, ReachMap, functions_of, owners
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
-from torch_fsdp_tests.reach.functions import functions_in
+from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.reach.selection import select
 
@@ -145,6 +146,64 @@ class TestFunctions(unittest.TestCase):
         }.items():
             with self.subTest(old=old):
                 self.assertEqual(differing(SOURCE, SOURCE.replace(old, new)), names)
+
+
+STATEMENTS = """\
+def f(x):
+    if (x
+        > 1):
+        x = (1 +
+             2)
+        try:
+            return x
+        finally:
+            x = 3
+
+    @cache
+    def inner():
+        return 1
+    class C:
+        y = 1
+        def g(self): return 2
+    return inner
+z = 1
+@property
+def f(x): return x
+"""
+
+
+class TestStatements(unittest.TestCase):
+    def test_numbers_and_lines(self):
+        found = [(s.function, s.number, s.first, s.last) for _, s in statements_in(ast.parse(STATEMENTS), "m")]
+        self.assertEqual(
+            found,
+            [
+                ("m.f", 0, 2, 3),
+                ("m.f", 1, 4, 5),
+                ("m.f", 2, 6, 6),
+                ("m.f", 3, 7, 7),
+                ("m.f", 4, 9, 9),
+                ("m.f", 5, 12, 12),
+                ("m.f.<locals>.inner", 0, 13, 13),
+                ("m.f", 6, 14, 14),
+                ("m.f.<locals>.C.g", 0, 16, 16),
+                ("m.f", 7, 17, 17),
+                ("m.f", 8, 20, 20),
+            ],
+        )
+
+    def test_the_map_has_their_tests(self):
+        known = [Statement("p.f", number, 1, 1) for number in range(5)] + [Statement("p.unknown", 0, 1, 1)]
+        builder = MapBuilder()
+        for test in range(4):
+            builder.add("a", f"T.t{test}", ["p.f"], test)
+            builder.add_statements("a", f"T.t{test}", known[: 2 if test else 4])
+        found = builder.build("2.0", statements=known)
+        self.assertEqual(found.statements, {"p.f": {2: 1, 3: 1, 4: 0}})
+        self.assertEqual([found.running("p.f", number) for number in (0, 3, 4)], [0b1111, 1, 0])
+        with tempfile.TemporaryDirectory() as folder:
+            found.save(path := Path(folder, "map.json"))
+            self.assertEqual(ReachMap.load(path), found)
 
 
 def a_map() -> ReachMap:

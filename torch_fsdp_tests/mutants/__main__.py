@@ -49,14 +49,14 @@ def _main(asked: Options) -> ExitStatus:
     chosen, excluded = _choose(asked, found), Counter(each.excluded for each in found if each.excluded)
     tests = Tests(ReachMap.load(asked.map), _sources(asked))
     if asked.sample is not None:
-        entered = [each for each in chosen if tests.of(each.function)]
-        excluded["code that no test enters"] += len(chosen) - len(entered)
-        chosen = mutant.draw(entered, asked.sample, asked.seed)
+        run = [each for each in chosen if tests.is_run(each)]
+        excluded["code that no test runs"] += len(chosen) - len(run)
+        chosen = mutant.draw(run, asked.sample, asked.seed)
     if not chosen:
         raise ValueError("no mutant is selected")
     if asked.list:
         for each in chosen:
-            print(f"{each.id}  line {each.site.line}, {plural(len(tests.of(each.function)), 'test')}\n{each.change}")
+            print(f"{each.id}  line {each.site.line}, {plural(len(tests.for_mutant(each)), 'test')}\n{each.change}")
         return ExitStatus.OK
     facts = _facts(asked, device.type)
     record = Record(asked.output / report.RECORD, facts)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_fsdp_tests.mutants.sites import Site, Source
 from torch_fsdp_tests.reach import Reached, ReachMap, module_name
+from torch_fsdp_tests.reach.functions import digest
 
 EQUIVALENT = Path(__file__).parent / "data" / "equivalent.json"
 FSDP2 = "._fully_shard"  # in the names of modules
@@ -106,14 +107,38 @@ class Tests:
     def __init__(self, reach: ReachMap, sources: Mapping[str, str]) -> None:
         """``sources`` are the texts of the test files, by name. Only tests of these files count."""
         self._map, self._sources = reach, sources
-        self._known: dict[str, Sequence[Reached]] = {}
+        self._known: dict[tuple[str, int | None], Sequence[Reached]] = {}
 
-    def of(self, function: str) -> Sequence[Reached]:
-        if function not in self._known:
+        self._as_recorded: dict[str, bool] = {}  # whether a module's file is the recorded one
+
+    def of(self, function: str, statement: int | None = None) -> Sequence[Reached]:
+        """The tests of a function, or of one of its statements."""
+        key = function, statement
+        if key not in self._known:
+            self._known[key] = self._spread(self._running(*key), self._neighbours(function))
+        return self._known[key]
+
+    def for_mutant(self, mutant: Mutant) -> Sequence[Reached]:
+        """The tests that run the changed statement, or its function if the file differs from the recorded one."""
+        return self.of(mutant.function, self._statement(mutant))
+
+    def is_run(self, mutant: Mutant) -> bool:
+        """Whether there are such tests."""
+        return bool(self._running(mutant.function, self._statement(mutant)))
+
+    def _statement(self, mutant: Mutant) -> int | None:
+        if mutant.module not in self._as_recorded:
+            known = self._map.modules.get(mutant.module)
+            self._as_recorded[mutant.module] = known is not None and known.digest == digest(mutant.path.read_bytes())
+        return mutant.site.number if self._as_recorded[mutant.module] else None
+
+    @functools.cache  # noqa: B019 (there is one object in a run)
+    def _running(self, function: str, statement: int | None) -> list[Reached]:
+        if statement is not None and self._map.is_function(function):
+            found = self._map.in_order(self._map.running(function, statement))
+        else:
             found = self._map.tests_of(function) or self._of_fields(function) or self._around(function)
-            chosen = [test for test in found if test.file in self._sources]
-            self._known[function] = self._spread(chosen, self._neighbours(function))
-        return self._known[function]
+        return [test for test in found if test.file in self._sources]
 
     @functools.cached_property
     def _entered(self) -> Mapping[Reached, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_fsdp_tests.mutants.exclusions import BLOCKS, Exclusions
 from torch_fsdp_tests.mutants.operators import OPERATORS, Place
+from torch_fsdp_tests.reach.functions import statements_in
 
 _MARKS = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # nodes that no operator changes
 MARKER = "__mutant_reached__"  # what changed code calls before it runs
@@ -44,6 +45,7 @@ class Site:
     holder: ast.AST
     field: str
     index: int | None
+    number: int | None = None  # of the statement, among those of the function; None outside of its body
 
     def _put(self, node: ast.AST) -> None:
         if self.index is None:
@@ -113,6 +115,7 @@ class Source:
         self._only = None if only is None else function_of(only)
         self.tree = ast.parse(text)
         self._exclusions = Exclusions(module, on_host)
+        self._statements = {id(node): statement for node, statement in statements_in(self.tree, module)}
         self._numbers: collections.Counter[str] = collections.Counter()
         around = _Around(module, f"{module}.", place=Place(first_bound=_first_bound(self.tree)))
         self.sites = {site.id: site for site in self._visit(self.tree, around, self.tree, "", None)}
@@ -154,9 +157,11 @@ class Source:
         stem = f"{self.module}:{around.name.removeprefix(self.module).lstrip('.') or '<module>'}:{operator}"
         self._numbers[stem] += 1
         line = getattr(old, "lineno", around.statement.lineno)
+        known = self._statements.get(id(around.statement))
+        number = known.number if known is not None and known.function == around.name else None
         return Site(
             f"{stem}:{self._numbers[stem]}", around.name, operator, excluded, line, around.statement, around.block,
-            old, new, holder, field, index,
+            old, new, holder, field, index, number,
         )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ class Trials:
             return dataclasses.replace(told, outcome=Outcome.EQUIVALENT, why=argued["why"])
         executed: list[str] = []
         seconds = 0.0
-        reaching = self._tests.of(mutant.function)
+        reaching = self._tests.for_mutant(mutant)
         chosen = within(self._setting.budget, reaching)
         for batch in batches(chosen):
             while batch:
@@ -170,7 +170,7 @@ class Trials:
                 batch = _after(batch, bad, attempt)
         left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
-            why = "no test enters it" if not reaching else "the tests that enter it skip here"
+            why = "no test runs the statement" if not reaching else "the tests that enter it skip here"
             return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why)
         if not self._reached(mutant.id).exists():
             why = f"no test runs the statement{left_out}"

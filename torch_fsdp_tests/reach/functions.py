@@ -1,4 +1,4 @@
-"""The functions of a source file, with their lines and a digest that comments, docstrings and layout do not change.
+"""The functions of a source file and their statements, with digests that comments, docstrings and layout do not change.
 
 Nothing is imported or run, because planning must be fast and the file may belong to another torch.
 """
@@ -6,6 +6,7 @@ Nothing is imported or run, because planning must be fast and the file may belon
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,6 +33,19 @@ class Function:
     last: int
     digest: str
     body: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """A statement of a function, without the statements inside it.
+
+    Its number counts the statements of all functions of this name, from 0, in the order of their lines.
+    """
+
+    function: str
+    number: int
+    first: int
+    last: int
 
 
 def module_name(source: Path, package_root: Path) -> str:
@@ -65,6 +79,38 @@ def _inside(scope: ast.AST, prefix: str) -> Iterator[Function]:
             yield from _inside(node, f"{name}." if body is None else f"{name}.<locals>.")
         elif not isinstance(node, ast.expr):  # under a condition, in a loop
             yield from _inside(node, prefix)
+
+
+def statements_in(tree: ast.Module, module: str) -> list[tuple[ast.stmt, Statement]]:
+    """The statements in functions of a module, with their nodes. A nested function's statements are its own."""
+    counts: collections.Counter[str] = collections.Counter()
+    found: list[tuple[ast.stmt, Statement]] = []
+
+    def visit(node: ast.AST, function: str | None, prefix: str) -> None:
+        if isinstance(node, ast.stmt) and function is not None:
+            found.append((node, Statement(function, counts[function], node.lineno, _header_end(node))))
+            counts[function] += 1
+        if isinstance(node, _SCOPES) and not isinstance(node, ast.Module):
+            name = prefix + node.name
+            is_class = isinstance(node, ast.ClassDef)
+            function, prefix = (None, f"{name}.") if is_class else (name, f"{name}.<locals>.")
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.expr):
+                visit(child, function, prefix)
+
+    visit(tree, None, f"{module}.")
+    return found
+
+
+def _header_end(statement: ast.stmt) -> int:
+    """The last line of a statement, or of its header if there are statements inside it."""
+    inside = [each for each in ast.iter_child_nodes(statement) if isinstance(each, (ast.stmt, ast.match_case))]
+    if not inside:
+        return statement.end_lineno or statement.lineno
+    first = inside[0]
+    decorated = [each.lineno for each in getattr(first, "decorator_list", [])]
+    starts = [*decorated, first.pattern.lineno if isinstance(first, ast.match_case) else first.lineno]
+    return max(statement.lineno, min(starts) - 1)
 
 
 def _body(function: _Function) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_fsdp_tests.reach.functions import digest, digests, functions_in
+from torch_fsdp_tests.reach.functions import Statement, digest, digests, functions_in
 
-FORMAT = 1
+FORMAT = 2
 
 
 class MalformedMap(ValueError):
@@ -52,12 +52,17 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class ReachMap:
-    """Maps functions to the tests that enter them. A set of tests is an integer: test N is in it if bit N is set."""
+    """Maps functions to the tests that enter them, and statements by their numbers to the tests that run them.
+
+    A set of tests is an integer: test N is in it if bit N is set. A statement that all tests of its function run is not
+    listed.
+    """
 
     torch: str
     tests: tuple[Reached, ...]
     reached: Mapping[str, int]  # by qualified name; functions that no test enters are not in it
     modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
+    statements: Mapping[str, Mapping[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> ReachMap:
@@ -75,6 +80,7 @@ class ReachMap:
                     module: Module(whole, *({module + name: part for name, part in parts.items()} for parts in kinds))
                     for module, (whole, *kinds) in data["modules"].items()
                 },
+                statements=_by_function(_unpack(data["statements"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
             if isinstance(error, MalformedMap):
@@ -99,6 +105,7 @@ class ReachMap:
                 for name, module in self.modules.items()
             },
             "reached": _pack(self.reached, len(self.tests)),
+            "statements": _pack(_by_tests(self.statements), len(self.tests)),
         }
 
     def as_text(self) -> str:
@@ -126,6 +133,10 @@ class ReachMap:
         for each in self._names[start:end]:
             found |= self.reached[each]
         return found
+
+    def running(self, function: str, statement: int) -> int:
+        """The tests that run a statement of a function."""
+        return self.statements.get(function, {}).get(statement, self.reached.get(function, 0))
 
     def is_function(self, name: str) -> bool:
         """Whether this function existed when the map was recorded."""
@@ -162,6 +173,7 @@ class MapBuilder:
     def __init__(self) -> None:
         self._tests: dict[tuple[str, str], float] = {}
         self._entered: dict[tuple[str, str], set[str]] = {}
+        self._ran: dict[Statement, set[tuple[str, str]]] = {}
 
     def add(self, file: str, test: str, functions: Iterable[str], seconds: float = 0.0) -> None:
         """Add functions that a test enters. Its seconds are the maximum of all calls."""
@@ -169,19 +181,36 @@ class MapBuilder:
         self._tests[key] = max(seconds, self._tests.get(key, 0.0))
         self._entered.setdefault(key, set()).update(functions)
 
+    def add_statements(self, file: str, test: str, statements: Iterable[Statement]) -> None:
+        """Add statements that a test runs."""
+        for each in statements:
+            self._ran.setdefault(each, set()).add((file, test))
+
     def functions(self) -> set[str]:
         """The functions that any test enters."""
         return set().union(*self._entered.values())
 
-    def build(self, torch: str, modules: Mapping[str, Module] | None = None) -> ReachMap:
-        """Build the map. It does not depend on the order in which things were added."""
+    def build(
+        self, torch: str, modules: Mapping[str, Module] | None = None, statements: Iterable[Statement] = ()
+    ) -> ReachMap:
+        """Build the map. It does not depend on the order in which things were added.
+
+        ``statements`` are all those of the functions, so that the map knows which of them no test runs.
+        """
         keys = sorted(self._tests)
         reached: dict[str, int] = {}
         for index, key in enumerate(keys):
             for name in self._entered[key]:
                 reached[name] = reached.get(name, 0) | 1 << index
         tests = tuple(Reached(*key, round(self._tests[key], 2), len(self._entered[key])) for key in keys)
-        return ReachMap(torch, tests, dict(sorted(reached.items())), dict(sorted((modules or {}).items())))
+        bit = {key: 1 << index for index, key in enumerate(keys)}
+        fewer: dict[str, dict[int, int]] = {}
+        for each in sorted(statements, key=lambda each: (each.function, each.number)):
+            ran = sum(bit[key] for key in self._ran.get(each, ()))
+            entered = reached.get(each.function, 0)
+            if ran != entered:
+                fewer.setdefault(each.function, {})[each.number] = ran
+        return ReachMap(torch, tests, dict(sorted(reached.items())), dict(sorted((modules or {}).items())), fewer)
 
 
 def _enclosing(name: str) -> Iterator[str]:
@@ -189,6 +218,25 @@ def _enclosing(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def _by_tests(statements: Mapping[str, Mapping[int, int]]) -> dict[str, int]:
+    """Each function's statements that the same tests run under one name, such as ``torch.f#3,4``."""
+    found: dict[str, int] = {}
+    for function, tests in statements.items():
+        for same in dict.fromkeys(tests.values()):
+            numbers = ",".join(str(number) for number, each in tests.items() if each == same)
+            found[f"{function}#{numbers}"] = same
+    return found
+
+
+def _by_function(rows: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """The opposite of :func:`_by_tests`."""
+    found: dict[str, dict[int, int]] = {}
+    for name, tests in rows.items():
+        function, _, numbers = name.partition("#")
+        found.setdefault(function, {}).update(dict.fromkeys(map(int, numbers.split(",")), tests))
+    return {function: dict(sorted(tests.items())) for function, tests in found.items()}
 
 
 def _pack(reached: Mapping[str, int], count: int) -> list[Any]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch_fsdp_tests.reach.functions import Function, functions_in, module_name, owners
+from torch_fsdp_tests.reach.functions import Function, Statement, functions_in, module_name, owners, statements_in
 from torch_fsdp_tests.reach.reachmap import MapBuilder, Module, ReachMap
 
 SEPARATOR = "::"  # in a context, between a file and a test
 # Folders of torch whose functions are in the map, and of these the ones that it has whole: of the others it has only
 # modules that some test enters, since the rest is not what FSDP uses.
 FOLDERS = tuple(f"distributed/{name}" for name in ("fsdp", "_composable", "checkpoint", "tensor"))
-WHOLE = FOLDERS[:2]
+WHOLE = FOLDERS[:2]  # of these it also has statements
 
 
 def context(file: str, test: str) -> str:
@@ -34,6 +35,10 @@ def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch
     contents = {path: path.read_bytes() for path in sources(root)}
     functions: dict[Path, list[Function]] = {}
     lines_of: dict[Path, dict[int, str]] = {}
+    statements: dict[Path, list[Statement]] = {
+        path: [each for _, each in statements_in(ast.parse(contents[path]), module_name(path, root))]
+        for path in sources(root, WHOLE)
+    }
     builder = MapBuilder()
     for (file, test), spent in seconds.items():
         builder.add(file, test, (), spent)
@@ -47,10 +52,20 @@ def make(data: Path, seconds: Mapping[tuple[str, str], float], root: Path, torch
             lines_of[path] = owners(functions[path])
         owner = lines_of[path]
         builder.add(file, test, {owner[line] for line in lines if line in owner})
+        ran = set(lines)
+        builder.add_statements(
+            file,
+            test,
+            (each for each in statements.get(path, ()) if not ran.isdisjoint(range(each.first, each.last + 1))),
+        )
     entered = builder.functions()
     kept = {*sources(root, WHOLE), *(p for p, known in functions.items() if any(f.name in entered for f in known))}
     names = {path: module_name(path, root) for path in kept}
-    return builder.build(torch, {name: Module.of(contents[path], name) for path, name in names.items()})
+    return builder.build(
+        torch,
+        {name: Module.of(contents[path], name) for path, name in names.items()},
+        (each for known in statements.values() for each in known),
+    )
 
 
 def _lines(data: Path) -> Iterator[tuple[str, str, list[int]]]:
