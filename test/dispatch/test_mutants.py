@@ -317,6 +317,15 @@ class TestTests(unittest.TestCase):
         self.assertEqual([test.file for test in tests.of("vendor_fsdp.m.f")], ["a", "b"])
         self.assertEqual(tests.of("vendor_fsdp.m.other"), [])
 
+    def test_names_with_words_of_the_changed_code_come_early(self):
+        reaches = {f"f::T.test_{name}": ["m.f", *(f"m.g{n}" for n in range(9))] for name in ("a", "b", "c", "d")}
+        others = {f"f::T.test_thing_{n}": ["m.f", *(f"m.g{k}" for k in range(10 + n))] for n in range(6)}
+        named = {"f::T.test_written_back": ["m.f", *(f"m.g{n}" for n in range(9))], "f::T.test_hooks": ["m.f", "m.h"]}
+        tests = Tests(make_map({**reaches, **others, **named}), {"f": ""})
+        order = [test.test for test in tests.of("vendor_fsdp.m.f", text="self.write_back(HookState)")]
+        self.assertEqual((len(order), len({*order})), (12, 12))
+        self.assertLess(order.index("T.test_written_back"), 6)
+
 
 class TestStatements(TreeCase):
     def test_only_tests_that_run_the_statement(self):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fnmatch
 import functools
 import hashlib
 import heapq
 import importlib.util
+import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,29 +101,34 @@ START = 0.5  # seconds that a test costs in addition to its own
 
 
 class Tests:
-    """The tests that could notice a mutant: first a few specific ones, then those that quickly cover most functions.
+    """The tests that could notice a mutant, the most telling first.
 
-    Hundreds of tests enter a function that all of FSDP uses. The most specific of them do little else, so the effect of
-    a mutant often shows only in other tests.
+    First come a few specific ones. Then tests whose names share rare words with the changed code alternate with tests
+    that quickly cover most functions. Hundreds of tests enter a function that all of FSDP uses. The most specific of
+    them do little else, so the effect of a mutant often shows only in other tests.
     """
 
     def __init__(self, reach: ReachMap, sources: Mapping[str, str]) -> None:
         """``sources`` are the texts of the test files, by name. Only tests of these files count."""
         self._map, self._sources = reach, sources
-        self._known: dict[tuple[str, int | None], Sequence[Reached]] = {}
+        self._known: dict[tuple[str, int | None, str], Sequence[Reached]] = {}
 
         self._as_recorded: dict[str, bool] = {}  # whether a module's file is the recorded one
 
-    def of(self, function: str, statement: int | None = None) -> Sequence[Reached]:
-        """The tests of a function, or of one of its statements."""
-        key = function, statement
+    def of(self, function: str, statement: int | None = None, text: str = "") -> Sequence[Reached]:
+        """The tests of a function, or of one of its statements with this text."""
+        key = function, statement, text
         if key not in self._known:
-            self._known[key] = self._spread(self._running(*key), self._neighbours(function))
+            found = self._running(function, statement)
+            spread = self._spread(found, self._neighbours(function))
+            named = self._by_words(found, _words(f"{function.rpartition('.')[2]} {text}"))
+            mixed = (test for pair in itertools.zip_longest(named, spread[SPECIFIC:]) for test in pair if test)
+            self._known[key] = [*dict.fromkeys([*spread[:SPECIFIC], *mixed])]
         return self._known[key]
 
     def for_mutant(self, mutant: Mutant) -> Sequence[Reached]:
         """The tests that run the changed statement, or its function if the file differs from the recorded one."""
-        return self.of(mutant.function, self._statement(mutant))
+        return self.of(mutant.function, self._statement(mutant), mutant.site.change[0])
 
     def is_run(self, mutant: Mutant) -> bool:
         """Whether there are such tests."""
@@ -139,6 +147,33 @@ class Tests:
         else:
             found = self._map.tests_of(function) or self._of_fields(function) or self._around(function)
         return [test for test in found if test.file in self._sources]
+
+    @functools.cached_property
+    def _words_of(self) -> Mapping[Reached, frozenset[str]]:
+        """The words in the names of each test and its file."""
+        return {test: _words(f"{test.file.rpartition('/')[2]} {test.test}") for test in self._map.tests}
+
+    @functools.cached_property
+    def _rarity(self) -> Mapping[str, float]:
+        """For each word how much it says about a test: the fewer tests have it, the more."""
+        counts = collections.Counter(word for words in self._words_of.values() for word in words)
+        return {word: math.log(1 + len(self._map.tests) / count) for word, count in counts.items()}
+
+    def _by_words(self, found: Sequence[Reached], wanted: frozenset[str]) -> list[Reached]:
+        """The tests whose names have some of these words, first those with rare words and few others.
+
+        The second test of a file counts half as much as the first, and so on, so that many files have their turn.
+        """
+        scores: dict[Reached, float] = {}
+        for test in found:
+            known = self._words_of[test]
+            if shared := wanted & known:
+                scores[test] = sum(self._rarity[word] for word in shared) / math.sqrt(len(known))
+        turns: collections.Counter[str] = collections.Counter()
+        for test in sorted(scores, key=lambda test: (-scores[test], test.seconds)):
+            turns[test.file] += 1
+            scores[test] /= turns[test.file]
+        return sorted(scores, key=lambda test: (-scores[test], test.seconds))
 
     @functools.cached_property
     def _entered(self) -> Mapping[Reached, int]:
@@ -204,6 +239,12 @@ class Tests:
         counts = {file: len(word.findall(text)) for file, text in self._sources.items()}
         found = [test for test in self._map.in_order((1 << len(self._map.tests)) - 1) if counts.get(test.file)]
         return sorted(found, key=lambda test: -counts[test.file])
+
+
+def _words(text: str) -> frozenset[str]:
+    """The words of identifiers, in the singular and in lower case."""
+    parts = re.findall(r"[A-Z]?[a-z]{2,}|[A-Z]{2,}(?![a-z])", text)
+    return frozenset(part.lower().removesuffix("s") for part in parts)
 
 
 def equivalents(path: Path, on_host: bool) -> Mapping[str, Mapping[str, Any]]:

@@ -300,7 +300,7 @@ class TestFlattenParams(FlattenTest):
     @skip_if_lt_x_gpu(1)
     @parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
     def test_flat_param_shard_metadata_with_memory_format(self, memory_format):
-        """A parameter keeps its strides and is flattened in memory order."""
+        """A parameter keeps its values and strides, and is flattened in memory order."""
         module = nn.Sequential(
             nn.Conv2d(10, 20, 3, bias=False), nn.Conv2d(20, 10, 5, bias=False), nn.Conv2d(10, 10, 1, bias=False)
         ).to(self.device, memory_format=memory_format)
@@ -308,8 +308,11 @@ class TestFlattenParams(FlattenTest):
             (param.permute(0, 2, 3, 1) if memory_format is torch.channels_last else param).detach().flatten()
             for param in module.parameters()
         ]
+        before = [param.detach().clone() for param in module.parameters()]
         handle = self._handle(module, use_orig_params=True)
         self.assertEqual(handle.flat_param.detach(), torch.cat(in_memory))  # all sizes are multiples of 4 elements
+        for layer, weight in zip(module, before, strict=True):
+            self.assertEqual((layer.weight, layer.weight.stride()), (weight, weight.stride()))
         contiguous = memory_format is torch.contiguous_format
         shapes = [(20, 10, 3, 3), (10, 20, 5, 5), (10, 10, 1, 1)]
         strides = {

@@ -798,6 +798,12 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
             self.assertEqual([param.device for param in model.module.b.parameters()], [self.device] * 2)
             self.assertEqual(initialized, [module, module.b] if kwargs else [])
 
+        initialized.clear()
+        module = MyModel()
+        module.a.to(META)
+        FSDP(module, device_id=self.device, ignored_modules=[module.a], use_orig_params=True, param_init_fn=init)
+        self.assertEqual(initialized, [])  # all that it manages has values
+
     @skip_if_lt_x_gpu(2)
     def test_fsdp_device_id_no_move_ignored_params_and_bufs(self):
         """Ignored parameters and buffers are neither moved nor flattened. They stay the same tensors."""

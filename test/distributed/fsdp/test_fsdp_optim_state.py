@@ -13,6 +13,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -559,8 +560,10 @@ class TestFSDPOptimState(FSDPTest):
             "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer "
             "but some ranks are missing some of those states"
         )
-        with self.assertRaisesRegex(RuntimeError, message):
+        with self.assertRaisesRegex(RuntimeError, message) as raised:
             FSDP.full_optim_state_dict(model, run.optim)
+        accused = re.findall(r"Rank (\d+) is missing", str(raised.exception))  # beyond upstream
+        self.assertEqual(accused, [str(rank) for rank in range(1, self.world_size)])
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], use_legacy=[False, True])

@@ -673,6 +673,22 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         self.assert_same_full_params(*models[::-1])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(change_data=[False, True])
+    def test_grad_writeback_without_shards(self, change_data):
+        """Beyond upstream: under NO_SHARD, too, the next backward adds to a gradient that was replaced."""
+        models = self._models(sharding_strategy=NO_SHARD)
+        for model in models:
+            self._loss(model).backward()
+            for param in model.parameters():
+                twos = torch.full_like(param, 2.0)
+                if change_data:
+                    param.grad.data = twos
+                else:
+                    param.grad = twos
+            self._loss(model).backward()
+        self.assert_same_grads(models[1], models[0], NO_SHARD)
+
+    @skip_if_lt_x_gpu(2)
     def test_update_in_place_needs_no_writeback(self):
         """Beyond upstream: an update in place, as by an optimizer, changes the flat parameter at once."""
         models = self._models()

@@ -382,6 +382,13 @@ class TestAutoWrap(TestCase):
         model = self._fsdp(TestFSDPWrap.NestedSequentialModel.get_model(), AT_LEAST_40)
         TestFSDPWrap.NestedSequentialModel.verify_model(self, model)
 
+    def test_parameters_that_are_not_wrapped_count(self):
+        """Beyond upstream: a module is wrapped from exactly the limit on, with the parameters of unwrapped children."""
+        for limit, expected in ((60, ["", "0"]), (61, [""])):
+            model = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=limit)
+            self.assertEqual(units(self._fsdp(model, policy)), expected)
+
     def test_auto_wrap_preset_exclude_wrap(self):
         """A list is not wrapped by the policy. It is wrapped if FSDP is called on it."""
         containers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])

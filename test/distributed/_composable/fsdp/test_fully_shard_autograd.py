@@ -258,6 +258,27 @@ class TestFullyShardAutograd(FSDPTest):
         shard_each((model.lin1, model.lin2, model), reshard_after_forward=reshard_after_forward)
         self._check_training(ref_model, model)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(output_dtype=[None, torch.float64], reshard_after_forward=[True, False])
+    def test_forward_without_gradients(self, output_dtype, reshard_after_forward):
+        """Beyond upstream: evaluation gives the output of the plain model, also between two training steps."""
+        manual_seed(42)
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
+        ref_model = self._replica(model)
+        policy = MixedPrecisionPolicy(output_dtype=output_dtype)
+        fully_shard(model[0], reshard_after_forward=reshard_after_forward)
+        fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        for _ in range(2):
+            rows, mine = self._global_and_local_input()
+            with torch.no_grad():
+                self.assertEqual(model(mine), ref_model(mine).to(output_dtype or mine.dtype))
+            ref_model(rows).sum().backward()
+            model(mine).sum().backward()
+            self._reduce_1d_partial_grads(ref_model)
+            self._check_gradients(ref_model, model, rows, mine)
+            ref_model.zero_grad()
+            model.zero_grad()
+
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False], loss_of=["output", "tangent", "both"])
@@ -378,6 +399,10 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "OrderedDict": (
         lambda x, y, mask: collections.OrderedDict(mask=mask, y=y, x=x),
         lambda c: (c["x"], c["y"], c["mask"]),
+    ),
+    "tuple with a named tuple": (
+        lambda x, y, mask: (NamedPair(x, y), mask),
+        lambda c: (c[0].x, c[0].y, c[1]),
     ),
     "named tuple of dataclass": (
         lambda x, y, mask: NamedPair(FrozenTriple(x, y, mask), mask),

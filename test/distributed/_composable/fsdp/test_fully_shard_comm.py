@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.debug import CommDebugMode
@@ -651,6 +652,34 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         check_sharded_parity(self, ref_model, model)
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
+    @skip_if_lt_x_gpu(2)
+    def test_divide_factor_of_a_custom_reduction(self):
+        """Beyond upstream: without a forced sum, the reduction itself multiplies by the reciprocal of the factor."""
+        model: Any = nn.Linear(6, 8, bias=False, device=self.device)
+        fully_shard(model, mesh=self._mesh(self.world_size))
+        factors: list[float] = []
+
+        class Summing(RecordingReduceScatter):
+            def __call__(
+                self,
+                output_tensor: torch.Tensor,
+                input_tensor: torch.Tensor,
+                group: Any,
+                op: Any,
+                async_op: bool = False,
+            ) -> Any:
+                kind, factor = op.__getstate__()
+                assert kind == dist.ReduceOp.PREMUL_SUM, kind
+                factors.append(factor)
+                return super().__call__(output_tensor, input_tensor * factor, group, dist.ReduceOp.SUM)
+
+        model.set_custom_reduce_scatter(Summing(48))
+        model.set_gradient_divide_factor(8.0)
+        model(torch.full((1, 6), 1.0 + self.rank, device=self.device)).sum().backward()
+        self.assertEqual(factors, [1 / 8])
+        total = sum(range(1, self.world_size + 1))
+        self.assertEqual(model.weight.grad.to_local(), torch.full_like(model.weight.grad.to_local(), total / 8))
+
     @needs(torch_facts.HAS_COPY_FUNCTIONS_PER_GROUP)
     @skip_if_lt_x_gpu(4)
     @subtests(dim=[0, 1])
@@ -1037,6 +1066,21 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
             expected = "Uf 0, Uf 1.lin1, Uf 1.lin2, Ub 1.lin1, Ub 0, P 1.lin1, P 0, P 1.lin2"
             self._check_events(events, expected)
             self.assertEqual(internals.forward_positions(internals.group_of(model[1].lin2)), [])
+
+    @needs(torch_facts.HAS_MESH_PER_PARAMETER)
+    @skip_if_lt_x_gpu(2)
+    def test_backward_prefetch_of_two_groups(self):
+        """Beyond upstream: a module with parameters on two meshes prefetches both groups of the module before it."""
+        other = internals.fsdp2_common.FSDPMeshInfo(DeviceMesh.from_group(dist.new_group(), self.device.type), 0)
+        result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
+        ref_model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(self.device)
+        model = copy.deepcopy(ref_model)
+        for layer in model:
+            fully_shard(layer, shard_placement_fn=lambda param: result if param.ndim == 1 else None)
+        fully_shard(model)
+        loss_of = lambda each, step: each(rows(self.rank, step, self.device, 4, 8)).square().sum()  # noqa: E731
+        backward = "Ub 2, Ub 2, Ub 1, Ub 1, P 2, P 2, Ub 0, Ub 0, P 1, P 1, P 0, P 0"
+        self._train(ref_model, model, loss_of, "Uf 0, Uf 0, Uf 1, Uf 1, Uf 2, Uf 2", backward)
 
     @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])

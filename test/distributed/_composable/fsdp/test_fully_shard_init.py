@@ -995,9 +995,12 @@ class TestFullyShardShardPlacementFn(InitTest):
 
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
-    @subtests(reshard_after_forward=[True, False])
-    def test_two_meshes_in_one_module(self, reshard_after_forward):
-        """Beyond upstream: each parameter is gathered and averaged over the mesh that the function returns for it."""
+    @subtests(reshard_after_forward=[True, False], replicated=[False, True])
+    def test_two_meshes_in_one_module(self, reshard_after_forward, replicated):
+        """Beyond upstream: each parameter is gathered and averaged over the mesh that the function returns for it.
+
+        If the module's own parameters are also replicated, both meshes share the group over which they are sharded.
+        """
         mesh = make_mesh(2, 4, names=("outer", "inner"))
         info = internals.fsdp2_common.FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
         ref_layer, layer = (filled(nn.Linear(8, 8, device=self.device)) for _ in range(2))
@@ -1006,7 +1009,7 @@ class TestFullyShardShardPlacementFn(InitTest):
         def placed(param: nn.Parameter) -> Any:
             return internals.fsdp2_common.ShardPlacementResult(Shard(0), info) if param is chosen else None
 
-        whole_mesh = make_mesh(self.world_size)
+        whole_mesh = mesh if replicated else make_mesh(self.world_size)
         fully_shard(layer, mesh=whole_mesh, shard_placement_fn=placed, reshard_after_forward=reshard_after_forward)
         groups = internals.groups_in(layer)
         self.assertEqual([group.mesh_info.mesh for group in groups], [whole_mesh, mesh["inner"]])

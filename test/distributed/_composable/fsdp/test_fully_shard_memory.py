@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
@@ -271,6 +272,21 @@ class TestFullyShardMemory(FSDPTest):
                 loss.backward()
             self.assertEqual(kept, [min(reduced, most) for reduced in (1, 2, 3, 4)])  # three blocks and the root
             self.assertEqual(internals.comm_context(model).reduce_scatter_states, [])
+
+    @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS, torch_facts.HAS_MESH_PER_PARAMETER)
+    @skip_if_lt_x_gpu(2)
+    def test_reductions_of_one_module_overlap(self):
+        """Beyond upstream: the limit counts when a module begins to reduce, and not between the groups of a module."""
+        group = DeviceMesh.from_group(dist.new_group(), self.device.type)
+        other = internals.fsdp2_common.FSDPMeshInfo(group, shard_mesh_dim=0)
+        model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
+        for layer in model:
+            result = internals.fsdp2_common.ShardPlacementResult(Shard(0), other)
+            fully_shard(layer, shard_placement_fn=lambda param, result=result: result if param.ndim == 1 else None)
+        fully_shard(model)
+        with self._after_each_group(lambda group: len(group.comm_ctx.reduce_scatter_states)) as kept:
+            model(torch.ones(2, 4, device=self.device)).sum().backward()
+        self.assertEqual(kept, [1, 2, 1, 2])  # two groups of each layer
 
     def _mesh(self, replicated: bool) -> DeviceMesh:
         """A mesh over which each rank has a shard, or a whole replica."""

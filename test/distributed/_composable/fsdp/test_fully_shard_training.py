@@ -1346,11 +1346,22 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         """Beyond upstream: a group that the last microbatch does not use is all-reduced with the others."""
         self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
 
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        microbatches=[("both", "right"), ("left", "right"), ("both", "both", "left")],
+        reshard_after_forward=[True, False],
+    )
+    def test_accumulated_gradients_of_unused_group(self, microbatches, reshard_after_forward):
+        """Beyond upstream: a group that the last microbatch does not use is reduced with the others."""
+        to_shard = lambda model: [model.left, model.right, model]  # noqa: E731
+        self._test_partial_reductions(microbatches, to_shard, reshard_after_forward, "set_requires_gradient_sync")
+
     def _test_partial_reductions(
         self,
         microbatches: tuple[str, ...],
         to_shard: Callable[[Any], list[nn.Module]],
         reshard_after_forward: bool = True,
+        mark_last: str = "set_requires_all_reduce",
     ) -> None:
         manual_seed(42)
         ref_model = TwoBranches().to(self.device)
@@ -1361,7 +1372,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             losses = []
             for index, (inp, used) in enumerate(zip(inputs, microbatches, strict=True), 1):
                 if each is model:
-                    model.set_requires_all_reduce(index == len(microbatches))
+                    getattr(model, mark_last)(index == len(microbatches))
                 losses.append(backward(loss_of(each(inp, *BRANCHES[used]))))
             return torch.stack(losses)
 
