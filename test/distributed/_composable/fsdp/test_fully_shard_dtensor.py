@@ -303,8 +303,10 @@ class TestFullyShardDTensor(FSDPTest):
     def test_validation_mesh_mismatch(self):
         mesh, other = self.named_mesh, self._new_named_mesh()
         self.assertEqual(mesh, other)  # equal, but a different object
-        with self.assertRaisesRegex(ValueError, "same mesh"):
-            fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(shard="fsdp"))
+        # Beyond upstream: the same with replicas, and with replicas alone.
+        for dims in ({"shard": "fsdp"}, {"shard": "fsdp", "replicate": "tp"}, {"replicate": "fsdp"}):
+            with self.assertRaisesRegex(ValueError, "same mesh"):
+                fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(**dims))
 
     @torch_defect("fsdp2_second_of_equal_meshes_refused")
     @skip_if_lt_x_gpu(4)
