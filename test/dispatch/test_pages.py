@@ -220,12 +220,22 @@ class TestContent(unittest.TestCase):
         for data, words in (
             (
                 a_report(a_file("test_x", a_test("T.test_1"), a_test("T.test_2"))),
-                "All 2 tests that had to pass passed.",
+                "All 2 tests passed.",
+            ),
+            (
+                a_report(a_file("test_x", a_test("T.test_1"), a_test("T.test_2", State.SKIPPED))),
+                "The test that ran passed. 1 test was skipped; its reason is given below.",
+            ),
+            (
+                a_report(a_file("test_x", *map(a_test, ("T.test_1", "T.test_2")), a_test("T.t", State.KNOWN_DEFECT))),
+                "All 2 tests that should pass did pass. 1 test showed ",
             ),
             (a_report(exit_code=5), "No test was executed, so this run proves nothing."),
             (a_report(exit_code=130), ": <span class=bad>interrupted</span>"),
             (a_report(torch=None), "FSDP of an unknown torch on "),
-            (a_report(exit_code=143), ": <span class=bad>exit status 143</span>"),
+            (a_report(exit_code=143), ": <span class=bad>terminated</span>"),
+            (a_report(exit_code=3), ": <span class=bad>incomplete</span>"),
+            (a_report(exit_code=9), ": <span class=bad>exit status 9</span>"),
             (a_report(hosts={"host-a": "ranks 0-3", "host-b": "ranks 4-7"}), "host-a (ranks 0-3), host-b (ranks 4-7)"),
             (a_report(device="abacus", device_count=8), "8 abacus devices"),
         ):
@@ -305,6 +315,18 @@ class TestComparison(unittest.TestCase):
         self.assertNotIn("shown before only", page)
         self.assertRegex(page, '<b>Tensor parallelism</b>.*?data-title="passed"><span class="">1</span></td>')
         self.assertEqual([str(each) for each in compare.differences(*reversed(reports))][0], "new: test_gone::T.test_1")
+        words = ["compared with the earlier report:", "only in this report: 1 file, such as test_gone"]
+        self.assertEqual(compare.lines(*reversed(reports)), words)
+
+    def test_a_new_test_that_fails_is_newly_failing(self):
+        """This is so in a file that the earlier report does not have, too."""
+        new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
+        reports = (a_report(a_file("test_x", a_test("T.test_1"))), a_report(a_file("test_x", a_test("T.test_1")), new))
+        self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
+        self.assertEqual(compare.lines(*reports)[1], "newly failing: test_new::T.test_1")
+        page = compare.render(*reports)
+        self.assertIn("<span class=bad>1 test newly failing</span>, <span class=ok>1 test new</span>", page)
+        self.assertRegex(page, "not there</span>.*?crashed")
 
     def test_both_sides_stand_in_the_page(self):
         page = pages()["comparison"]
@@ -353,6 +375,22 @@ function wide(frame) {
     .map((element) => `${element.tagName} ${element.className}: ${element.textContent.slice(0, 60)}`).slice(0, 5);
 }
 
+// Words of tables that are cut in two by a line break. Names in code may be.
+function broken(frame) {
+  const found = [], range = frame.createRange();
+  for (const cell of frame.querySelectorAll("td, th")) {
+    const walker = frame.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+      for (const word of node.parentElement.closest("code, pre") ? [] : node.data.matchAll(/\\b[a-z]{2,12}\\b/gi)) {
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (range.getClientRects().length > 1) found.push(word[0]);
+      }
+    }
+  }
+  return found;
+}
+
 async function seek(frame, wanted) {
   const bar = frame.querySelector(".filter");
   for (const field of bar.querySelectorAll("[name]")) field.value = wanted[field.name] || "";
@@ -379,7 +417,7 @@ async function look({page, width, wanted}) {
   for (const each of wanted) found.sought.push(await seek(frame, each));
   frame.querySelector(".filter button").click();
   found.cleared = frame.querySelector(".filter output").textContent;
-  return {...found, wide: wide(frame), width: root.clientWidth, scrolls: root.scrollWidth};
+  return {...found, wide: wide(frame), broken: broken(frame), width: root.clientWidth, scrolls: root.scrollWidth};
 }
 
 (async () => {
@@ -410,7 +448,7 @@ class TestInChromium(unittest.TestCase):
         self.assertIsInstance(told, list)
         return told or []
 
-    def test_nothing_is_wider_than_the_page(self):
+    def test_nothing_is_wider_than_the_page_and_words_stay_whole(self):
         asked: list[dict[str, Any]] = [
             {"page": page, "width": width, "wanted": [], "name": name}
             for name, page in pages().items()
@@ -420,6 +458,7 @@ class TestInChromium(unittest.TestCase):
             with self.subTest(page=each["name"], width=each["width"]):
                 self.assertEqual((found["width"], found["scrolls"], found["wide"]), (each["width"], each["width"], []))
                 self.assertTrue(found["filter"])
+                self.assertEqual(found["broken"], [])
 
     def test_filter(self):
         crash, long = "TestHybrid.test_crashes", f"TestHybrid.test_{LONG}"[:40]

@@ -87,7 +87,9 @@ def differences(before: Report, after: Report) -> list[Difference]:
     """The tests that changed, the worst first. Tests of :func:`files_gone` are left out."""
     was, now, files = _tests(before), _tests(after), set(files_gone(before, after))
     found = [Difference("gone", *name, was[name]) for name in was.keys() - now.keys() if name[0] not in files]
-    found += [Difference("new", *name, None, now[name]) for name in now.keys() - was.keys()]
+    for name in now.keys() - was.keys():
+        fails = State(now[name]["outcome"]).is_bad
+        found.append(Difference("newly failing" if fails else "new", *name, None, now[name]))
     for name in was.keys() & now.keys():
         kind = _kind(was[name], now[name])
         if kind is not None:
@@ -114,10 +116,12 @@ def _is_longer(seconds: float, others: float) -> bool:
 
 
 def lines(before: Report, after: Report) -> list[str]:
-    """A line for each test that changed."""
-    found = [str(each) for each in differences(before, after)]
-    if files := files_gone(before, after):
-        found.append(f"only in the earlier report: {plural(len(files), 'file')}, such as {files[0]}")
+    """A line for each test that changed. Files that only one of the reports has are counted."""
+    added = set(files_gone(after, before))
+    found = [str(each) for each in differences(before, after) if each.kind != "new" or each.file not in added]
+    for which, files in (("this", sorted(added)), ("the earlier", files_gone(before, after))):
+        if files:
+            found.append(f"only in {which} report: {plural(len(files), 'file')}, such as {files[0]}")
     return ["compared with the earlier report:", *found] if found else ["nothing differs from the earlier report"]
 
 

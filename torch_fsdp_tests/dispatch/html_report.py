@@ -38,7 +38,9 @@ VERDICTS = {
     ExitStatus.OK: "passed",
     ExitStatus.FAILED: "failed",
     ExitStatus.NOTHING_RAN: "nothing ran",
+    ExitStatus.BROKEN: "incomplete",
     ExitStatus.INTERRUPTED: "interrupted",
+    ExitStatus.TERMINATED: "terminated",
 }
 
 
@@ -103,10 +105,10 @@ def _lead(data: Mapping[str, Any]) -> str:
         told = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
     elif ran:
         held = ran - count["known defect"]
-        told = [
-            f"All {plural(held, 'test')} that had to pass passed." if held > 1 else "The test that had to pass passed."
-        ]
-        told *= bool(held)
+        did = (
+            "that should pass did pass" if held < ran else "that ran passed" if ran < sum(count.values()) else "passed"
+        )
+        told = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
     else:
         told = ["No test was executed, so this run proves nothing."]
     if count["known defect"]:
@@ -162,7 +164,8 @@ def totals(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     count = counts(data)
     shown = [state for state in STATES if count[state] or state in ("passed", "failed", "skipped")]
     boxes = [(str(count[state]), TOTALS[state], STATES[state][0] if count[state] else "none") for state in shown]
-    return [*boxes, (page.seconds(data["seconds"]), "wall time", ""), (str(len(data["files"])), "files", "")]
+    files, _, noun = plural(len(data["files"]), "file").partition(" ")
+    return [*boxes, (page.seconds(data["seconds"]), "wall time", ""), (files, noun, "")]
 
 
 def title(data: Mapping[str, Any]) -> str:

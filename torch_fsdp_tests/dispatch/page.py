@@ -49,8 +49,8 @@ def pre(value: str) -> str:
 
 
 def command(value: str) -> str:
-    """A command on one line."""
-    return f"<pre class=command tabindex=0>{text(value)}</pre>"
+    """A command. It is copied as one line, even if the page wraps it."""
+    return f"<pre tabindex=0>{text(value)}</pre>"
 
 
 def folded(summary: str, inside: str, is_open: bool = False, attributes: str = "") -> str:
