@@ -179,11 +179,14 @@ class TestReaching(CommandCase):
 
     def test_bad_input_is_refused_in_a_sentence(self):
         (self.root / "folder").mkdir()
+        deep = self.root / "deep.json"
+        deep.write_text('{"a":' * 100_000)
         for arguments, words in (
             (["--map", self.map, "--reaching", "nonsense"], "'nonsense' is not a name in the map, a file or a folder"),
             (["--map", self.root / "absent", "--changed"], "absent cannot be read: No such file or directory"),
             (["--map", self.root / "folder", "--changed"], "folder cannot be read: Is a directory"),
             (["--map", self.tree / "test_x.py", "--changed"], "test_x.py is not a map of what tests reach"),
+            (["--map", deep, "--changed"], "deep.json is nested too deeply to be read"),
             (["--map", self.map], "--map can only be used with --reaching or --changed"),
             (["--save-map", self.map], "--save-map can only be used with --coverage"),
             (["--coverage", "--save-map", self.tree], "test is a folder; name a file"),

@@ -389,7 +389,7 @@ class RunTestsTest(TestCase):
             (["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test matches -k absent or -k x\*z\n$"),
             (["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
             (["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
-            (["--repeat", "0"], 2, "not 1 or more"),
+            (["--repeat", "0"], 2, "less than 1"),
             (["--save-xml=x"], 2, r"^--save-xml is not an option of a single test file: run_test.py.*\n$"),
             (["--seed", "many"], 2, "invalid int value"),
             (["--discover-tests", "Beta"], 0, "^Beta.test_leaks\nBeta.test_sees_nothing_of_it\n$"),
@@ -425,11 +425,17 @@ class RunTestsTest(TestCase):
         self.assertEqual({link.resolve() for link in links}, {ROOT / "torch_fsdp_tests" / "__init__.py"})
 
     def test_variables_that_make_no_sense(self):
-        for variable, value in (("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc"), ("TORCH_FSDP_TESTS_START", "nope")):
+        for variable, value, words in (
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT is 'abc': "),
+            ("TORCH_FSDP_TESTS_START", "nope", "TORCH_FSDP_TESTS_START is 'nope': "),
+            (SEED_VARIABLE, "abc", f"{SEED_VARIABLE} is 'abc': give an integer"),
+            (accelerator.DEVICE_VARIABLE, "absent", "unknown device 'absent' in TORCH_FSDP_TESTS_DEVICE: "),
+            (accelerator.BACKEND_VARIABLE, "nope", "unknown backend 'nope': "),
+        ):
             with self.subTest(variable):
                 status, text = self.call(self.ours, "Beta", **{variable: value})
                 self.assertEqual(status, 2, text)
-                self.assertRegex(text, rf"^ours.py: {variable} is '{value}': [^\n]+\n$")
+                self.assertRegex(text, rf"^ours.py: {words}[^\n]*\n$")
 
     def test_other_runners(self):
         module = self.start("-m", "unittest", "-v", "ours.Beta")

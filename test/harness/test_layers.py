@@ -81,6 +81,16 @@ class TestLayers(TestCase):
         }
         self.assertEqual(found - OF_DISPATCH, set())
 
+    def test_nothing_connects_to_localhost_by_its_name(self):
+        """Some containers cannot resolve it, and a process that tries may wait for minutes."""
+        parsers = {PACKAGE / "peers.py"}  # it compares with the name, and connects to nothing
+        files = {*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("test/distributed/**/*.py")} - parsers
+        self.assertGreater(len(files), 200)
+        for file in sorted(files):
+            texts = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+            found = [text for text in texts if isinstance(text, str) and "localhost" in text]
+            self.assertEqual(found, [], str(file))
+
     def test_all_kinds_of_imports_are_seen(self):
         source = "import torch_fsdp_tests.a.b\nfrom torch_fsdp_tests import c\nfrom torch_fsdp_tests.d.e import f\n"
         relative = (

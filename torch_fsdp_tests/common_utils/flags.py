@@ -84,9 +84,9 @@ def device_under_test() -> accelerator.Accelerator | None:
 
 
 def device_type_under_test() -> str:
-    """The device type in generated names, even if the requested device is not available."""
+    """The device type in generated names, even if the requested device or its backend is not available."""
     found = device_under_test()
-    return found.type if found is not None else os.environ[accelerator.DEVICE_VARIABLE]
+    return found.type if found is not None else os.environ.get(accelerator.DEVICE_VARIABLE) or "cpu"
 
 
 def privateuse1_name() -> str:

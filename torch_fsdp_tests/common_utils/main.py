@@ -11,8 +11,8 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import events, settings
-from torch_fsdp_tests.vendors import ConfigurationError
+from torch_fsdp_tests import accelerator, events, settings
+from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
 from . import state, testcase
 from .seed import SEED_VARIABLE, set_rng_seed
@@ -37,13 +37,13 @@ _ELSEWHERE = {
 
 def _own_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    options = parser.add_argument_group("options beside unittest's")
+    options = parser.add_argument_group("options in addition to unittest's")
     options.add_argument("--seed", type=int, metavar="N", help="seed of every test, in its ranks too (default 1234)")
     options.add_argument("--showlocals", action="store_true", help="the same as --locals")
     options.add_argument("--no-showlocals", dest="showlocals", action="store_false", help=argparse.SUPPRESS)
     options.add_argument("--repeat", type=int, default=1, metavar="N", help="run the tests N times, or until one fails")
-    options.add_argument("--accept", action="store_true", help="write what expecttest's inline strings should be")
-    options.add_argument("--discover-tests", action="store_true", help="print the names of the tests and run none")
+    options.add_argument("--accept", action="store_true", help="update the inline strings of expecttest")
+    options.add_argument("--discover-tests", action="store_true", help="print the names of the tests, and run nothing")
     return parser
 
 
@@ -112,6 +112,15 @@ def _flat(suite: unittest.TestSuite | unittest.TestCase) -> Iterator[unittest.Te
             yield from _flat(part)
 
 
+def _check_device() -> None:
+    """Raise :class:`ConfigurationError` if a device or backend is requested that cannot be had.
+
+    A dispatcher has checked this before it started the file.
+    """
+    if not events.attached() and any(map(os.environ.get, (DEVICE_VARIABLE, BACKEND_VARIABLE))):
+        accelerator.current()
+
+
 def run_tests(argv: Sequence[str] | None = None) -> None:
     """Run the tests of the file that runs as a program, like :func:`unittest.main`, and exit.
 
@@ -134,20 +143,22 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
             unittest.main(argv=[program, "--help"])
         finally:
             print(parser.format_help())
+    options, rest = parser.parse_known_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"argument --repeat: {options.repeat} is less than 1")
+    if options.seed is not None:
+        os.environ[SEED_VARIABLE] = str(options.seed)
     try:
         settings.check(os.environ)
+        set_rng_seed()
+        if not options.discover_tests:
+            _check_device()
     except ConfigurationError as error:
         print(f"{os.path.basename(program)}: {error}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
-    options, rest = parser.parse_known_args(arguments)
-    if options.repeat < 1:
-        parser.error(f"argument --repeat: {options.repeat} is not 1 or more")
-    if options.seed is not None:
-        os.environ[SEED_VARIABLE] = str(options.seed)
     if options.accept:
         expecttest.ACCEPT = "1"  # what it makes of EXPECTTEST_ACCEPT=1
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # for the ranks
     if options.showlocals:
         rest.insert(0, "--locals")
-    set_rng_seed()
     _Program([program, *rest], options.repeat, options.discover_tests)

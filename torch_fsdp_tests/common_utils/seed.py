@@ -20,7 +20,7 @@ def seed_of_run() -> int:
     """The seed that every test starts from: ``TORCH_FSDP_TESTS_SEED``, else 1234.
 
     It is an environment variable, so that the ranks of a test get the seed that ``--seed`` gave to the test process.
-    Raises ``ValueError`` if the variable is not an integer.
+    Raises :class:`ConfigurationError` if the variable is not an integer.
     """
     text = os.environ.get(SEED_VARIABLE)
     if text is None:
@@ -28,7 +28,7 @@ def seed_of_run() -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{SEED_VARIABLE} is {text!r}: give an integer") from None
+        raise accelerator.ConfigurationError(f"{SEED_VARIABLE} is {text[:40]!r}: give an integer") from None
 
 
 def manual_seed(seed: int) -> None:

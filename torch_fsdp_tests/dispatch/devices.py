@@ -17,6 +17,7 @@ from torch_fsdp_tests.version_ranges import version_fits
 
 HOST = "cpu"
 LEAST_TORCH = ">=2.9"
+MOST_DEVICES = 10_000  # in one range of names
 _TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
 _CANNOT_BE_HAD = 42  # exit status if a device is not available
 
@@ -64,6 +65,8 @@ def parse_names(text: str) -> tuple[str, ...]:
     names: list[str] = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         span = re.fullmatch(r"(\d+)-(\d+)", word)
+        if span and (max(map(len, span.groups())) > 9 or int(span[2]) - int(span[1]) >= MOST_DEVICES):
+            raise ValueError(f"{word[:40]!r} has more than {MOST_DEVICES} devices")
         if span and int(span[1]) > int(span[2]):
             raise ValueError(f"{word!r} counts backwards")
         names += map(str, range(int(span[1]), int(span[2]) + 1)) if span else [word]

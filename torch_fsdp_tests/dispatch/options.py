@@ -25,7 +25,7 @@ MOST_RERUNS = 1000
 MOST_TESTS = 10_000_000
 
 VARIABLES = """\
-environment variables, as in upstream's run_test.py (options have priority):
+environment variables, as in PyTorch's run_test.py (options have priority):
   CI, VERBOSE_TEST_LOGS                CI means --pipe-logs, unless VERBOSE_TEST_LOGS shows the output of every file
   CONTINUE_THROUGH_ERROR               as --keep-going
   NO_TEST_TIMEOUT                      set the time limit of a file to a day
@@ -41,6 +41,11 @@ TORCH_FSDP_TESTS_STRICT_DEFECTS as --strict-defects
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if (word := message.removeprefix("unrecognized arguments: ")) != message:
+            import difflib  # imported late, because it is rarely needed
+
+            close = difflib.get_close_matches(word.split()[0].partition("=")[0], self._option_string_actions, n=1)
+            message += f"; did you mean {close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
 
     def format_help(self) -> str:
@@ -104,14 +109,14 @@ def make_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    words = "print the versions of the suite, of torch and of Python, and leave"
+    words = "print the versions of the suite, torch and Python, and exit"
     parser.add_argument("--version", action=_Version, nargs=0, help=words)
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "TEST"}
     flag: dict[str, Any] = {"action": "store_true"}
 
     add = parser.add_argument_group("which tests").add_argument
-    words = "files, folders, globs, file::Class or file::Class::test; below test/ or from here, with or without .py; "
-    words += "smoke: every feature once, in about a minute (a list in test/smoke.txt)"
+    words = "files, folders, globs, file::Class or file::Class::test, relative to test/ or to the current folder, with "
+    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about a minute"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
     words = "the same as TEST"
     add("-i", "--include", **several, help=words)
@@ -143,7 +148,7 @@ def make_parser() -> _Parser:
         metavar=("N", "M"),
         help="run the Nth of M parts, counted from 1",
     )
-    words = f"split files by tests that take longer than S seconds (default: {RunTests.split_threshold:g})"
+    words = f"split a file that takes longer than S seconds by its tests (default: {RunTests.split_threshold:g})"
     add("--split-threshold", type=_positive, metavar="S", help=words)
     add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
     words = "on the CPU: run N files at a time (default: depends on cores and ranks)"
@@ -151,7 +156,7 @@ def make_parser() -> _Parser:
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help="default number of ranks of a test")
-    words = "recorded times in upstream's formats; may be repeated"
+    words = "read recorded times from this file, in PyTorch's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
     add("--save-times", type=_path, metavar="DIR", help="write the times of this run to this folder")
 
@@ -165,7 +170,7 @@ def make_parser() -> _Parser:
         metavar="S",
         help="time limit of a file in seconds (default: depends on its recorded time)",
     )
-    words = "report a file as slow every S seconds, once it has run S seconds and twice its recorded time"
+    words = "report a running file as slow every S seconds, after S seconds and twice its recorded time"
     add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=_whole(0, MOST_RERUNS), metavar="N", help=words)
@@ -178,7 +183,7 @@ def make_parser() -> _Parser:
         metavar="N",
         help="fail the run if fewer than N tests were executed",
     )
-    words = f"seed of the order and of random numbers, or 'random' (default: source order, and {RunTests.seed})"
+    words = f"seed for the order of tests and for random numbers, or 'random' (default: source order, {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
     add("--showlocals", **flag, dest="show_locals", help="show local variables in tracebacks")
     words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py (in {REPORTS}/.coverage)"
@@ -186,10 +191,11 @@ def make_parser() -> _Parser:
     words = "with --coverage: write a map of which tests reach which functions, for --reaching and --changed"
     add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    words = "upstream's list of disabled tests"
+    words = "PyTorch's list of disabled tests"
     add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
-    add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="upstream's list of slow tests")
-    add("--known-failures", **lists, help="this project's own list; dispatch/data has its schema")
+    add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="PyTorch's list of slow tests")
+    words = "a list of tests that are disabled, slow or expected to fail; dispatch/data has its schema"
+    add("--known-failures", **lists, help=words)
     words = "run only the tests that the lists disable, and report which of them pass"
     add("--rerun-disabled-tests", **flag, dest="rerun_disabled", help=words)
 

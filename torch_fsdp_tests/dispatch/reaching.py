@@ -39,6 +39,8 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
             found.append(changes.since_recorded())
     except (UnknownChange, MalformedMap) as error:
         raise UnknownTest(str(error)) from error
+    except RecursionError as error:
+        raise UnknownTest(f"{run.map or 'the map'} is nested too deeply to be read") from error
     except OSError as error:
         raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
     chosen = select((name for change in found for name in change.names), known)

@@ -12,6 +12,7 @@ from torch_fsdp_tests.dispatch.needs import names_in
 from torch_fsdp_tests.dispatch.plan import TestRun
 
 LIST = ".txt"  # ending of a file in the test directory that holds names of tests
+SHOWN = 5  # names in a message
 Source = Callable[[str], str]  # the text of a file by its name
 
 
@@ -68,7 +69,7 @@ def find(text: str, names: Sequence[str], directory: Path, source: Source) -> li
     matches = matches or matching(wanted, names) or ([] if here is None else matching(here, names))
     if not matches:
         known = [*names, *_folders(names), *(path.stem for path in directory.glob(f"*{LIST}"))]
-        raise UnknownTest(f"unknown test {text!r}{_nearest(wanted, known)}")
+        raise UnknownTest(f"unknown test {text!r}{_nearest(wanted, known) or '; --list shows all files'}")
     if not inside:
         return [TestRun(name) for name in matches]
     if len(inside) > 2 or not all(inside):
@@ -120,12 +121,20 @@ def _inside(text: str, inside: Sequence[str], source: str) -> str:
     """``Class`` or ``Class.test``, checked against the source. A generated name starts with a name in the source."""
     for name, known in zip(inside, names_in(source) or (), strict=False):  # an unreadable file fails when it runs
         if not any(name.startswith(stem) or fnmatch.fnmatchcase(stem, name) for stem in known):
-            raise UnknownTest(f"unknown test {text!r}{_nearest(name, known)}")
+            raise UnknownTest(f"unknown test {text!r}{_nearest(name, known) or _there_are(known)}")
     return ".".join(inside)
 
 
 def _folders(names: Iterable[str]) -> set[str]:
     return {str(parent) for name in names for parent in Path(name).parents if str(parent) != "."}
+
+
+def _there_are(known: Iterable[str]) -> str:
+    """The remark ``; there are: a, b``, for a name that is like none of these."""
+    known = sorted(set(known))
+    names = [name for name in known if name.lower().startswith("test")] or known  # a file may define models, too
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"; there are: {', '.join(names[:SHOWN])}{more}" if names else ""
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> str:
