@@ -74,4 +74,9 @@ def program_words() -> list[str]:
         return [python, "-m", PACKAGE.name]
     if os.path.basename(program) == COMMAND:
         return [COMMAND if shutil.which(COMMAND) == os.path.abspath(program) else program]
-    return [python, os.path.relpath(program) if os.path.exists(program) else "run_test.py"]
+    return [python, short_path(program) if os.path.exists(program) else "run_test.py"]
+
+
+def short_path(path: str | Path) -> str:
+    """The shorter of a path's relative and absolute forms."""
+    return min(os.path.relpath(path), os.path.abspath(path), key=len)

@@ -107,12 +107,13 @@ class RankResult:
             found = f"{was} stopped (SIGSTOP or the like)" if self.stopped else f"{was} still running"
             limit = "" if self.limit is None else f" (the limit is {self.limit:g} s)"
             return f"{told}{found} after {self.at:.1f} s{limit}, and {was} killed"
-        end = f"{was} killed by {self.signal}" if self.signal else f"left with exit code {self.exit_code}"
+        end = f"{was} killed by {self.signal}" if self.signal else f"exited with code {self.exit_code}"
         return told + end + ("" if self.said else " before reporting anything")
 
-    def in_one_line(self) -> str:
+    def in_one_line(self, plural: bool = False) -> str:
         """What the rank did, with the first line of its exception."""
-        return f"{self.headline()} {self.exception}: {self.message}".rstrip(": ") if self.raised else self.headline()
+        headline = self.headline(plural)
+        return f"{headline} {self.exception}: {self.message}".rstrip(": ") if self.raised else headline
 
     def cause_key(self) -> tuple[bool, bool, float]:
         """The key for the order of causes. A rank that only waited explains nothing, and one that skipped explains

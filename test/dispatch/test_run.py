@@ -16,6 +16,7 @@ import tempfile
 import textwrap
 import time
 import unittest
+import unittest.mock
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, alive, body, fits, schema
 
-from torch_fsdp_tests import __version__
+from torch_fsdp_tests import __version__, installation
 from torch_fsdp_tests.dispatch.devices import torch_is_built_for, torch_version
 
 
@@ -69,6 +70,15 @@ class TestVerdicts(TreeCase):
             given = "--slow-tests slow.json --known-failures own.json"
             self.assertRegex(out, rf"(?m)^to repeat: {re.escape(name)} .*{given}$")
 
+    def test_paths_are_shown_in_their_shorter_form(self):
+        with unittest.mock.patch("os.getcwd", lambda: "/home/me/project/deep"):
+            for path, shown in (
+                ("/home/me/project/deep/a.json", "a.json"),
+                ("/home/me/project/b", "../b"),
+                ("/c", "/c"),
+            ):
+                self.assertEqual(installation.short_path(path), shown)
+
     def test_repeat_command_names_a_folder_that_is_called_as_the_default_one(self):
         out = self.check({"test_f": FAIL}, failed=1, cwd=self.root)
         self.assertIn("--test-directory test -i test_f", out)
@@ -76,6 +86,9 @@ class TestVerdicts(TreeCase):
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
         files = {"test_a": body("self.fail()", "pass"), "test_b": PASS}
         self.check(files, ["-j1"], passed=1, failed=1, says=["1 file not started: test_b"])
+        more = {f"test_c{number}": PASS for number in range(6)}
+        says = ["7 files not started: test_b, test_c0, test_c1, test_c2, test_c3 and 2 more\n"]
+        self.check(more, ["-j1"], passed=1, failed=1, says=says)
 
     def test_expected_failure_and_unexpected_success(self):
         text = "class TestX(unittest.TestCase):\n"
@@ -258,7 +271,9 @@ class TestSelecting(TreeCase):
             says=[r"got \['--flag', 'v'\]"],
             env={"VERBOSE_TEST_LOGS": "1"},
         )
-        self.check({}, ["-k", "nothing_fits"], says=["NO TEST"])
+        self.check(
+            {}, ["-k", "nothing_fits", "-k", "no*"], says=["no test matches -k nothing_fits or -k 'no", "NO TEST"]
+        )
         self.check({}, ["--distributed-tests"], code=5)
 
     def test_names_from_the_current_folder_and_without_an_option(self):
@@ -290,14 +305,23 @@ class TestSelecting(TreeCase):
         self.check({}, ["-i", "quick"], passed=2, says=["a/test_x  1 test ", "test_p  1 test "])
         self.check({}, ["-x", "quick"], passed=2, says=["a/test_x  1 test ", "a/test_y  1 test "])
         self.check({}, ["-i", "a"], passed=3)  # a folder of tests has this name
-        for word, words in (("wrong", "unknown test 'nowhere'"), ("quik", "unknown test 'quik'; nearest: quick")):
+        for word, words in (
+            ("wrong", "unknown test 'nowhere'; --list shows all files"),
+            ("quik", "unknown test 'quik'; nearest: quick"),
+        ):
             self.run_command("-i", word)
             self.assertEqual((self.code, self.out), (2, ""))
             self.assertEqual(self.err, f"run_test.py: {words}\n")
 
     def test_unknown_names(self):
         self.write({"a/test_x": body("pass")})
-        for word, near in (("a/test_y", "a/test_x"), ("a/test_x::TestZ", "TestX"), ("a/test_x::TestX::test_1_no", "")):
+        for word, near in (
+            ("a/test_y", "; nearest: a/test_x"),
+            ("zzz", "; --list shows all files"),
+            ("a/test_x::TestZ", "; nearest: TestX"),
+            ("a/test_x::Other", "; there are: TestX"),
+            ("a/test_x::TestX::test_1_no", ": a/test_x: .*; nearest: TestX.test_1"),
+        ):
             with self.subTest(word):
                 self.run_command("-i", word)
                 self.assertEqual(self.code, 2, self.out + self.err)
@@ -640,8 +664,22 @@ class TestStopping(TreeCase):
                 self.assertEqual(CLOSING.findall(out), [("1", "0", "0")], out)
                 self.assertIn("1 file not started: test_y", out)
                 self.assertIn(f"{number.name}: stopping 1 running file\n", out)
+                self.assertIn(f"\nstopped by {number.name} before all tests had run\n", out)
                 self.assertFalse(alive(pid))
                 (self.root / "pid").unlink()
+
+    def test_a_file_that_is_stopped_before_its_first_test_is_not_called_empty(self):
+        loaded = self.root / "loaded"
+        self.write({"test_x": f"open({str(loaded)!r}, 'w').close(); time.sleep(60)\n{PASS}"})
+        process = self.start(env={"FORCE_COLOR": "1"})
+        while not loaded.exists():
+            self.assertIsNone(process.poll())
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        self.assertEqual(process.returncode, 130, out + err)
+        self.assertRegex(out, r"(?m)^\[1/1\] stopped test_x  0 tests  ")
+        self.assertNotIn("\x1b[32m", out)  # nothing about a stopped run is green
 
     def test_signal_while_the_end_is_reported(self):
         pid_file = self.root / "pid"

@@ -36,6 +36,9 @@ class TestRanks(MultiProcessTestCase):
         print("printed by", self.rank)
         self.assertEqual(self.rank, 0)
 
+    def test_fails_alike(self):
+        self.fail("on every rank")
+
     def test_errs(self):
         raise ValueError(f"told by {self.rank}")
 
@@ -86,6 +89,7 @@ PASSED = ("passed", "passed", {"said": "passed", "exit_code": 0})
 STATES: dict[str, tuple[Any, ...]] = {
     "fails": ("failed", "body", PASSED,
               ("failed", "raised AssertionError: .*", {"exception": "AssertionError", "output": "printed by 1"})),
+    "fails_alike": ("failed", "body", *[("failed", "raised AssertionError: on every rank", {"said": "failed"})] * 2),
     "errs": ("error", "body",
              ("error", "raised ValueError: told by 0", {"exception": "ValueError", "message": "told by 0"}),
              ("error", "raised ValueError: told by 1", {"said": "error", "exit_code": 0, "phase": "body"})),
@@ -96,7 +100,7 @@ STATES: dict[str, tuple[Any, ...]] = {
                   ("still running", "was still running after .* s, and was killed", {"killed": True, "limit": None}),
                   ("crashed", "was killed by SIGKILL before reporting anything", {"signal": "SIGKILL", "said": ""})),
     "leaves": ("crashed", "body", PASSED,
-               ("crashed", "left with exit code 3 before reporting anything", {"exit_code": 3, "signal": None})),
+               ("crashed", "exited with code 3 before reporting anything", {"exit_code": 3, "signal": None})),
     "times_out": ("timed out", "body", PASSED,
                   ("timed out", r"was still running after .* s .the limit is 3 s., and was killed",
                    {"limit": 3, "killed": True})),
@@ -145,7 +149,9 @@ class TestStatesOfRanks(StatesCase):
                 if ranks:
                     self.check_table(str(element.text), ranks)
                 self.assertIn(f"{state}: TestRanks.test_{name}: {told['reason']}", self.out)
-        self.assertIn("\nfailed (left something behind: 3, error: 3, crashed: 2, ", self.out)
+        self.assertIn("\nfailed (left something behind: 3, error: 3, failed: 2, crashed: 2, ", self.out)
+        alike = "ranks 0-1 of 2 raised AssertionError: on every rank"
+        self.assertEqual(tests["TestRanks.test_fails_alike"]["reason"], alike)
         self.assertRegex(self.page, r'<td class="n">1</td><td class="">crashed</td><td class="n">\d\.\d s</td>')
 
     def check_ranks(self, told: Mapping[str, Any], wanted: Sequence[Rank]) -> None:

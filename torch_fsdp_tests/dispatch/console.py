@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,7 @@ _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky"
 RULE = "=" * 78
 THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two drawings of the status line on a terminal
+SHOWN = 5  # names of files in a line
 QUIET = 30.0  # seconds of silence after which a log gets a progress line
 
 
@@ -33,7 +35,7 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     """The command that repeats one test, class or file as it ran here. ``facts`` say what it was tested on."""
     words = installation.program_words()
     if run.test_directory != run.default_directory:
-        words += ["--test-directory", os.path.relpath(run.test_directory)]
+        words += ["--test-directory", installation.short_path(run.test_directory)]
     inside = f"::{test.replace('.', '::')}" if test else ""
     words += ["-i", f"{file}{inside}"]
     if test or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
@@ -50,7 +52,7 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
         ("known-failures", run.known_failures),
     ):
         if path is not None:
-            words += [f"--{option}", os.path.relpath(path)]
+            words += [f"--{option}", installation.short_path(path)]
     if run.timeout is not None:
         words += ["--timeout", f"{run.timeout:g}"]
     if run.arguments:
@@ -107,7 +109,7 @@ class Console:
             return
         self.under_test |= told | {name: facts[name] for name in ("ranks", "shared") if facts.get(name) is not None}
         if self._introduced:
-            self.say(f"note: unlike the first line says, {file} tests with {self._about_test()}")
+            self.say(f"note: unlike what the first line says, {file} tests with {self._about_test()}")
         elif told.get("backend"):
             self.introduce()
 
@@ -137,7 +139,7 @@ class Console:
             word = "stopped"
         if file.attempts[-1].unknown:
             word = "unknown"
-        elif not tests:
+        elif not tests and not file.was_stopped:
             word = "empty"
         elif self._run.list_tests and not file.is_bad:
             self.say(f"[{self._done:{self._width}d}/{self._total}] listed  {file.name}  {plural(len(tests), 'test')}")
@@ -249,7 +251,9 @@ class Console:
         if not_run:
             self.say(f"{plural(not_run, 'test')} not reached")
         if results.not_started:
-            self.say(f"{plural(len(results.not_started), 'file')} not started: {', '.join(results.not_started)}")
+            names = ", ".join(results.not_started[:SHOWN])
+            more = f" and {len(results.not_started) - SHOWN} more" if len(results.not_started) > SHOWN else ""
+            self.say(f"{plural(len(results.not_started), 'file')} not started: {names}{more}")
         for words in remarks:
             self.say(words)
         for defect in results.repaired_defects():
@@ -258,6 +262,10 @@ class Console:
             of = f"shard {results.run.shard} of {results.run.num_shards}"
             self.say(f"{of} has only parts of files, and they have no tests")
         elif results.files and not results.executed and results.signal is None:
+            if self._run.patterns and not any(file.tests() for file in results.files):
+                self.say(
+                    f"no test matches {' or '.join(f'-k {shlex.quote(pattern)}' for pattern in self._run.patterns)}"
+                )
             self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
         elif results.executed < results.run.minimum_executed:
             self.say(
@@ -267,5 +275,7 @@ class Console:
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")
         if known := results.known_defects():
             self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
-        colour = RED if results.failed else GREEN if results.passed else BLUE
+        if results.signal is not None:
+            self.say(self._paint(f"stopped by {signal.Signals(results.signal).name} before all tests had run", YELLOW))
+        colour = RED if results.failed else YELLOW if results.signal else GREEN if results.passed else BLUE
         self.say(self._paint(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped", colour))

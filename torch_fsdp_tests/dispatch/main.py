@@ -289,7 +289,10 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
 
     last_failures.save(run.reports, results, remarks)
     attempt(
-        "--pipe-logs", run.pipe_logs, lambda: f"logs: {os.path.relpath(report.write_logs(results))}", run.logs_must_be
+        "--pipe-logs",
+        run.pipe_logs,
+        lambda: f"logs: {installation.short_path(report.write_logs(results))}",
+        run.logs_must_be,
     )
     attempt("--save-xml", run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
     attempt(
@@ -298,12 +301,16 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
         lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ),
     )
     attempt("--save-map", run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
-    attempt("--report", run.report, lambda: f"report: {os.path.relpath(report.write(run.report or Path(), results))}")
+    attempt(
+        "--report",
+        run.report,
+        lambda: f"report: {installation.short_path(report.write(run.report or Path(), results))}",
+    )
     if earlier is not None:
         pair = earlier, report.as_json(results)
         remarks += compare.lines(*pair)
         path = run.report or Path()
-        attempt("--compare", run.report, lambda: f"side by side: {os.path.relpath(compare.write(path, *pair))}")
+        attempt("--compare", run.report, lambda: f"side by side: {installation.short_path(compare.write(path, *pair))}")
     return remarks, complete
 
 

@@ -284,8 +284,10 @@ class Runner:
         if unknown or self._stopping:
             return None
         work = sum(job.slots * job.part.get_time(self._default) for job in jobs)
-        rest = [max(0.0, p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
-        return max([work / self._pool.size, *rest]) or None  # everything that still runs takes longer than expected
+        # A file that is late is expected to take as long again as it is late.
+        rest = [abs(p.began + p.job.part.get_time(self._default) - now) for p, _ in self._running.values()]
+        left = max([work / self._pool.size, *rest])
+        return left if left >= 1 else None
 
     def _heed_signals(self) -> None:
         if self._agents is not None and self._agents.signals:

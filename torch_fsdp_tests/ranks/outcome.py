@@ -79,7 +79,7 @@ class Ending:
     def in_words(self) -> str:
         if self.signal is not None:
             return f"was killed by {host.signal_name(self.signal)}"
-        return "was still running" if self.code is None else f"left with exit code {self.code}"
+        return "was still running" if self.code is None else f"exited with code {self.code}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,8 @@ def judge(
     first = bad[0]
     # If only some ranks skip, the test has an error. If the first bad rank was still running, the test has timed out.
     state = {State.SKIPPED: State.ERROR, State.STILL_RUNNING: State.TIMED_OUT}.get(first.state, first.state)
-    reason = f"{ranks_in_words([first.rank])} of {len(ranks)} {first.in_one_line()}"
+    alike = [rank.rank for rank in bad if rank.in_one_line() == first.in_one_line()]
+    reason = f"{ranks_in_words(alike)} of {len(ranks)} {first.in_one_line(plural=len(alike) > 1)}"
     return Verdict(state, reason, first.phase, ranks)
 
 
