@@ -107,8 +107,8 @@ class Accelerator:
         if self.is_host or world_size <= self.count or (self.count and self.has("shared_device")):
             return None
         return (
-            f"needs {world_size} {self.name} devices, {self.count} visible, "
-            f"and ranks that share a device cannot use {self.backend}"
+            f"needs {world_size} {self.name} devices, but sees only {self.count}; "
+            f"ranks that share a device cannot use {self.backend}"
         )
 
 

@@ -127,7 +127,7 @@ def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | Non
     called = {device_type, "privateuse1"} if device_type == privateuse1_name() else {device_type}
     environment_only = _names(os.environ.get(ONLY_FOR_VARIABLE))
     if called & set(_names(os.environ.get(EXCEPT_FOR_VARIABLE))):
-        return f"{EXCEPT_FOR_VARIABLE} excepts {device_type}"
+        return f"{EXCEPT_FOR_VARIABLE} excludes {device_type}"
     if environment_only and not called & set(environment_only):
         return f"{ONLY_FOR_VARIABLE} allows only {', '.join(environment_only)}, not {device_type}"
     if called & set(_names(os.environ.get(ALSO_FOR_VARIABLE))):
@@ -199,7 +199,7 @@ class dtypes:
         kinds = {isinstance(arg, tuple | list) for arg in args}
         flat = [each for arg in args for each in (arg if isinstance(arg, tuple | list) else (arg,))]
         if len(kinds) > 1 or not all(isinstance(each, torch.dtype) for each in flat):
-            raise AssertionError(f"dtypes takes dtypes, or tuples of dtypes, and not {args}")
+            raise AssertionError(f"dtypes takes dtypes or tuples of dtypes, not {args}")
         self.args = args
         self.device_type = device_type
 
@@ -300,7 +300,7 @@ class deviceCountAtLeast:
         def refuses(case: Any) -> str | None:
             visible = len(case.get_all_devices())
             needed = self.num_required_devices
-            return f"needs {needed} {case.device_type} devices, {visible} visible" if visible < needed else None
+            return f"needs {needed} {case.device_type} devices, but sees only {visible}" if visible < needed else None
 
         guarded = _skip_when(refuses)(fn)
         guarded.num_required_devices = self.num_required_devices

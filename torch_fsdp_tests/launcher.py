@@ -66,7 +66,7 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
     """Return the launch that the variables describe, or None. Raises :class:`LaunchError`, which says what to do."""
     wish = environment.get(LAUNCHED_VARIABLE)
     if wish not in (None, "", "0", "1"):
-        raise LaunchError(f"{LAUNCHED_VARIABLE} is {wish!r}: it can be 1 (a launcher made the ranks) or 0 (none did)")
+        raise LaunchError(f"{LAUNCHED_VARIABLE} is {wish!r}: it must be 1 (a launcher made the ranks) or 0 (none did)")
     step = {} if environment.get("RANK") else _from_slurm(environment, wish == "1")
     environment = {**environment, **step}
     missing = [name for name in _NEEDED if not environment.get(name)]
@@ -74,13 +74,14 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
         return None
     if missing:
         raise LaunchError(
-            f"{LAUNCHED_VARIABLE}=1 says that a launcher made the ranks, and {', '.join(missing)} is not set"
+            f"{LAUNCHED_VARIABLE}=1 says that a launcher made the ranks, but these variables are not set: "
+            f"{', '.join(missing)}"
         )
     numbers = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     wrong = [f"{name}={text!r}" for name, text in numbers.items() if not text.isdecimal()]
     if wrong or int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
         described = ", ".join(wrong) or f"RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}"
-        raise LaunchError(f"a launcher cannot have meant {described}; {LAUNCHED_VARIABLE}=0 ignores its variables")
+        raise LaunchError(f"a launcher does not set {described}; {LAUNCHED_VARIABLE}=0 ignores these variables")
     return Launch(
         rank=int(numbers["RANK"]),
         world_size=int(numbers["WORLD_SIZE"]),

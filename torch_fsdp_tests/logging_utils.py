@@ -66,7 +66,7 @@ def kwargs_to_settings(**kwargs: Any) -> str:
         elif value in _PREFIXES:
             words.append(_PREFIXES[value] + name)
         else:
-            raise ValueError(f"{name}={value!r} has no form in TORCH_LOGS: give True, DEBUG, INFO or ERROR")
+            raise ValueError(f"TORCH_LOGS cannot express {name}={value!r}: give True, DEBUG, INFO or ERROR")
     return ",".join(words)
 
 
@@ -151,7 +151,7 @@ class LoggingTestCase(TestCase):
         found = [record for record in records if m in record.getMessage()]
         if len(found) != 1:
             messages = [record.getMessage() for record in (found or records)]
-            self.fail(f"{len(found)} records hold {m!r}, expected one; among {messages}")
+            self.fail(f"expected one record with {m!r}, but {len(found)} have it, among {messages}")
         return found[0]
 
     @contextlib.contextmanager

@@ -158,7 +158,7 @@ class Connection:
                 self._descriptors += array.array(_INT.typecode, content[:whole])
         self.closed = not data
         if self._limit is not None and len(self._pending) > self._limit:
-            raise MessageError(f"more than the {self._limit} bytes came that a message may have here")
+            raise MessageError(f"a message is longer than the {self._limit} bytes that are allowed here")
         return not self.closed
 
     def _next(self) -> Any:

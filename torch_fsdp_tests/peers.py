@@ -206,8 +206,8 @@ def own_address(launch: Launch) -> str:
         if found and not _is_loopback(found):
             return found
     raise NoWay(
-        f"the address at which other machines reach this one is not known: {launch.address} leads nowhere else; "
-        f"name the interface in {INTERFACE_VARIABLE}"
+        f"no address is known at which other machines can reach this one, because no network interface leads to "
+        f"{launch.address}; name the interface in {INTERFACE_VARIABLE}"
     )
 
 

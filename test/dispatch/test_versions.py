@@ -341,7 +341,7 @@ class TestGoingOn(VersionsCase):
                 code, seconds = self.stop(number)
                 self.assertEqual(code, status, self.err)
                 self.assertLess(seconds, 8)
-                self.assertIn("the same command continues", self.err)
+                self.assertIn("run the same command again to continue", self.err)
                 self.run_command()
                 self.assertEqual(self.code, 3, self.err)
                 self.assertIn("interrupted: 1 of 2 files", self.err)
@@ -408,7 +408,7 @@ class TestEnvironments(VersionsCase):
     def test_no_python_for_it(self):
         none = "ERROR: No matching distribution found for torch==9.9.0"
         there = "torch (9.9.1)\nAvailable versions: 9.9.1, 9.9.0+cpu"
-        with self.assertRaisesRegex(Refusal, rf"9.9.0 is made for Python 3.12, and what was found is: Python {HERE}"):
+        with self.assertRaisesRegex(Refusal, rf"9.9.0 is made for Python 3.12, but found Python {HERE}"):
             self.make(Kind.RELEASE, "9.9.0", {"torch==9.9.0": (1, none), "3.12": (0, there), "index": (1, none)})
 
     def test_words_of_pip(self):

@@ -39,7 +39,7 @@ class TestValue(TestCase):
 
     def test_room(self):
         self.assertIsNone(CLUSTER.lacks_room_for(2))
-        self.assertIn("needs 3 xpu devices, 2 visible", CLUSTER.lacks_room_for(3))
+        self.assertIn("needs 3 xpu devices, but sees only 2", CLUSTER.lacks_room_for(3))
         sharing = Accelerator("xpu", "gloo", 1, 2, frozenset({"shared_device"}))
         self.assertIsNone(sharing.lacks_room_for(8))
         self.assertIsNone(HOST.lacks_room_for(1000))
@@ -143,7 +143,7 @@ class TestSharing(TestCase):
     def test_neither_shares(self):
         found, _ = self.chosen(count=1, own=False, gloo=False)
         self.assertEqual(found.backend, "xccl")
-        self.assertIn("needs 2 xpu devices, 1 visible, and ranks that share", found.lacks_room_for(2))
+        self.assertIn("needs 2 xpu devices, but sees only 1; ranks that share", found.lacks_room_for(2))
 
     def test_a_wish_is_not_overruled(self):
         found, asked = self.chosen(count=1, own=False, gloo=True, backend="xccl")

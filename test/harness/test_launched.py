@@ -139,8 +139,8 @@ class TestOneMachine(TestCase):
         "test,words",
         [
             ("TestAll.test_fails", ["rank 2 of 3 raised", "stage=7", "only here", "in test_fails"]),
-            ("TestAll.test_dies", ["rank 1 of 3 left with exit code 3 before reporting"]),
-            ("TestHeardLate.test_dies", ["rank 1 of 3 left with exit code 3 before reporting"]),
+            ("TestAll.test_dies", ["rank 1 of 3 exited with code 3 before reporting"]),
+            ("TestHeardLate.test_dies", ["rank 1 of 3 exited with code 3 before reporting"]),
             ("TestAll.test_hangs", ["rank 1 of 3 was still running after", "the limit is 3 s", "in test_hangs"]),
             ("TestStaying.test_3_fails", ["rank 1 of 3 raised", "KeyError: 'lost'"]),
         ],
@@ -295,8 +295,8 @@ class TestRule(TestCase):
     @parametrize(
         "wrong,words",
         [
-            ({"TORCH_FSDP_TESTS_LAUNCHED": "1", "LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
-            ({"TORCH_FSDP_TESTS_LAUNCHED": "yes"}, "is 'yes': it can be 1"),
+            ({"TORCH_FSDP_TESTS_LAUNCHED": "1", "LOCAL_RANK": ""}, "these variables are not set: LOCAL_RANK"),
+            ({"TORCH_FSDP_TESTS_LAUNCHED": "yes"}, "is 'yes': it must be 1"),
             ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4"),
             ({"MASTER_PORT": "any"}, "MASTER_PORT='any'"),
         ],

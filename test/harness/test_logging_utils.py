@@ -32,7 +32,7 @@ class SettingsTest(LoggingTestCase):
         self.assertFalse(self.hasRecord(records, "FSDP::two"))
         FSDP.debug("FSDP::one again")
         for text in ("FSDP::one", "FSDP::two"):
-            with self.assertRaisesRegex(AssertionError, "records hold"):
+            with self.assertRaisesRegex(AssertionError, "expected one record with .* have it"):
                 self.getRecord(records, text)
 
     def test_environment_and_api_agree(self):

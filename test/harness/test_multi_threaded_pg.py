@@ -737,7 +737,7 @@ class TestFailures(ThreadsTestCase):
         self.mismatch(
             2,
             lambda rank: dist.all_gather([torch.ones(2), torch.ones(2)], [two, three][rank].clone()),
-            "rank 0 makes room for float32[2] from rank 1, which passes float32[3]",
+            "rank 0 expects float32[2] from rank 1, which sends float32[3]",
         )
 
         def unmatched(rank):

@@ -48,20 +48,20 @@ P, T, S = (functools.partial(only, kind) for kind in "PTS")
 # Class, test, outcome, words. If the words are a mapping, the case differs by kind, and kinds that are not in it do not
 # have the case. DEAD stands for the ranks that a crash of rank 1 kills: the threads of a process die together.
 CASES: list[tuple[Any, ...]] = [
-    ("Deaths", "exit", "ERROR", "DEAD left with exit code 3 before reporting"),
-    ("Deaths", "sys_exit", "ERROR", only("PS", "rank 1 of 2 left with exit code 5 before reporting")),
+    ("Deaths", "exit", "ERROR", "DEAD exited with code 3 before reporting"),
+    ("Deaths", "sys_exit", "ERROR", only("PS", "rank 1 of 2 exited with code 5 before reporting")),
     ("Deaths", "sys_exit", "ERROR", T("rank 1 of 2 raised:"), "SystemExit: 5"),
-    ("Deaths", "sys_exit_zero", "ERROR", only("PS", "ranks 0-1 of 2 left with exit code 0 before reporting")),
+    ("Deaths", "sys_exit_zero", "ERROR", only("PS", "ranks 0-1 of 2 exited with code 0 before reporting")),
     ("Deaths", "sys_exit_zero", "ERROR", T("ranks 0-1 of 2 raised:"), "SystemExit: 0"),
     ("Deaths", "sigkill", "ERROR", "DEAD was killed by SIGKILL before reporting"),
     ("Deaths", "sigsegv", "ERROR", "DEAD was killed by SIGSEGV before reporting", "in test_sigsegv"),
     ("Deaths", "sigabrt", "ERROR", "DEAD was killed by SIGABRT before reporting", "in test_sigabrt"),
-    ("Deaths", "before_rendezvous", "ERROR", "DEAD left with exit code 4 before reporting"),
+    ("Deaths", "before_rendezvous", "ERROR", "DEAD exited with code 4 before reporting"),
     ("Deaths", "after_success", "ERROR",
-     {"Process": "rank 1 of 2 reported that it passed and then left with exit code 3",
-      "Thread": "ranks 0-1 of 2 reported that they passed and then left with exit code 3"}),
+     {"Process": "rank 1 of 2 reported that it passed and then exited with code 3",
+      "Thread": "ranks 0-1 of 2 reported that they passed and then exited with code 3"}),
     ("Deaths", "leaving_a_shared_file", "ERROR", "DEAD was killed by SIGKILL"),
-    ("Deaths", "expected_failure_by_crash", "ERROR", "left with exit code 3"),
+    ("Deaths", "expected_failure_by_crash", "ERROR", "exited with code 3"),
     ("Codes", "special", "ok", P("")),
     ("Codes", "special_missed_by_one_that_raises", "FAIL", P("rank 1 of 2 raised; exit code 7 was expected"),
      "AssertionError: instead"),
@@ -118,7 +118,7 @@ CASES: list[tuple[Any, ...]] = [
     ("Zero", "zero", "ERROR", P("has a world size of 0")),
     ("Pids", "b_pid", "ok", S("")),
     ("Pids", "d_pid", "ok", S("")),
-    ("Pids", "e_dies", "ERROR", S("rank 1 of 2 left with exit code 3 before reporting")),
+    ("Pids", "e_dies", "ERROR", S("rank 1 of 2 exited with code 3 before reporting")),
     ("Pids", "f_pid", "ok", S("")),
     ("Late", "after_success", "ok", S("")),
     ("Later", "a", "ok", S("")),
@@ -213,7 +213,7 @@ class TestVerdict(TestCase):
     @parametrize(
         "cls,words",
         [
-            ("StayingLate", "test_after_success: rank 1 of 2 reported that it passed and then left with exit code 3"),
+            ("StayingLate", "test_after_success: rank 1 of 2 reported that it passed and then exited with code 3"),
             ("StayingLater", "test_a: rank 1 of 2 reported that it passed and then was killed by SIGKILL"),
             ("StayingServer", "test_a: the rank server was killed by SIGKILL"),
         ],
@@ -333,11 +333,11 @@ class TestConfiguration(TestCase):
             with self.assertRaisesRegex(accelerator.ConfigurationError, words):
                 accelerator.current(), server.start_method(), get_timeout("")
 
-    def test_is_told_by_the_first_test_with_ranks(self):
+    def test_a_file_is_refused_before_its_first_test(self):
         done = Run(FAULTS, "ProcessDeaths.test_after_success", TORCH_FSDP_TESTS_DEVICE="abacus").end()
-        self.assertEqual(done.outcomes["ProcessDeaths.test_after_success"], "ERROR")
-        self.assertIn("unknown device 'abacus'", done.text)
-        self.assertNotIn("of 2", done.text)
+        self.assertEqual((done.code, done.outcomes), (2, {}), done.text)
+        self.assertRegex(done.text, r"^faults.py: unknown device 'abacus' [^\n]*\n")
+        self.assertNotIn("Traceback", done.text)
 
     def test_spawned_ranks(self):
         """If forking is not possible, every rank is a fresh interpreter, with the same verdicts."""

@@ -106,7 +106,7 @@ def _changed(torch: Path, edit: Edit) -> Iterator[tuple[Path, Path]]:
     name = f"{torch.name}/distributed/{edit.file}"
     before = (torch.parent / name).read_text()
     if before.count(edit.old) != 1:
-        raise SystemExit(f"torch {devices.torch_version()} has not once {edit.old!r} in {name}")
+        raise SystemExit(f"torch {devices.torch_version()} does not have {edit.old!r} exactly once in {name}")
     after = before.replace(edit.old, edit.new)
     with tempfile.TemporaryDirectory(prefix="changed-torch-") as made:
         site = Path(made)

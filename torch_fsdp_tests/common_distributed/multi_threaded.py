@@ -137,7 +137,7 @@ def _hanging(rank: int, thread: threading.Thread, limit: float) -> Outcome:
     """The outcome of a rank whose thread still runs, with its stack."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has just ended\n"
-    kind, words = "TimeoutError", f"it still runs after {limit:g} s, and a thread cannot be killed; its stack is:"
+    kind, words = "TimeoutError", f"it is still running after {limit:g} s, and a thread cannot be killed; its stack is:"
     text = f"{kind}: {words}\n{stack}".rstrip()
     return Outcome(rank, Kind.ERROR, text, limit, from_body=True, exception=kind, message=words)
 

@@ -110,7 +110,7 @@ def add_test(cls: type, name: str, test: Test) -> None:
     Raises ``AssertionError`` if the class itself has the name already, because one of the two would be lost.
     """
     if name in vars(cls):
-        raise AssertionError(f"two tests of {cls.__name__} would have the name {name}: give one of them another")
+        raise AssertionError(f"two tests of {cls.__name__} would have the name {name}: give one of them another name")
     test.__name__ = name
     test.__qualname__ = f"{cls.__qualname__}.{name}"
     setattr(cls, name, test)

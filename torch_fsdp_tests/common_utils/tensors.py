@@ -40,7 +40,7 @@ def check_leaked_tensors(
         gc.collect()
         garbage += (each for each in gc.garbage[start:] if isinstance(each, matched_type))
         if garbage:
-            warnings.warn(f"{len(garbage)} tensors are held by reference cycles only", stacklevel=3)
+            warnings.warn(f"only reference cycles keep {len(garbage)} tensors alive", stacklevel=3)
     finally:
         gc.set_debug(flags)
         del gc.garbage[start:]

@@ -152,7 +152,7 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
     """Describe the files that differ between this machine and the other, in a few words each."""
     missing = [f"{name} is missing" for name in sorted(theirs.keys() - mine.keys())]
     changed = [f"{name} differs" for name in sorted(mine.keys() & theirs.keys()) if mine[name] != theirs[name]]
-    return (*missing, *changed, *(f"{name} is not there at rank 0" for name in sorted(mine.keys() - theirs.keys())))
+    return (*missing, *changed, *(f"{name} does not exist at rank 0" for name in sorted(mine.keys() - theirs.keys())))
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Agents:
         """Wait for all agents. Raises :class:`LaunchFailure`."""
         absent = self._peers.gather(range(1, self.launch.world_size), self._give_up)
         if absent:
-            raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not come within {GATHER_LIMIT:g} s")
+            raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s")
 
     def hosts(self) -> dict[str, str]:
         """Return the hosts by name, each with a description of its ranks."""
@@ -177,7 +177,7 @@ class Agents:
                     case agent.FileOver(number=self._number):
                         self._over[rank] = message
         except MessageError as error:
-            self._lose(peer, f"said something that it should not: {error}")
+            self._lose(peer, f"sent an invalid message: {error}")
         if peer.connection.closed:
             self._lose(peer, "is gone")
         return rank not in self._gone

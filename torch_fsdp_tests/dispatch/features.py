@@ -66,7 +66,7 @@ FEATURES = (
         files=("distributed/_composable/test_replicate*",), words=("replicate",),
     ),
     Feature(
-        "Sharding strategies", SHARDING, "full shards, shards of gradients only, no shards; resharding after forward",
+        "Sharding strategies", SHARDING, "full shards, sharded gradients only, no shards; resharding after forward",
         files=(
             "distributed/fsdp/test_fsdp_core", "distributed/fsdp/test_fsdp_flatten_params",
             "distributed/fsdp/test_shard_utils", "distributed/_composable/fsdp/test_fully_shard_training",
@@ -80,7 +80,7 @@ FEATURES = (
         words=("hsdp", "hybrid", "replicas"),
     ),
     Feature(
-        "Uneven shards", SHARDING, "sizes that the world size does not divide, and ranks without a shard",
+        "Uneven shards", SHARDING, "sizes that the world size does not divide; ranks without a shard",
         words=("uneven", "empty_shard", "empty_ranks", "without_a_shard", "padding", "rows"),
     ),
     Feature(
@@ -93,7 +93,7 @@ FEATURES = (
         words=("wrap", "wrapping", "managed_modules", "several_roots"),
     ),
     Feature(
-        "Deferred initialization", SHARDING, "models on the meta device, and states that rank 0 sends",
+        "Deferred initialization", SHARDING, "models on the meta device; states that rank 0 sends",
         words=("meta", "sync_module_state", "sync_module_states"),
     ),
     Feature(
@@ -118,7 +118,7 @@ FEATURES = (
         words=("autograd", "multiple_forward", "multi_forward", "parity", "training", "train", "backward"),
     ),
     Feature(
-        "Gradient accumulation", TRAINING, "several backwards to a step, with and without communication",
+        "Gradient accumulation", TRAINING, "several backward passes per step, with and without communication",
         words=("grad_acc", "accumulation", "accumulates", "no_sync", "accumulate", "gradient_sync"),
     ),
     Feature(
@@ -129,7 +129,7 @@ FEATURES = (
         words=("scaler", "grad_scaling", "scale_grads"),
     ),
     Feature(
-        "Mixed precision", TRAINING, "other dtypes for computing, communicating and keeping",
+        "Mixed precision", TRAINING, "other dtypes for computation, communication and storage",
         words=(
             "mixed_precision", "fp16", "bf16", "bfloat16", "float16", "low_precision", "compute_dtype", "reduce_dtype",
             "param_dtype", "grad_dtype", "dtypes", "cast", "casts", "half",
@@ -140,7 +140,7 @@ FEATURES = (
         words=("offload", "offloaded", "offloading", "cpu_training"),
     ),
     Feature(
-        "Activation checkpointing", TRAINING, "activations that backward computes again",
+        "Activation checkpointing", TRAINING, "activations that are computed again in the backward pass",
         files=("distributed/fsdp/test_checkpoint_wrapper", "distributed/fsdp/test_fsdp_checkpoint"),
         words=("activation_checkpoint", "activation_checkpointing", "ac", "checkpoint_recompute", "checkpointed"),
     ),
@@ -153,16 +153,16 @@ FEATURES = (
         ),
     ),
     Feature(
-        "Overlap and prefetching", TRAINING, "communication beside computation",
+        "Overlap and prefetching", TRAINING, "communication during computation",
         words=("overlap", "prefetch", "prefetching", "post_optim_event", "stream_order"),
     ),
     Feature("Memory", TRAINING, "what is held, and when it is freed", words=("memory", "leak", "mem_tracker", "freed")),
     Feature(
-        "Extensions", TRAINING, "tensor subclasses with all-gathers of their own",
+        "Extensions", TRAINING, "tensor subclasses that customize the all-gather",
         words=("extension", "extensions"),
     ),
     Feature(
-        "State dicts of models", STATE, "full, sharded and local; with rank 0 alone, and offloaded",
+        "State dicts of models", STATE, "full, sharded and local; on rank 0 only, and offloaded",
         files=("distributed/checkpoint/test_state_dict*", "distributed/checkpoint/fsdp/test_fsdp_dsd"),
         words=("state_dict", "model_state", "save_load"),
     ),
@@ -184,7 +184,7 @@ FEATURES = (
         "Pipeline parallelism", BESIDE, "stages that are sharded",
         files=("distributed/test_composability",), words=("pp", "pipeline", "1f1b", "split_backward"),
     ),
-    Feature("Expert parallelism", BESIDE, "experts that are sharded apart", words=("ep", "experts", "expert")),
+    Feature("Expert parallelism", BESIDE, "experts that are sharded separately", words=("ep", "experts", "expert")),
     Feature(
         "torch.compile", BESIDE, "dynamo, AOT autograd, Inductor",
         words=("compile", "compiled", "dynamo", "inductor", "aot_eager", "fullgraph"),

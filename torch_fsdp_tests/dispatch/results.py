@@ -118,7 +118,8 @@ class Results:
         for file, test in self.tests():
             entry = file.attempts[-1].known.get(test.name)
             if test.outcome is State.PASSED and entry is not None:
-                remarks.append(f"{file.name}::{test.name} passes, and is listed: {self.entries[entry].words}")
+                why = self.entries[entry].words
+                remarks.append(f"{file.name}::{test.name} passes, but is listed as failing: {why}")
             elif test.outcome is State.PASSED and self.run.rerun_disabled:
                 remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
         # An entry is stale only if this run has heard the tests of all files that it may name.

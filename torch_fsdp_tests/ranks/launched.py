@@ -80,8 +80,8 @@ class Crew:
         absent = self.peers.gather(self._called, self._give_up) if self.lost is None else []
         if absent:
             self.lost = (
-                f"{ranks_in_words(absent)} of the launch did not come within {GATHER_LIMIT:g} s "
-                f"(if no launcher is meant, set {launcher.LAUNCHED_VARIABLE}=0)"
+                f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s "
+                f"(if no launcher made this process, set {launcher.LAUNCHED_VARIABLE}=0)"
             )
         for rank, peer in self.peers.of_rank.items():
             self._seats.setdefault(rank, _Seat(peer))

@@ -91,7 +91,7 @@ class ThreadedWork(dist.Work):
     def source_rank(self) -> int:
         """The group rank of the sender, for a receive from any rank."""
         (post,) = self._pendings
-        assert isinstance(post, Post) and post.src is not None, "only a finished receive has a source"
+        assert isinstance(post, Post) and post.src is not None, "only a finished receive has a source rank"
         return post.src
 
     _source_rank = source_rank
@@ -123,7 +123,7 @@ class ProcessLocalGroup(dist.ProcessGroup):
         """
         super().__init__(rank, world_size)
         if token is None and world_size > 1:
-            raise ValueError(f"rank {rank} of {world_size} needs the token of its group")
+            raise ValueError(f"rank {rank} of {world_size} needs a token that its whole group shares")
         self._rank, self._world_size, self._token = rank, world_size, token or uuid.uuid4().hex
         self._limit = default_limit() if limit is None else limit
         self._channel = type(self)._board.channel(self._token, world_size)

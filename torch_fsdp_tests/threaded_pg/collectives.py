@@ -50,9 +50,9 @@ class Reduction(NamedTuple):
         if self.kind in _BITWISE and not integral:
             return f"{self.kind.name} needs integers or booleans, not {dtype}"
         if self.kind in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
-            return f"{self.kind.name} has no order for {dtype}"
+            return f"{self.kind.name} is not defined for {dtype}, which has no order"
         if self.kind == ReduceOp.AVG and dtype == torch.bool:
-            return "AVG has no meaning for torch.bool"
+            return "AVG is not defined for torch.bool"
         if self.kind == ReduceOp.PREMUL_SUM and integral:
             return f"PREMUL_SUM needs floating point tensors, not {dtype}"
         if self.kind not in _STEPS:
@@ -121,8 +121,7 @@ def deliver(target: Tensor, source: Tensor, to_rank: int, from_rank: int) -> Non
     """`write` from one rank to another, after a check that number and dtype of the elements agree."""
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise Mismatch(
-            f"rank {to_rank} makes room for {describe([target])} from rank {from_rank}, "
-            f"which passes {describe([source])}"
+            f"rank {to_rank} expects {describe([target])} from rank {from_rank}, which sends {describe([source])}"
         )
     write(target, source)
 
@@ -182,8 +181,8 @@ def reduce_scatter(column: Column, reductions: Sequence[Reduction]) -> None:
         for from_rank, giver in enumerate(column):
             if giver.ins[to_rank].numel() != part.outs[0].numel():
                 raise Mismatch(
-                    f"rank {to_rank} makes room for {describe(part.outs)}, "
-                    f"and rank {from_rank} passes it {describe([giver.ins[to_rank]])}"
+                    f"rank {to_rank} expects {describe(part.outs)} from rank {from_rank}, "
+                    f"which sends {describe([giver.ins[to_rank]])}"
                 )
         totals.append(reduced([giver.ins[to_rank].reshape(-1) for giver in column], reductions))
     # Outputs are written last, because an output may be a view of an input.

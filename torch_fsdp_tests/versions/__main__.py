@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> ExitStatus:
         _say(str(refusal))
         return ExitStatus.REFUSED
     except Stopped as stopped:
-        _say("stopped; the same command continues")
+        _say("stopped; run the same command again to continue")
         return ExitStatus(128 + stopped.number)  # as shells count it
     except KeyboardInterrupt:  # before there was anything to stop
         return ExitStatus.INTERRUPTED

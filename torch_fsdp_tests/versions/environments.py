@@ -159,7 +159,7 @@ class Maker:
             there = ", ".join(str(python) for python in self._found) or "none at all"
             needed = "3.10 or newer" if wanted.python is None else ".".join(map(str, wanted.python))
             raise Refusal(
-                f"torch {wanted.label} needs Python {needed} with venv and pip, and what was found is: {there}; "
+                f"torch {wanted.label} needs Python {needed} with venv and pip, but found {there}; "
                 "name an interpreter with --python"
             )
         return fitting
@@ -233,10 +233,7 @@ class Maker:
         if not having:
             return f"there is no torch {wanted.what} for this machine in the index (tried with {tried}; {log})"
         names = ", ".join(".".join(map(str, version)) for version in having)
-        return (
-            f"torch {wanted.what} is made for Python {names}, and what was found is: {tried}; name an interpreter with "
-            "--python"
-        )
+        return f"torch {wanted.what} is made for Python {names}, but found {tried}; name an interpreter with --python"
 
 
 def _made(folder: Path) -> object:

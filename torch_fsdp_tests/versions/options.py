@@ -109,7 +109,7 @@ def _parser() -> _Parser:
 def parse(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
     """Parse the arguments. Exits or raises :class:`Refusal` if they are wrong."""
     if not REQUIREMENTS.is_file():
-        raise Refusal(f"only a checkout has the tests, and {CHECKOUT} is none: start the command in a checkout")
+        raise Refusal(f"only a checkout has the tests, and {CHECKOUT} is not one: start the command in a checkout")
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     given = _parser().parse_args(argv[:dashes])
     versions = tuple(map(wanted.parse, given.versions))
