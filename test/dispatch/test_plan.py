@@ -78,6 +78,22 @@ class TestShards(unittest.TestCase):
         self.assertEqual(plan.estimate(TestRun("f", excluded=frozenset(["A"])), {"f": 12.0}, times), 7.0)
         self.assertIsNone(plan.estimate(TestRun("f", frozenset(["C"])), {"f": 12.0}, times))
 
+    def test_some_tests_of_a_class_take_their_share_of_its_time(self):
+        times = {"f": {"ACPU": 8.0, "B": 7.0, "C": 5.0}}
+        names = {"f": {"A": ["test_1", "test_2", "test_3", "test_4"], "B": []}}  # B inherits its tests
+        for included, seconds in (
+            (["A*.test_1"], 2.0),
+            (["A*.test_1_some", "A*.test_1_other", "A*.test_[34]"], 6.0),
+            (["A*"], 8.0),
+            (["A*.test_1", "A*"], 8.0),
+            (["A*.test_9"], 8.0),  # it is not in the source, so its share is not known
+            (["A*.test_1", "B.test_1", "C.test_1"], 14.0),
+            (["A*.test_1", "D"], None),
+        ):
+            with self.subTest(included):
+                self.assertEqual(plan.estimate(TestRun("f", frozenset(included)), {}, times, names), seconds)
+        self.assertEqual(plan.estimate(TestRun("f", frozenset(["A*.test_1"])), {}, times), 8.0)
+
     def test_run_algebra(self):
         whole, a, b = TestRun("f"), TestRun("f", frozenset("A")), TestRun("f", frozenset("B"))
         self.assertEqual(a | b, TestRun("f", frozenset("AB")))

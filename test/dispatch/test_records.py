@@ -295,6 +295,9 @@ class TestEnvironment(TreeCase):
         out = self.run_command("--dry-run", "--json", "--test-times", times, "-i", "test_x::TestA")
         job = json.loads(out)["jobs"][0]
         self.assertEqual((job["estimate"], job["tests"]), (5.0, ["TestA"]))
+        self.write({"test_x": body("pass", "pass", name="TestA")})
+        out = self.run_command("--dry-run", "--json", "--test-times", times, "-i", "test_x::TestA::test_1")
+        self.assertEqual(json.loads(out)["jobs"][0]["estimate"], 2.5)
 
 
 class TestReports(TreeCase):

@@ -17,6 +17,7 @@ from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import TestFile, discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.needs import tests_by_class
 from torch_fsdp_tests.dispatch.plan import Job, TestRun
 from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -123,7 +124,8 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     jobs_at_a_time = 1 if agents is not None else run.jobs or options.default_jobs(ranks)
     pool = DevicePool(device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)])
     devices_needed = {name: pool.size if device_set.is_lent_whole else need.devices for name, need in needs.items()}
-    jobs, default = _plan(run, selection, known, devices_needed, pool, device_set)
+    names = {name: tests_by_class(text) for name, text in sources.items()}  # of files that the selection has read
+    jobs, default = _plan(run, selection, known, names, devices_needed, pool, device_set)
     if not selection:
         _remark("nothing failed last time" if run.failed_only else "nothing is selected")
     elif not jobs:
@@ -181,6 +183,7 @@ def _plan(
     run: RunTests,
     selection: list[TestRun],
     known: times.Times,
+    names: plan.TestNames,
     needs: Mapping[str, int],
     pool: DevicePool,
     device_set: DeviceSet,
@@ -188,7 +191,13 @@ def _plan(
     """Return the jobs of this shard in order of start, and the assumed seconds of a job of unknown length."""
     weights = {name: min(need, pool.size) for name, need in needs.items()} if device_set.lendable else {}
     shards = plan.calculate_shards(
-        run.num_shards, selection, known.files, known.classes, threshold=run.split_threshold, weights=weights
+        run.num_shards,
+        selection,
+        known.files,
+        known.classes,
+        threshold=run.split_threshold,
+        weights=weights,
+        names=names,
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)

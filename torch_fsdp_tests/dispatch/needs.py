@@ -70,6 +70,16 @@ def names_in(source: str) -> tuple[list[str], list[str]] | None:
     return classes, [n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
 
 
+def tests_by_class(source: str) -> dict[str, list[str]]:
+    """The test methods of each class in a file's text. Empty if its syntax is wrong."""
+    tree = parse(source)
+    classes = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: [n.name for n in node.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
+        for node in classes
+    }
+
+
 def needs_of(source: str, ranks: int, few_ranks: int, folder: Path | None = None) -> Needs:
     """The needs of a file with this text, in this folder.
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 Seconds = float
 TestTimes = Mapping[str, Seconds]  # by file
 ClassTimes = Mapping[str, Mapping[str, Seconds]]  # by file, then by class
+TestNames = Mapping[str, Mapping[str, Sequence[str]]]  # test methods in the source, by file, then by class
 
 SPLIT_THRESHOLD = 600.0  # seconds; upstream's
 MOST_PARTS = 1000  # of one file
@@ -150,25 +151,48 @@ class Placement:
     end: Seconds
 
 
-def estimate(test: TestRun, times: TestTimes, class_times: ClassTimes) -> Seconds | None:
-    """The expected seconds of a file or a part of it, or None if they are unknown."""
+def estimate(
+    test: TestRun, times: TestTimes, class_times: ClassTimes, names: TestNames | None = None
+) -> Seconds | None:
+    """The expected seconds of a file or a part of it, or None if they are unknown.
+
+    Times are recorded by class. Some tests of a class take their share of its time if ``names`` has the file; otherwise
+    they count as the whole class.
+    """
     if test.is_whole:
         return times.get(test.file)
-    by_class = class_times.get(test.file, {})
-    names = {_class_of(name) for name in test.included} if test.included else set(by_class)
-    names -= {name for name in test.excluded if "." not in name}
-    if not names or not names <= by_class.keys():
-        return None
-    return sum(by_class[name] for name in names)
+    by_class, known = class_times.get(test.file, {}), (names or {}).get(test.file, {})
+    wanted: dict[str, set[str]] = {} if test.included else {cls: {""} for cls in by_class}  # "" stands for all tests
+    for name in test.included:
+        wanted.setdefault(_class_of(name), set()).add(name.partition(".")[2])
+    seconds, left = 0.0, sorted(wanted.keys() - test.excluded)
+    for cls in left:
+        found = [cls] if cls in by_class else fnmatch.filter(by_class, cls)
+        if not found:
+            return None
+        tests = [each for name in known if fnmatch.fnmatchcase(name, cls) for each in known[name]]
+        chosen = {each for each in tests for name in wanted[cls] if stands_for(each, name)}
+        share = len(chosen) / len(tests) if chosen and "" not in wanted[cls] else 1
+        seconds += share * sum(by_class[each] for each in found)
+    return seconds if left else None
+
+
+def stands_for(stem: str, name: str) -> bool:
+    """Whether a name in the source means this name, which may be a glob or that of a generated class or test."""
+    return name.startswith(stem) or fnmatch.fnmatchcase(stem, name)
 
 
 def split(
-    tests: Iterable[TestRun], times: TestTimes, class_times: ClassTimes, threshold: Seconds = SPLIT_THRESHOLD
+    tests: Iterable[TestRun],
+    times: TestTimes,
+    class_times: ClassTimes,
+    threshold: Seconds = SPLIT_THRESHOLD,
+    names: TestNames | None = None,
 ) -> list[ShardedTest]:
     """Split long files, so that each part stays within the threshold. Other files are one part."""
     parts = []
     for test in tests:
-        seconds = estimate(test, times, class_times)
+        seconds = estimate(test, times, class_times, names)
         pieces = max(1, math.ceil(min(seconds / threshold, MOST_PARTS))) if seconds else 1
         share = None if seconds is None else seconds / pieces
         parts += [ShardedTest(test, piece + 1, pieces, share) for piece in range(pieces)]
@@ -189,6 +213,7 @@ def calculate_shards(
     sort_by_time: bool = True,
     threshold: Seconds = SPLIT_THRESHOLD,
     weights: Mapping[str, int] | None = None,
+    names: TestNames | None = None,
 ) -> list[tuple[Seconds, list[ShardedTest]]]:
     """Distribute tests over shards of about the same length. Returns each shard with its load in seconds.
 
@@ -197,7 +222,7 @@ def calculate_shards(
     needs ``weights[file]`` devices counts that many times. Without ``sort_by_time``, the given order is cut into runs
     of equal size. The union of the shards is the input, and the same input gives the same shards.
     """
-    parts = split(tests, test_file_times, test_class_times or {}, threshold)
+    parts = split(tests, test_file_times, test_class_times or {}, threshold, names)
     default = assumed(parts)
     weights = weights or {}
     shards: list[list[ShardedTest]] = [[] for _ in range(num_shards)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.needs import names_in
-from torch_fsdp_tests.dispatch.plan import TestRun
+from torch_fsdp_tests.dispatch.plan import TestRun, stands_for
 
 LIST = ".txt"  # ending of a file in the test directory that holds names of tests
 SHOWN = 5  # names in a message
@@ -120,7 +120,7 @@ def matching(wanted: str, names: Iterable[str]) -> list[str]:
 def _inside(text: str, inside: Sequence[str], source: str) -> str:
     """``Class`` or ``Class.test``, checked against the source. A generated name starts with a name in the source."""
     for name, known in zip(inside, names_in(source) or (), strict=False):  # an unreadable file fails when it runs
-        if not any(name.startswith(stem) or fnmatch.fnmatchcase(stem, name) for stem in known):
+        if not any(stands_for(stem, name) for stem in known):
             raise UnknownTest(f"unknown test {text!r}{_nearest(name, known) or _there_are(known)}")
     return ".".join(inside)
 
