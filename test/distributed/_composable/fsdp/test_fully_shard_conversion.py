@@ -189,6 +189,13 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         self._check_same(model, plain)
 
     @skip_if_lt_x_gpu(1)
+    def test_the_module_itself_is_returned(self):
+        """As from any module, also if FSDP has no parameters to shard in it."""
+        for wrapped in (fully_shard(nn.Linear(2, 2)), fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))):
+            for convert in CONVERSIONS.values():
+                self.assertIs(convert(wrapped, self.device), wrapped)
+
+    @skip_if_lt_x_gpu(2)
     def test_integers_are_refused(self):
         """A conversion to integers is refused and changes nothing. Training continues."""
         plain, model = self._pair()
