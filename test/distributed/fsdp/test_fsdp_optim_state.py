@@ -549,6 +549,26 @@ class TestFSDPOptimState(FSDPTest):
         self.assertEqual(set(state_dict), {name for name, _ in NestedModel().named_parameters()})
 
     @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True])
+    def test_state_of_a_shared_parameter(self, use_orig_params):
+        """Beyond upstream: its state has the first name of the parameter, and the values of the plain model's state."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(self.device)
+        plain[2].weight = plain[0].weight
+        model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+        optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, model)]
+        x = torch.randn(self.world_size, 3, 4).to(self.device)
+        torch.stack([plain(mine).square().sum() for mine in x]).mean().backward()
+        model(x[self.rank]).square().sum().backward()
+        for optim in optims:
+            optim.step()
+        set_state_dict_type(model, full_of_original_parameters())
+        found = FSDP.optim_state_dict(model, optims[1])
+        wanted = {name: optims[0].state[param] for name, param in plain.named_parameters()}
+        self.assertEqual(found["state"], wanted, exact_device=False)
+        self.assertEqual([group["params"] for group in found["param_groups"]], [list(wanted)])
+
+    @skip_if_lt_x_gpu(2)
     def test_full_optim_state_dict_nested_invalid(self):
         """All ranks raise an error if one of them lacks a state that rank 0 has."""
         model = NestedModel().to(self.device)

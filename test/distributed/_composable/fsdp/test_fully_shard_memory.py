@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
@@ -411,6 +411,22 @@ class TestFullyShardMemory(FSDPTest):
             self.assertIsNotNone(internals.comm_context(model).all_gather_state)
             output.sum().backward()
             self.assertIsNone(internals.comm_context(model).all_gather_state)
+
+    @skip_if_lt_x_gpu(2)
+    def test_group_is_resharded_after_error(self):
+        """Beyond upstream: if the last module of a group raises in forward, all of its modules are resharded."""
+
+        class Raises(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                raise RuntimeError("at the end of the group")
+
+        model = nn.Sequential(nn.Linear(4, 4), Raises(4, 4)).to(self.device)
+        fully_shard([*model])
+        with self.assertRaisesRegex(RuntimeError, "at the end of the group"):
+            fully_shard(model)(torch.ones(1, 4, device=self.device))
+        self.assertEqual([group.is_sharded for group in internals.groups_in(model[0])], [True])
+        for param in model.parameters():
+            self.assertIsInstance(param, DTensor)
 
     @needs(torch_facts.CASTS_GRADIENTS_BY_DTYPE)
     @skip_if_lt_x_gpu(2)
