@@ -53,6 +53,19 @@ def can_fork() -> bool:
     return LINUX
 
 
+def allow_open_files(number: int) -> None:
+    """Let this process open so many files. Raises ``OSError`` if the system does not allow it."""
+    import resource  # Windows does not have it
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= number:
+        return
+    if hard != unlimited and hard < number:
+        raise OSError(f"the limit of open files is {hard}, and {number} are needed; raise it with ulimit -Hn {number}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
 def loopback_interface() -> str:
     """The name of the network interface on which the ranks of one machine meet."""
     return "lo" if LINUX else "lo0"

@@ -40,6 +40,7 @@ GATHER_LIMIT = 120.0  # seconds for all processes to connect; each has much to i
 HELLO_LIMIT = 5.0  # seconds for a new connection to introduce itself
 HELLO_SIZE = 1 << 16  # the most bytes of an introduction
 MOST_STRANGERS = 256  # connections without an introduction at a time; a new one replaces the oldest
+OWN_FILES = 512  # what a process opens besides the connections to its peers, at most
 _ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737); it shows where the default route leads
 
 
@@ -98,6 +99,7 @@ class Peers:
     """Rank 0's side. ``expected`` are the types of message that the others may send."""
 
     def __init__(self, launch: Launch, expected: Iterable[type]) -> None:
+        host.allow_open_files(OWN_FILES + MOST_STRANGERS + 2 * launch.world_size)  # outlive() doubles the connections
         self.launch = launch
         self.of_rank: dict[int, Peer] = {}  # peers that have connected
         self._expected = tuple(expected)

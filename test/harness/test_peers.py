@@ -4,6 +4,7 @@ The launcher's store is a dictionary here. The processes of other ranks are thre
 """
 
 import json
+import resource
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch_fsdp_tests import messages, peers
+from torch_fsdp_tests import host, messages, peers
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch import agent
 from torch_fsdp_tests.dispatch.agents import Agents
@@ -174,6 +175,18 @@ class TestIdleRanks(PeersCase):
                     agents.hear(rank)
             end.close()
         return traffic
+
+    def test_a_thousand_ranks(self):
+        """They need more open files than a process may have by default, and descriptors that select() refuses."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+        self.assertEqual([rank for rank, count in self.run_file(1024).items() if count], [1])
+
+    def test_too_few_open_files(self):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with self.assertRaisesRegex(OSError, f"the limit of open files is {hard}, and {hard + 1} are needed"):
+            host.allow_open_files(hard + 1)
 
     def test_a_file_of_two_ranks_says_nothing_to_the_others(self):
         few, many = self.run_file(8), self.run_file(MANY)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
+import selectors
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -245,12 +245,14 @@ class Agents:
 
 def _receive(connection: Connection, give_up: float) -> Any | None:
     """Return the next message, or None if the connection ends or no message comes in time."""
-    while (left := give_up - time.monotonic()) > 0:
-        for message in connection.arrived():
-            return message
-        if connection.closed:
-            return None
-        select.select([connection], [], [], left)
+    with selectors.DefaultSelector() as selector:  # select.select() refuses descriptors above 1023
+        selector.register(connection, selectors.EVENT_READ)
+        while (left := give_up - time.monotonic()) > 0:
+            for message in connection.arrived():
+                return message
+            if connection.closed:
+                return None
+            selector.select(left)
     return None
 
 
