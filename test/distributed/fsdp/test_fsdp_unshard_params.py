@@ -19,7 +19,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -132,8 +132,8 @@ class TestUnshardParamsBase(FSDPTest):
             for param in model.parameters():
                 param.zero_()
 
-        # NO_SHARD exposes the parameters themselves, unless they were first copied from host memory.
-        same_memory = not uses_shards and not (offloads and accelerator.current().has("device_memory"))
+        # NO_SHARD exposes the parameters themselves, unless they were first copied from pinned memory.
+        same_memory = not uses_shards and not offloads
         expected = 0.0 if writeback or same_memory else self.rank + 2.0
         self.assertEqual(local.flatten()[:mine].tolist(), [expected] * mine)
         if offloads:
