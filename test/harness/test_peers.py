@@ -181,12 +181,17 @@ class TestIdleRanks(PeersCase):
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+        try:
+            host.allow_open_files(4096)  # both ends of each connection are in this process
+        except OSError as error:
+            self.skipTest(str(error))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
         self.assertEqual([rank for rank, count in self.run_file(1024).items() if count], [1])
 
     def test_too_few_open_files(self):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with self.assertRaisesRegex(OSError, f"the limit of open files is {hard}, and {hard + 1} are needed"):
-            host.allow_open_files(hard + 1)
+        words = "the limit of open files is 4096, and 4097 are needed; raise it with ulimit -Hn 4097"
+        with mock.patch("resource.getrlimit", lambda _: (1024, 4096)), self.assertRaisesRegex(OSError, words):
+            host.allow_open_files(4097)
 
     def test_a_file_of_two_ranks_says_nothing_to_the_others(self):
         few, many = self.run_file(8), self.run_file(MANY)

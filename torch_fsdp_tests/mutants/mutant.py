@@ -112,7 +112,6 @@ class Tests:
         """``sources`` are the texts of the test files, by name. Only tests of these files count."""
         self._map, self._sources = reach, sources
         self._known: dict[tuple[str, int | None, str], Sequence[Reached]] = {}
-
         self._as_recorded: dict[str, bool] = {}  # whether a module's file is the recorded one
 
     def of(self, function: str, statement: int | None = None, text: str = "") -> Sequence[Reached]:

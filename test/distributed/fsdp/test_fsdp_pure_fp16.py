@@ -20,6 +20,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, full_parameters
 
 
@@ -30,14 +31,14 @@ class TestPureFP16(FewRanksTest):
         )
 
     @skip_if_lt_x_gpu(2)
-    def test_pure_fp16_training(self):
+    @subtests(cpu_offload=[CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
+    def test_pure_fp16_training(self, cpu_offload):
         """An fp16 model has the loss and parameters of an fp16 model in DDP, with and without offloading."""
-        self.run_subtests(
-            {"cpu_offload": [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]},
-            self._test_fsdp_parity,
+        self._test_fsdp_parity(
             NestedWrappedModule,
             FSDPInitMode.RECURSIVE,
-            device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
+            DEVICEInitMode.DEVICE_BEFORE,
+            cpu_offload=cpu_offload,
             num_iters=1,  # in later steps, the two fp16 models drift apart
             use_pure_fp16=True,
         )

@@ -270,18 +270,21 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
             model_class, scale = NestedWrappedModule, {}
         if mixed_precision:
             scale = {"init_scale": 2.0**8}
-        self.run_subtests(
-            {"device_init_mode": device_init_modes(cpu_offload)},
-            self._test_fsdp_parity,
-            model_class,
-            FSDPInitMode.RECURSIVE,
-            cpu_offload=cpu_offload,
-            sharding_strategy=sharding_strategy,
-            mixed_precision=MixedPrecision(low, low, low) if mixed_precision else None,
-            enable_sharded_grad_scaler=True,
-            use_orig_params=use_orig_params is not None,
-            sharded_grad_scaler_kwargs=scale,
-        )
+
+        def check(device_init_mode: DEVICEInitMode) -> None:
+            self._test_fsdp_parity(
+                model_class,
+                FSDPInitMode.RECURSIVE,
+                device_init_mode,
+                cpu_offload=cpu_offload,
+                sharding_strategy=sharding_strategy,
+                mixed_precision=MixedPrecision(low, low, low) if mixed_precision else None,
+                enable_sharded_grad_scaler=True,
+                use_orig_params=use_orig_params is not None,
+                sharded_grad_scaler_kwargs=scale,
+            )
+
+        self.run_subtests({"device_init_mode": device_init_modes(cpu_offload)}, check)
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train the reference without a scaler. Fail if all steps were skipped, since nothing would be compared."""
