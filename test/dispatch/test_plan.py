@@ -578,6 +578,7 @@ class TestOptions(unittest.TestCase):
             ("--devices", "1,1"): "names a device twice",
             ("--shrd", "3"): "unrecognized arguments: --shrd; did you mean --shard?\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",
+            ("--nope",): "unrecognized arguments: --nope; --help shows all options\n",  # dashes do not count
             ("--json",): "--json can only be used with --dry-run",
             ("--compare", "/nowhere"): "there is no file /nowhere",
             ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",

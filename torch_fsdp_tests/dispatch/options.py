@@ -44,8 +44,9 @@ class _Parser(argparse.ArgumentParser):
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
             import difflib  # imported late, because it is rarely needed
 
-            close = difflib.get_close_matches(word.split()[0].partition("=")[0], self._option_string_actions, n=1)
-            message += f"; did you mean {close[0]}?" if close else "; --help shows all options"
+            names = [name.strip("-") for name in self._option_string_actions if name.startswith("--")]
+            close = difflib.get_close_matches(word.split()[0].partition("=")[0].strip("-"), names, n=1)
+            message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
 
     def format_help(self) -> str:
