@@ -1,94 +1,55 @@
-"""The suite under torchrun on two hosts. Each is a network namespace with its own address, name and loopback interface.
+"""The suite under torchrun on two hosts, which are network namespaces of this machine."""
 
-A pair of virtual interfaces connects them. The namespaces share the files and the processes of the machine, but no part
-of its network.
-"""
-
-import contextlib
 import functools
-import os
-import shutil
-import socket
 import subprocess
-import unittest
 from collections.abc import Sequence
 
-from launches import RANKS_FAIL, Node, SuiteRun
+from hosts import NAMES, TwoHosts
+from launches import RANKS_FAIL, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
-MARK = f"t{os.getpid() % 100000}"  # in all names, so that parallel runs do not conflict
-NAMES = ("hosta", "hostb")
-ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 29511
 SILENCE = 30  # seconds until a lost machine must be noticed
 SECONDS = 15  # seconds to report it: the tests of the file get a moment to leave
 _begun: list[SuiteRun] = []
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def namespace(host: int) -> str:
-    return f"{MARK}{'ab'[host]}"
-
-
-def missing() -> str | None:
-    """Set up two hosts. Returns a description of what the machine lacks for them, or None."""
-    for tool in ("ip", "unshare"):
-        if shutil.which(tool) is None:
-            return f"needs the command {tool} (Debian's iproute2 and util-linux)"
-    try:
-        for host in (0, 1):
-            ip("netns", "add", namespace(host))
-        ip("link", "add", f"{MARK}a", "type", "veth", "peer", "name", f"{MARK}b")
-        for host, address in enumerate(ADDRESSES):
-            ip("link", "set", namespace(host), "netns", namespace(host))
-            ip("-n", namespace(host), "addr", "add", f"{address}/24", "dev", namespace(host))
-            for device in (namespace(host), "lo"):
-                ip("-n", namespace(host), "link", "set", device, "up")
-    except subprocess.CalledProcessError as error:
-        return f"needs network namespaces, which this process may not make: {error.stderr.decode().strip()}"
-    return None
+_hosts: TwoHosts
 
 
 def setUpModule():
-    if (lack := missing()) is not None:
-        tearDownModule()
-        raise unittest.SkipTest(lack)
+    global _hosts
+    _hosts = TwoHosts("10.213.7")
 
 
 def tearDownModule():
     for run in _begun:
         run.stop()
-    for host in (0, 1):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            ip("netns", "delete", namespace(host))
+    _hosts.close()
 
 
-def launch(files: Sequence[str], rendezvous: str = "c10d", per_node: int = 1, **variables: str) -> SuiteRun:
+def launch(
+    files: Sequence[str],
+    rendezvous: str = "c10d",
+    per_node: int = 1,
+    addresses: Sequence[str] = (),
+    **variables: str,
+) -> SuiteRun:
     """Run the suite's command with ``per_node`` ranks on each host."""
     nodes = []
-    for host, name in enumerate(NAMES):
+    addresses = addresses or _hosts.addresses
+    for host, device in enumerate(_hosts.devices):
         options = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--node-rank", str(host)]
         if rendezvous == "static":
-            options += ["--rdzv-backend", "static", "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+            options += ["--rdzv-backend", "static", "--master-addr", addresses[0], "--master-port", str(PORT)]
         else:
-            options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
+            options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{addresses[0]}:{PORT}"]
             # Otherwise torchrun looks up the address of its own name, which does not resolve.
-            options += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", ADDRESSES[host]]
-        # It would wait for a name server that cannot be reached, but not for one that refuses.
-        become = f'hostname {name}; mount --bind /dev/null /etc/resolv.conf; exec "$@"'
-        prefix = ["ip", "netns", "exec", namespace(host), "unshare", "--uts", "sh", "-c", become, "sh"]
-        chosen = {key: value.replace("{}", namespace(host)) for key, value in variables.items()}
-        nodes.append(Node(options, prefix, chosen))
+            options += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", addresses[host]]
+        chosen = {key: value.replace("{}", device) for key, value in variables.items()}
+        nodes.append(Node(options, _hosts.prefix(host), chosen))
     run = SuiteRun(files, *nodes)
     _begun.append(run)
     return run
-
-
-WELL = {"TestAll.test_sum", "TestAlone.test_passes", "TestFirstTwo.test_sum", "TestThreads.test_sum"}
 
 
 @functools.cache
@@ -101,8 +62,7 @@ def lose_link(file: str, per_node: int) -> SuiteRun:
     try:
         return run.end(nodes=1)
     finally:
-        for host in (0, 1):
-            ip("-n", namespace(host), "link", "set", namespace(host), "up")
+        _hosts.connect()
 
 
 class TestWell(TestCase):
@@ -112,28 +72,25 @@ class TestWell(TestCase):
         variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         run = launch(["well"], rendezvous, **variables).end()
         self.assertEqual(run.codes, [0, 0], run.text)
-        self.assertEqual(run.outcomes("well"), dict.fromkeys(WELL, "passed"))
+        self.assertEqual(run.outcomes("well"), WELL)
         self.assertEqual(run.report["hosts"], {"hosta": "rank 0", "hostb": "rank 1"})
         self.assertEqual(run.left, [])
 
     def test_their_names_do_not_resolve(self):
-        for name in NAMES:
-            with self.assertRaises(OSError):
-                socket.getaddrinfo(name, None)
+        for host, other in ((0, NAMES[1]), (1, NAMES[0])):
+            command = [*_hosts.prefix(host), "getent", "hosts", other]
+            self.assertEqual(subprocess.run(command, timeout=30).returncode, 2, f"{NAMES[host]} knows {other}")
 
     def test_a_slow_link_that_loses_packets(self):
-        if shutil.which("tc") is None:
-            self.skipTest("needs the command tc (Debian's iproute2)")
-        tc = ["ip", "netns", "exec", namespace(1), "tc", "qdisc"]
-        netem = ["netem", "delay", "50ms", "loss", "1%"]
-        added = subprocess.run([*tc, "add", "dev", namespace(1), "root", *netem], capture_output=True, text=True)
-        if added.returncode:
-            self.skipTest(f"needs a kernel with netem: {added.stderr.strip()}")
+        """Every packet takes 50 ms, and each hundredth is lost."""
         try:
-            run = launch(["well"]).end()
-        finally:
-            subprocess.run([*tc, "del", "dev", namespace(1), "root"], check=True)
-        self.assertEqual(run.outcomes("well"), dict.fromkeys(WELL, "passed"))
+            link = _hosts.slow_link("10.213.8", delay=0.05, lost_of=100)
+        except OSError as error:
+            self.skipTest(f"needs TUN devices (/dev/net/tun): {error}")
+        self.addCleanup(link.close)
+        run = launch(["well"], addresses=link.addresses).end()
+        self.assertEqual(run.outcomes("well"), WELL)
+        self.assertGreater(link.lost, 0)
 
 
 class TestFaults(TestCase):
@@ -155,7 +112,7 @@ class TestFaults(TestCase):
             self.assertIn(words, told)
 
     def test_the_files_after_them_run_and_nothing_is_left(self):
-        self.assertEqual(faults().outcomes("well"), dict.fromkeys(WELL, "passed"))
+        self.assertEqual(faults().outcomes("well"), WELL)
         self.assertEqual((set(faults().ranks_codes.values()), faults().left), ({1}, []))
 
 

@@ -1,0 +1,93 @@
+"""Two hosts on one machine, for other tests. Not a test file.
+
+Each is a network namespace with its own address, name and loopback interface. A pair of virtual interfaces connects
+them. The namespaces share the files and the processes of the machine, but no part of its network.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+from slow_link import SlowLink
+
+NAMES = ("hosta", "hostb")
+MARK = "fsdp"
+NAMESPACES = Path("/run/netns")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def remove_what_killed_runs_left() -> None:
+    for path in NAMESPACES.glob(f"{MARK}[0-9]*[ab]"):
+        if not Path("/proc", path.name[len(MARK) : -1]).exists():
+            ip("netns", "delete", path.name)
+
+
+class TwoHosts:
+    """Makes the hosts, until :meth:`close`. Raises :class:`unittest.SkipTest`, which names what the machine lacks.
+
+    ``network`` is the first three numbers of the addresses. ``resolve`` says whether the hosts know each other's
+    names.
+    """
+
+    def __init__(self, network: str, resolve: bool = False) -> None:
+        # The name of a host's namespace is that of its interface, too. Runs at the same time have names of their own.
+        self.devices = (f"{MARK}{os.getpid()}a", f"{MARK}{os.getpid()}b")
+        self.addresses = (f"{network}.1", f"{network}.2")
+        self._scratch = tempfile.TemporaryDirectory(prefix="hosts-")
+        known = [f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True)]
+        self._etc_hosts = Path(self._scratch.name) / "hosts"
+        self._etc_hosts.write_text("127.0.0.1 localhost\n" + "".join(known if resolve else ()))
+        try:
+            self._make()
+        except (subprocess.CalledProcessError, unittest.SkipTest) as error:
+            self.close()
+            if isinstance(error, unittest.SkipTest):
+                raise
+            said = error.stderr.decode().strip()
+            raise unittest.SkipTest(f"needs network namespaces, which this process may not make: {said}") from None
+
+    def _make(self) -> None:
+        for tool in ("ip", "unshare"):
+            if shutil.which(tool) is None:
+                raise unittest.SkipTest(f"needs the command {tool} (Debian's iproute2 and util-linux)")
+        remove_what_killed_runs_left()
+        for device in self.devices:
+            ip("netns", "add", device)
+        ip("link", "add", self.devices[0], "type", "veth", "peer", "name", self.devices[1])
+        for device, address in zip(self.devices, self.addresses, strict=True):
+            ip("link", "set", device, "netns", device)
+            ip("-n", device, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", device, "link", "set", "lo", "up")
+        self.connect()
+
+    def connect(self) -> None:
+        """Take the link up, if a test has taken it down."""
+        for device in self.devices:
+            ip("-n", device, "link", "set", device, "up")
+
+    def slow_link(self, network: str, delay: float, lost_of: int) -> SlowLink:
+        """Connect the hosts by another network as well, with other addresses."""
+        names = [f"{device}s" for device in self.devices]
+        return SlowLink(self.devices, names, (f"{network}.1", f"{network}.2"), delay, lost_of)
+
+    def prefix(self, host: int) -> list[str]:
+        """Return what to put before a command that is to run on a host."""
+        # A program would wait for a name server that cannot be reached, but not for one that refuses.
+        become = (
+            f"hostname {NAMES[host]}; mount --bind /dev/null /etc/resolv.conf; "
+            f'mount --bind {self._etc_hosts} /etc/hosts; exec "$@"'
+        )
+        return ["ip", "netns", "exec", self.devices[host], "unshare", "--uts", "sh", "-c", become, "sh"]
+
+    def close(self) -> None:
+        for device in self.devices:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                ip("netns", "delete", device)
+        self._scratch.cleanup()
