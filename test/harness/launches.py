@@ -1,4 +1,4 @@
-"""Runs the whole suite's command under torchrun, for other tests to check. Not a test file."""
+"""Runs the whole suite's command under a launcher, for other tests to check. Not a test file."""
 
 import dataclasses
 import json
@@ -17,18 +17,22 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = Path(__file__).parent / "inputs" / "launched_suite"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
+START_LIMIT = 200  # seconds for it to reach a certain test
 GONE = 20  # seconds after the end of a launch in which everything of it must disappear
-STOP_LIMIT = 10  # seconds for a torchrun to end its ranks
+STOP_LIMIT = 10  # seconds for a launcher to end its ranks
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One torchrun: its own options, and the prefix of its command."""
+    """One launcher: its own options, the prefix of its command, and the command, which runs a Python script."""
 
     options: Sequence[str]
     prefix: Sequence[str] = ()
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     checkout: Path = ROOT
+    launcher: Sequence[str] = TORCHRUN
+    python: Sequence[str] = ()  # what the launcher needs before the script
 
 
 # The outcomes of the tests in inputs/launched_suite/ranks_fail.py.
@@ -39,10 +43,14 @@ RANKS_FAIL = {
     "TestRanks.test_4_hangs": "timed out",
     "TestRanks.test_5_passes": "passed",
 }
+# The outcomes of the tests in inputs/launched_suite/well.py.
+WELL = dict.fromkeys(
+    ("TestAll.test_sum", "TestAlone.test_passes", "TestFirstTwo.test_sum", "TestThreads.test_sum"), "passed"
+)
 
 
 class SuiteRun:
-    """``run_test.py`` under one torchrun per node. It starts at once; :meth:`end` waits for it and reads its results.
+    """``run_test.py`` under one launcher per node. It starts at once; :meth:`end` waits for it and reads its results.
 
     ``files`` are names of files in ``inputs/launched_suite``.
     """
@@ -66,7 +74,7 @@ class SuiteRun:
             own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "STARTED": str(self.started)}
             limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT), "PYTHONPATH": str(node.checkout)}
             output = open(self.scratch / f"output{number}", "w+b")
-            command = [sys.executable, "-m", "torch.distributed.run", *node.options, str(node.checkout / "run_test.py")]
+            command = [*node.launcher, *node.options, *node.python, str(node.checkout / "run_test.py")]
             command += ["--test-directory", str(self.scratch / "test"), "--keep-going", "--report", str(self._report)]
             self._processes.append(
                 subprocess.Popen(
@@ -81,14 +89,20 @@ class SuiteRun:
             self._outputs.append(output)
         self.report: dict[str, Any] = {}
 
+    def wait_for(self, mark: str) -> None:
+        """Wait until a process of the run has left this mark."""
+        give_up = time.monotonic() + START_LIMIT
+        while not (self.started / mark).exists() and time.monotonic() < give_up:
+            time.sleep(0.05)
+
     def signal(self, number: int) -> None:
-        """Send a signal to the first torchrun."""
+        """Send a signal to the first launcher."""
         self._processes[0].send_signal(number)
 
     def stop(self) -> None:
         for process in self._processes:
             if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks then
+                process.terminate()  # it ends its ranks then
                 try:
                     process.wait(STOP_LIMIT)
                 except subprocess.TimeoutExpired:

@@ -4,11 +4,10 @@ import functools
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launches import RANKS_FAIL, ROOT, Node, SuiteRun
+from launches import RANKS_FAIL, ROOT, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import (
     TestCase,
@@ -58,8 +57,7 @@ class TestFaults(TestCase):
     def test_all_files_run_and_every_verdict_is_told(self):
         run = faults()
         self.assertEqual(run.outcomes("ranks_fail"), RANKS_FAIL)
-        well = {"TestAll.test_sum", "TestAlone.test_passes", "TestFirstTwo.test_sum", "TestThreads.test_sum"}
-        self.assertEqual(run.outcomes("well"), dict.fromkeys(well, "passed"))
+        self.assertEqual(run.outcomes("well"), WELL)
         self.assertEqual(run.outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
         self.assertEqual(run.report["ranks"], RANKS)
         self.assertEqual(list(run.report["hosts"].values()), [f"ranks 0-{RANKS - 1}"])
@@ -121,9 +119,7 @@ class TestSignals(TestCase):
     @parametrize("number", [signal.SIGINT, signal.SIGTERM], name_fn=lambda number: number.name)
     def test_a_signal_to_the_launcher_is_reported_by_rank_0(self, number):
         run = begin(["two_ranks", "waits", "well"], Node(STANDALONE))
-        give_up = time.monotonic() + 200
-        while not (run.started / "waits").exists() and time.monotonic() < give_up:
-            time.sleep(0.05)
+        run.wait_for("waits")
         run.signal(number)
         run.end()
         self.assertEqual(run.report["exit_code"], 128 + number)

@@ -1,0 +1,211 @@
+"""The suite under srun: Slurm with two hosts, which are network namespaces of this machine."""
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+
+from hosts import NAMES, TwoHosts
+from launches import RANKS_FAIL, WELL, Node, SuiteRun
+
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+READY_LIMIT = 60  # seconds for Slurm to be ready
+DAEMONS = ("munged", "slurmctld", "slurmd")
+_begun: list[SuiteRun] = []
+_slurm: "Slurm"
+
+
+class Slurm:
+    """A Slurm cluster of two hosts with two processors each, until :meth:`close`. It runs as root, from one folder.
+
+    Raises :class:`unittest.SkipTest`, which names what the machine lacks.
+    """
+
+    def __init__(self) -> None:
+        lacking = [tool for tool in (*DAEMONS, "srun", "sinfo") if shutil.which(tool) is None]
+        if lacking:
+            raise unittest.SkipTest(f"needs Slurm with munge: {', '.join(lacking)} not found")
+        self.hosts = TwoHosts("10.213.9", resolve=True)  # as a cluster's machines do
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.folder.chmod(0o755)  # munged wants it
+        self._daemons: list[subprocess.Popen] = []
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        for name in ("socket", "state", "spool"):
+            (self.folder / name).mkdir(mode=0o755)
+        (self.folder / "key").write_bytes(os.urandom(1024))
+        (self.folder / "key").chmod(0o400)
+        self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        (self.folder / "slurm.conf").write_text(self._configuration())
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used, but looked for
+        files = [
+            f"--{name}={self.folder / path}"
+            for name, path in (
+                ("key-file", "key"),
+                ("socket", "socket/munge"),
+                ("pid-file", "munged.pid"),
+                ("log-file", "munged.log"),
+                ("seed-file", "seed"),
+            )
+        ]
+        self._daemon(0, "munged", "--foreground", "--force", *files)
+        self._wait_until((self.folder / "socket" / "munge").exists)
+        self._daemon(0, "slurmctld", "-D", "-c")
+        for host, name in enumerate(NAMES):
+            self._daemon(host, "slurmd", "-D", "-c", "-N", name)
+        self._wait_until(lambda: self.run("sinfo", "--noheader", "--format=%T %D") == "idle 2")
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + READY_LIMIT
+        while not ready():
+            if time.monotonic() > give_up or any(daemon.poll() is not None for daemon in self._daemons):
+                raise unittest.SkipTest(f"needs a Slurm that starts here: {self._complaints()}")
+            time.sleep(0.1)
+
+    def _configuration(self) -> str:
+        values = {
+            "ClusterName": "two",
+            "SlurmctldHost": f"{NAMES[0]}({self.hosts.addresses[0]})",
+            "AuthInfo": f"socket={self.folder}/socket/munge",
+            "SlurmUser": "root",
+            "SlurmdUser": "root",
+            "StateSaveLocation": f"{self.folder}/state",
+            "SlurmdSpoolDir": f"{self.folder}/spool/%n",
+            "SlurmctldPidFile": f"{self.folder}/slurmctld.pid",
+            "SlurmdPidFile": f"{self.folder}/slurmd-%n.pid",
+            "SlurmctldLogFile": f"{self.folder}/slurmctld.log",
+            "SlurmdLogFile": f"{self.folder}/slurmd-%n.log",
+            "ProctrackType": "proctrack/linuxproc",  # no control groups
+            "TaskPlugin": "task/none",
+            "MpiDefault": "none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_CPU",
+        }
+        lines = [f"{name}={value}" for name, value in values.items()]
+        for name, address in zip(NAMES, self.hosts.addresses, strict=True):
+            lines.append(f"NodeName={name} NodeAddr={address} CPUs=2 State=UNKNOWN")
+        lines.append(f"PartitionName=all Nodes={','.join(NAMES)} Default=YES State=UP")
+        return "\n".join(lines) + "\n"
+
+    def _daemon(self, host: int, *command: str) -> None:
+        with open(self.folder / f"{command[0]}-{host}.output.log", "wb") as output:
+            self._daemons.append(
+                subprocess.Popen(
+                    [*self.hosts.prefix(host), *command],
+                    env=os.environ | self.variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+
+    def _complaints(self) -> str:
+        lines = [line for path in self.folder.glob("*.output.log") for line in path.read_text().splitlines()]
+        return "; ".join(line for line in lines if "error" in line) or f"it was not ready within {READY_LIMIT} s"
+
+    def run(self, *command: str) -> str:
+        """Run a program of Slurm's on the first host, and return what it prints."""
+        done = subprocess.run(
+            [*self.hosts.prefix(0), *command],
+            env=os.environ | self.variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.stdout.strip()
+
+    def close(self) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self.hosts.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def setUpModule():
+    global _slurm
+    _slurm = Slurm()
+
+
+def tearDownModule():
+    for run in _begun:
+        run.stop()
+    _slurm.close()
+
+
+def launch(*files: str) -> SuiteRun:
+    """Run the suite's command with two ranks on each host."""
+    node = Node(
+        ["--nodes=2", "--ntasks-per-node=2"],
+        _slurm.hosts.prefix(0),
+        _slurm.variables,
+        launcher=["srun"],
+        python=[sys.executable],
+    )
+    run = SuiteRun(files, node)
+    _begun.append(run)
+    return run
+
+
+@functools.cache
+def faults() -> SuiteRun:
+    return launch("ranks_fail", "process_dies", "well").end()
+
+
+class TestSrun(TestCase):
+    def test_every_kind_of_file_passes(self):
+        run = launch("well").end()
+        self.assertEqual(run.codes, [0], run.text)
+        self.assertEqual(run.outcomes("well"), WELL)
+        self.assertEqual(run.report["hosts"], {"hosta": "ranks 0-1", "hostb": "ranks 2-3"})
+        self.assertEqual(run.left, [])
+
+    def test_a_rank_that_fails_fails_its_test_alone(self):
+        self.assertEqual(faults().outcomes("ranks_fail"), RANKS_FAIL)
+        self.assertEqual(faults().outcomes("well"), WELL)
+        self.assertEqual((faults().codes, faults().left), ([1], []))
+
+    def test_a_process_of_the_other_host_that_dies(self):
+        told = faults().reasons("process_dies")
+        for words in ("rank 3", "hostb", "SIGKILL", "sleep 1001"):
+            self.assertIn(words, told)
+
+    def test_an_agent_of_the_other_host_is_killed(self):
+        run = launch("two_ranks", "agent_dies", "well").end()
+        outcomes = {"TestRanks.test_1_kills": "crashed", "TestRanks.test_2": "not run"}
+        self.assertEqual(run.outcomes("agent_dies"), outcomes)
+        self.assertRegex(run.report["lost"], r"^the process of rank \d \(id \d+ on hostb\) .*so the run ends$")
+        self.assertEqual(run.left, [])
+
+    def test_a_job_that_is_cancelled_writes_its_reports(self):
+        run = launch("two_ranks", "waits", "well")
+        run.wait_for("waits")
+        _slurm.run("scancel", _slurm.run("squeue", "--noheader", "--format=%i"))
+        run.end()
+        self.assertEqual(run.report["exit_code"], 128 + signal.SIGTERM)
+        self.assertEqual(run.outcomes("two_ranks"), {"TestFirstTwo.test_passes": "passed"})
+        self.assertEqual(run.outcomes("waits"), {"TestRanks.test_1_waits": "not run"})
+        self.assertEqual(run.left, [])
+
+
+if __name__ == "__main__":
+    run_tests()
