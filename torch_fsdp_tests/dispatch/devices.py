@@ -19,6 +19,7 @@ HOST = "cpu"
 LEAST_TORCH = ">=2.9"
 MOST_DEVICES = 10_000  # in one range of names
 _TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
+_WHICH_BUILD = "https://pytorch.org/get-started says which build of torch fits a GPU"
 _CANNOT_BE_HAD = 42  # exit status if a device is not available
 
 
@@ -239,10 +240,11 @@ def lacking_packages() -> str | None:
         version = torch_version() or ""
         if not version[:1].isdigit() or version_fits(version, LEAST_TORCH):  # a vendor may count otherwise
             return None
-        return f"torch {version} is installed, and the tests need torch {LEAST_TORCH}; nothing was run"
+        command = f"{sys.executable} -m pip install --upgrade torch"
+        return f"torch {version} is installed, but the tests need torch {LEAST_TORCH}: {command}; {_WHICH_BUILD}"
     *others, last = lacking
     named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    which = "; https://pytorch.org/get-started says which build of torch fits a GPU" if "torch" in lacking else ""
+    which = f"; {_WHICH_BUILD}" if "torch" in lacking else ""
     command = f"{sys.executable} -m pip install {' '.join(lacking)}"
     return f"{named} not installed for this Python: {command}{which}"
 
