@@ -25,14 +25,12 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One launcher: its own options, the prefix of its command, and the command, which runs a Python script."""
+    """One launcher: its command, which takes a Python script, and what to put before it."""
 
-    options: Sequence[str]
+    launcher: Sequence[str]
     prefix: Sequence[str] = ()
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     checkout: Path = ROOT
-    launcher: Sequence[str] = TORCHRUN
-    python: Sequence[str] = ()  # what the launcher needs before the script
 
 
 # The outcomes of the tests in inputs/launched_suite/ranks_fail.py.
@@ -74,11 +72,11 @@ class SuiteRun:
             own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "STARTED": str(self.started)}
             limit = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_LIMIT), "PYTHONPATH": str(node.checkout)}
             output = open(self.scratch / f"output{number}", "w+b")
-            command = [*node.launcher, *node.options, *node.python, str(node.checkout / "run_test.py")]
+            command = [*node.prefix, *node.launcher, str(node.checkout / "run_test.py")]
             command += ["--test-directory", str(self.scratch / "test"), "--keep-going", "--report", str(self._report)]
             self._processes.append(
                 subprocess.Popen(
-                    [*node.prefix, *command, *arguments],
+                    [*command, *arguments],
                     env=clean | own | limit | dict(node.variables),
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 
 from hosts import NAMES, TwoHosts
-from launches import RANKS_FAIL, WELL, Node, SuiteRun
+from launches import RANKS_FAIL, TORCHRUN, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
@@ -38,15 +38,15 @@ def launch(
     nodes = []
     addresses = addresses or _hosts.addresses
     for host, device in enumerate(_hosts.devices):
-        options = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--node-rank", str(host)]
+        torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", str(per_node), "--node-rank", str(host)]
         if rendezvous == "static":
-            options += ["--rdzv-backend", "static", "--master-addr", addresses[0], "--master-port", str(PORT)]
+            torchrun += ["--rdzv-backend", "static", "--master-addr", addresses[0], "--master-port", str(PORT)]
         else:
-            options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{addresses[0]}:{PORT}"]
+            torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{addresses[0]}:{PORT}"]
             # Otherwise torchrun looks up the address of its own name, which does not resolve.
-            options += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", addresses[host]]
+            torchrun += ["--rdzv-conf", f"is_host={host == 0}", "--local-addr", addresses[host]]
         chosen = {key: value.replace("{}", device) for key, value in variables.items()}
-        nodes.append(Node(options, _hosts.prefix(host), chosen))
+        nodes.append(Node(torchrun, _hosts.prefix(host), chosen))
     run = SuiteRun(files, *nodes)
     _begun.append(run)
     return run

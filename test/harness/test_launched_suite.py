@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launches import RANKS_FAIL, ROOT, WELL, Node, SuiteRun
+from launches import RANKS_FAIL, ROOT, TORCHRUN, WELL, Node, SuiteRun
 
 from torch_fsdp_tests.common_utils import (
     TestCase,
@@ -18,7 +18,7 @@ from torch_fsdp_tests.common_utils import (
 )
 
 RANKS = 3
-STANDALONE = ["--standalone", "--nproc-per-node", str(RANKS)]
+STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)]
 FILE_LIMIT = 40  # seconds for the file that hangs; the files beside it take a few
 _begun: list[SuiteRun] = []
 
@@ -150,7 +150,8 @@ class TestDifferences(TestCase):
     )
     def test_another_checkout_is_refused_before_the_first_test(self, change, words):
         port = find_free_port()
-        node = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static", "--master-port", str(port)]
+        node = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
+        node += ["--rdzv-backend", "static", "--master-port", str(port)]
         first = Node([*node, "--node-rank", "0"])
         second = Node([*node, "--node-rank", "1"], checkout=self.other_checkout(change))
         run = begin(["well"], first, second).end()

@@ -154,13 +154,8 @@ def tearDownModule():
 
 def launch(*files: str) -> SuiteRun:
     """Run the suite's command with two ranks on each host."""
-    node = Node(
-        ["--nodes=2", "--ntasks-per-node=2"],
-        _slurm.hosts.prefix(0),
-        _slurm.variables,
-        launcher=["srun"],
-        python=[sys.executable],
-    )
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable]
+    node = Node(srun, _slurm.hosts.prefix(0), _slurm.variables)
     run = SuiteRun(files, node)
     _begun.append(run)
     return run

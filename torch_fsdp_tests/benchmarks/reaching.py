@@ -140,8 +140,9 @@ def main(argv: list[str]) -> int:
     torch = devices.torch_folder()
     if torch is None or not Path("run_test.py").exists():
         parser.error("this needs an installed torch, and is run from the checkout")
-    print("| change | tests selected | files | failed first | seconds |" + (" whole suite |" if asked.whole else ""))
-    print("|---|---|---|---|---|" + ("---|" if asked.whole else ""))
+    whole = " seconds without `--reaching` |" if asked.whole else ""
+    print(f"| change | tests selected | files | seconds to the first failure |{whole}")
+    print("|---|---|---|---|" + ("---|" if asked.whole else ""))
     for number, edit in enumerate(EDITS, 1):
         if asked.only and number not in asked.only:
             continue
@@ -149,7 +150,8 @@ def main(argv: list[str]) -> int:
             seconds, text = _run(site, ["--reaching", str(diff)])
             selected, failed = _SELECTED.search(text), _TOLD.search(text)
             tests, files = selected.groups() if selected else ("?", "?")
-            row = f"| {edit.what} | {tests} | {files} | {failed[1] if failed else 'nothing'} | {seconds:.0f} |"
+            row = f"| {edit.what} | {tests} | {files} | {seconds:.0f} |"
+            print(f"{edit.what}: {failed[1] if failed else 'nothing'} failed first", file=sys.stderr)
             if asked.whole:
                 seconds, text = _run(site, [])
                 row += f" {seconds:.0f} |" if _TOLD.search(text) else f" nothing in {seconds:.0f} |"

@@ -424,6 +424,7 @@ class TestFullyShardMemory(FSDPTest):
         fully_shard([*model])
         with self.assertRaisesRegex(RuntimeError, "at the end of the group"):
             fully_shard(model)(torch.ones(1, 4, device=self.device))
+        self.assertEqual([group.is_sharded for group in internals.groups_of(model)], [True])
         for param in model.parameters():
             self.assertIsInstance(param, DTensor)
 
