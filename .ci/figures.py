@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torch_fsdp_tests.dispatch.listing import plural, seconds  # noqa: E402
+from torch_fsdp_tests.verdict import closing_line, tally  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
 # Reasons to skip that vary: how they begin, and what they have in common.
@@ -31,7 +32,7 @@ def total(report: dict[str, Any]) -> str:
     lines = [
         f"{plural(len(report['known_defects']), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)"
     ]
-    lines += [", ".join(f"{report[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))]
+    lines.append(closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"])))
     return "\n".join([f"It ends after {seconds(report['seconds'])} ({about}) with", "", "```", *lines, "```"])
 
 

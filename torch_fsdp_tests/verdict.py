@@ -6,9 +6,10 @@ into every report. No step parses text to find out what happened.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DEATH_NEWS = 1.0  # seconds by which the news of a rank's death may be later than its consequences
@@ -42,9 +43,44 @@ class State(str, enum.Enum):
     def is_executed(self) -> bool:
         return self not in (State.SKIPPED, State.NOT_RUN)
 
+    @property
+    def may_be_known(self) -> bool:
+        """Whether a list of known failures can explain it. A pass is news, and an error of the harness is ours."""
+        return self.is_bad and self not in (State.UNEXPECTED_SUCCESS, State.HARNESS_ERROR)
+
+    @property
+    def counted_as(self) -> State:
+        """The one of ``COUNTED`` as which every report counts a test with this outcome."""
+        if self.is_bad:
+            return State.FAILED
+        return State.PASSED if self is State.EXPECTED_FAILURE else self
+
     def is_worse_than(self, other: State) -> bool:
         order = list(State)
         return order.index(self) > order.index(other)
+
+
+COUNTED = (
+    State.PASSED,
+    State.FAILED,
+    State.SKIPPED,
+    State.KNOWN_DEFECT,
+    State.KNOWN_FAILURE,
+    State.NOT_RUN,
+)
+
+
+def tally(outcomes: Iterable[State | str]) -> dict[State, int]:
+    """The number of tests that count as each of ``COUNTED``, from their outcomes."""
+    found = collections.Counter(State(outcome).counted_as for outcome in outcomes)
+    return {state: found[state] for state in COUNTED}
+
+
+def closing_line(counts: Mapping[State, int]) -> str:
+    """The last line of a run, such as ``2 passed, 0 failed, 0 skipped, 1 known failure``."""
+    parts = [f"{counts[state]} {state.value}" for state in (State.PASSED, State.FAILED, State.SKIPPED)]
+    known = counts[State.KNOWN_FAILURE]
+    return ", ".join([*parts, *[f"{known} known failure{'s' * (known > 1)}"] * bool(known)])
 
 
 class Phase(str, enum.Enum):

@@ -73,14 +73,15 @@ class TestSummary(unittest.TestCase):
             test("offload_again", "timed out", "too long"),
             test("offload_with_tp", "skipped", "needs graphs"),
             test("tp", "known defect"),
+            test("tp_listed", "known failure"),
             test("tp_again", "not run"),
             test("other", "failed"),
         ]
         rows = {row["name"]: row for row in summary([{"file": "test_x", "tests": tests}])}
-        counts = ("passed", "failed", "skipped", "known_defects", "not_run")
+        counts = ("passed", "failed", "skipped", "known_defects", "known_failures", "not_run")
         self.assertEqual(
             {name: [row[count] for count in counts] for name, row in rows.items()},
-            {"Offload": [1, 1, 1, 0, 0], "Tensor parallelism": [0, 0, 1, 1, 1]},
+            {"Offload": [1, 1, 1, 0, 0, 0], "Tensor parallelism": [0, 0, 1, 1, 1, 1]},
         )
         graphs = {"reason": "needs graphs", "tests": 1, "subtests": 0}
         streams = {"reason": "needs streams", "tests": 0, "subtests": 2}

@@ -21,7 +21,7 @@ from trees import Balanced, fits, schema
 from torch_fsdp_tests.dispatch import compare, features, html_report, report
 from torch_fsdp_tests.mutants import report as mutants
 from torch_fsdp_tests.mutants.findings import Outcome
-from torch_fsdp_tests.verdict import RankResult, State
+from torch_fsdp_tests.verdict import RankResult, State, tally
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -58,8 +58,8 @@ def a_file(name: str, *tests: dict[str, Any], **more: Any) -> dict[str, Any]:
 def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A ``report.json`` of these files."""
     outcomes = [State(test["outcome"]) for file in files for test in file["tests"]]
-    failed = sum(outcome.is_bad for outcome in outcomes)
-    skipped = outcomes.count(State.SKIPPED)
+    counts = tally(outcomes)
+    failed = counts[State.FAILED]
     return {
         "version": report.VERSION,
         "suite": {"version": "0.1.0", "commit": "abc1234"},
@@ -83,9 +83,10 @@ def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
         "slots": ["slot 1", "slot 2"],
         "exit_code": int(bool(failed)),
         "not_started": [],
-        "passed": outcomes.count(State.PASSED),
+        "passed": counts[State.PASSED],
         "failed": failed,
-        "skipped": skipped,
+        "skipped": counts[State.SKIPPED],
+        "known_failures": [],
         "known_defects": [],
         "repaired_defects": [],
         "skips": [],
@@ -242,6 +243,26 @@ class TestContent(unittest.TestCase):
             with self.subTest(words):
                 self.assertTrue(words in html_report.render(data))
 
+    def test_a_known_failure_is_not_shown_as_passed(self):
+        known = a_test("T.test_cpu_offload", State.KNOWN_FAILURE, reason="RuntimeError: no such kernel")
+        listed = [{"test": "test_x::T.test_cpu_offload", "listed": "the driver lacks it"}]
+        data = a_report(a_file("test_x", a_test("T.test_passes"), known), known_failures=listed)
+        fits(self, data, schema("report"))
+        page = html_report.render(data)
+        told = html.unescape(re.sub("<[^>]+>", " ", page))
+        for words in (
+            "passed with 1 known failure",
+            "The test that should pass did pass. 1 test failed, as the list of known failures says.",
+            "1 known to fail",
+            "the driver lacks it",
+            "RuntimeError: no such kernel",
+        ):
+            self.assertIn(words, " ".join(told.split()))
+        self.assertNotIn("All 2 tests", page)
+        self.assertRegex(page, r'title="known failure">~</span><span class=what><code>T.test_cpu_offload')
+        self.assertRegex(page, r'title="known failure">~</span><div class=what>.*?<b>Offload</b>')
+        self.assertEqual(re.findall(r'title="passed">✓</span><span class=what><code>([^<]+)', page), ["T.test_passes"])
+
     def test_a_long_output_is_cut_from_the_front(self):
         output = "first line\n" + "y" * 50_000 + "\nlast line"
         file = a_file("test_x", a_test("T.test_1", State.FAILED))
@@ -279,7 +300,9 @@ class TestComparison(unittest.TestCase):
             tests = (a_test("T.test_1", **was), a_test("T.test_1", **now))
             return [each.kind for each in compare.differences(*(a_report(a_file("test_x", test)) for test in tests))]
 
-        ok, bad, skip, defect = ({"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect"))
+        ok, bad, skip, defect, known = (
+            {"outcome": State(name)} for name in ("passed", "error", "skipped", "known defect", "known failure")
+        )
         for was, now, wanted in (
             (ok, bad, "newly failing"),
             (skip, bad, "newly failing"),
@@ -292,6 +315,14 @@ class TestComparison(unittest.TestCase):
             (bad, defect, "newly showing a known defect"),
             (skip, defect, "newly executed"),
             (defect, ok, "newly passing"),
+            (ok, known, "newly a known failure"),
+            (bad, known, "newly a known failure"),
+            (skip, known, "newly a known failure"),
+            (known, ok, "newly passing"),
+            (known, bad, "newly failing"),
+            (known, skip, "newly skipped"),
+            (known, known, None),
+            (skip, {"outcome": State.NOT_RUN}, None),
             (skip, ok, "newly executed"),
             ({"seconds": 1.0}, {"seconds": 2.1}, "slower"),
             ({"seconds": 2.1}, {"seconds": 1.0}, "faster"),

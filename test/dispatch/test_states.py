@@ -266,6 +266,19 @@ class TestStatesOfProcesses(StatesCase):
             [tests[f"TestX.test_{number}"]["requirements_not_met"] for number in (1, 2)], [[], ["disabled: by itself"]]
         )
 
+    def test_a_known_failure_is_a_state_of_its_own(self):
+        """In the closing line, in report.json, in JUnit and in the page; the exit status is that of a success."""
+        entry = {"test": "test_x::TestX::test_2", "action": "fail", "reason": "the driver lacks it"}
+        known = self.write_json("known.json", {"version": 1, "entries": [entry]})
+        tests = self.run_and_report({"test_x": body("pass", "self.fail('no')")}, "--known-failures", known)
+        self.assertEqual((self.code, self.out.splitlines()[-1]), (0, "1 passed, 0 failed, 0 skipped, 1 known failure"))
+        self.assertEqual(tests["TestX.test_2"]["outcome"], "known failure")
+        counts = [self.report[name] for name in ("passed", "failed", "skipped", "known_failures")]
+        self.assertEqual(counts, [1, 0, 0, [{"test": "test_x::TestX.test_2", "listed": "the driver lacks it"}]])
+        elements = [(each.tag, each.get("type"), each.get("message")) for each in self.cases["TestX", "test_2"]]
+        self.assertEqual(elements, [("skipped", "known failure", "AssertionError: no")])
+        self.assertIn("passed with 1 known failure", self.page)
+
     def test_a_stop_is_no_failure(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w').close(); time.sleep(60)")})
         process = self.start("--report", self.root / "r")

@@ -497,6 +497,16 @@ class TestTable(unittest.TestCase):
         self.assertEqual(found.rows[-1].skips, [{"reason": "no", "tests": 0, "subtests": 2}])
         self.assertEqual(len(found.remarks), 1)
 
+    def test_known_failures_have_a_column_if_there_are_any(self):
+        def numbers(outcome: str) -> list[str]:
+            test = {"test": "T.test_x", "outcome": outcome, "reason": "", "subtests_skipped": {}}
+            run = VersionRun("2.10.0", what="-i x", files=[{"file": "test_x", "tests": [test]}], is_complete=True)
+            found = table.make([run], ())
+            return [*(line.split("  ")[-1] for line in texts.lines(found)[:2]), texts.counts(found.rows[0])[:8]]
+
+        self.assertEqual(numbers("known failure"), ["known failures", "1", "0 passed"])
+        self.assertEqual(numbers("passed"), ["known defects", "0", "1 passed"])
+
     def test_facts_that_ended(self):
         def fact(since: tuple[int, int], holds: "bool | None") -> dict[str, Any]:
             return {"since": list(since), "says": "counts", "holds": holds, "why": "it cannot be told"}

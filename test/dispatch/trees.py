@@ -16,7 +16,7 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LIMIT = 30  # seconds for one command
-CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.MULTILINE)
+CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, \d+ known failures?)?$", re.MULTILINE)
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
 for name in [name for name in ENVIRONMENT if name.lstrip("_").startswith(("TORCH_FSDP_TESTS_", "PYTORCH_TEST_"))] + [
     *("CI", "CONTINUE_THROUGH_ERROR", "VERBOSE_TEST_LOGS", "NO_TEST_TIMEOUT", "TEST_SHOWLOCALS", "PYTHONPATH"),
@@ -95,6 +95,7 @@ class TreeCase(unittest.TestCase):
         passed: int = 0,
         failed: int = 0,
         skipped: int = 0,
+        known: int = 0,
         code: int | None = None,
         says: Sequence[str] = (),
         **more: Any,
@@ -104,8 +105,9 @@ class TreeCase(unittest.TestCase):
         out = self.run_command(*arguments, **more)
         closing = CLOSING.findall(out)
         self.assertEqual(closing, [(str(passed), str(failed), str(skipped))], out + self.err)
+        self.assertEqual(re.findall(r"skipped, (\d+) known failures?$", out.strip()), [str(known)] * bool(known), out)
         self.assertRegex(out.splitlines()[-1], CLOSING)
-        expected = code if code is not None else 1 if failed else 0 if passed else 5
+        expected = code if code is not None else 1 if failed else 0 if passed or known else 5
         self.assertEqual(self.code, expected, out + self.err)
         for words in says:
             self.assertRegex(out, words)

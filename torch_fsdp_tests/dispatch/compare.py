@@ -32,6 +32,7 @@ KINDS = {
     "newly failing": "bad",
     "newly not run": "warn",
     "newly skipped": "warn",
+    "newly a known failure": "warn",
     "newly showing a known defect": "warn",
     "gone": "warn",
     "slower": "warn",
@@ -40,6 +41,7 @@ KINDS = {
     "new": "ok",
     "faster": "ok",
 }
+_WITH_REASON = ("newly skipped", "newly not run", "newly a known failure")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Difference:
             return told
         if self.kind in ("slower", "faster"):
             return f"{told}: {self.was['seconds']:.1f}s, now {self.now['seconds']:.1f}s"
-        return f"{told}: {self.now['reason']}" if self.kind in ("newly skipped", "newly not run") else told
+        return f"{told}: {self.now['reason']}" if self.kind in _WITH_REASON else told
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -99,13 +101,19 @@ def differences(before: Report, after: Report) -> list[Difference]:
 
 
 def _kind(was: Test, now: Test) -> str | None:
-    earlier, state = State(was["outcome"]), State(now["outcome"])
-    if state.is_executed != earlier.is_executed and not state.is_bad:
-        return "newly executed" if state.is_executed else f"newly {state.value}"
-    if state.is_bad != earlier.is_bad and state is not State.KNOWN_DEFECT:
-        return "newly failing" if state.is_bad else "newly passing"
-    if (state is State.KNOWN_DEFECT) != (earlier is State.KNOWN_DEFECT):
-        return "newly passing" if earlier is State.KNOWN_DEFECT else "newly showing a known defect"
+    earlier, state = State(was["outcome"]).counted_as, State(now["outcome"]).counted_as
+    if state is not earlier and (state.is_executed or earlier.is_executed):
+        match state:
+            case State.FAILED:
+                return "newly failing"
+            case State.KNOWN_FAILURE:
+                return "newly a known failure"
+            case State.KNOWN_DEFECT if earlier.is_executed:
+                return "newly showing a known defect"
+            case State.PASSED if earlier.is_executed:
+                return "newly passing"
+            case _:
+                return "newly executed" if state.is_executed else f"newly {state.value}"
     if _is_longer(now["seconds"], was["seconds"]):
         return "slower"
     return "faster" if _is_longer(was["seconds"], now["seconds"]) else None
@@ -158,6 +166,9 @@ def _features(before: Report, after: Report) -> str:
     gone = set(files_gone(before, after))
     kept = [file for file in before["files"] if file["file"] not in gone]
     rows = [{row["name"]: row for row in summary(files)} for files in (kept, after["files"])]
+    kinds = {"passed": "", "failed": "bad", "known_failures": "warn", "known_defects": "warn", "skipped": ""}
+    if not any(row["known_failures"] for side in rows for row in side.values()):
+        del kinds["known_failures"]  # most runs have no such list
     told = [next(side[f.name] for side in rows if f.name in side) for f in FEATURES if any(f.name in s for s in rows)]
 
     def cells(row: Mapping[str, Any]) -> list[str]:
@@ -165,11 +176,10 @@ def _features(before: Report, after: Report) -> str:
         states = [html_report.state_of_feature(side) if side else "not run" for side in sides]
         earlier = f"<div class='small {html_report.STATES[states[0]][0]}'>before: {states[0]}</div>"
         name = f"<div class=what>{html_report.feature_name(row)}{earlier * (states[0] != states[1])}</div>"
-        kinds = {"passed": "", "failed": "bad", "known_defects": "warn", "skipped": ""}
         numbers = [_changed(sides[0].get(what, 0), sides[1].get(what, 0), kind) for what, kind in kinds.items()]
         return [html_report.mark(states[1]) + name, *numbers]
 
-    columns = [("feature", "f"), *((what, "n") for what in ("passed", "failed", "known defects", "skipped"))]
+    columns = [("feature", "f"), *((what.replace("_", " "), "n") for what in kinds)]
     return page.table(columns, html_report.grouped(told, cells), stack=True)
 
 

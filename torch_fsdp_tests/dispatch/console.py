@@ -20,7 +20,7 @@ from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, TestResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import Scope, State
+from torch_fsdp_tests.verdict import Scope, State, closing_line
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
 _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky": YELLOW, "skipped": BLUE}
@@ -132,7 +132,7 @@ class Console:
         self._done += 1
         tests = file.tests()
         self._tests += len(tests)
-        skipped = file.count(State.SKIPPED)
+        skipped, known = file.count(State.SKIPPED), file.count(State.KNOWN_FAILURE)
         executed = sum(test.outcome.is_executed for test in tests if test.scope is not Scope.FILE)
         word = "FAILED" if file.is_bad else "flaky" if file.is_flaky else "ok" if executed else "skipped"
         if file.was_stopped and not file.is_bad:
@@ -147,6 +147,7 @@ class Console:
         counted = sum(test.outcome is not State.NOT_RUN for test in tests)
         about = [plural(counted, "test")]
         about += [f"{skipped} skipped"] * bool(skipped)
+        about += [plural(known, "known failure")] * bool(known)
         about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
         about += [plural(len(file.attempts), "attempt")] * (len(file.attempts) > 1)
         place = f"[{self._done:{self._width}d}/{self._total}]"
@@ -155,7 +156,7 @@ class Console:
         if self._run.verbose:
             for test in tests:
                 reason = f": {clean(test.reason)}" if test.reason else ""
-                self.say(f"    {test.outcome.value:12s} {test.name}  {seconds(test.seconds)}{reason}")
+                self.say(f"    {test.outcome.value:13s} {test.name}  {seconds(test.seconds)}{reason}")
         notes = dict.fromkeys(note for attempt in file.attempts for note in attempt.notes)
         for note in (*notes, *(note for test in tests for note in test.notes)):
             self.say(f"    note: {note}")
@@ -247,8 +248,8 @@ class Console:
                 self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
         for words in results.flaky():
             self.say(f"flaky (failed, and passed in a later process): {words}")
-        not_run = results.count(State.NOT_RUN)
-        if not_run:
+        counts = results.counts()
+        if not_run := counts[State.NOT_RUN]:
             self.say(f"{plural(not_run, 'test')} not reached")
         if results.not_started:
             names = ", ".join(results.not_started[:SHOWN])
@@ -277,5 +278,5 @@ class Console:
             self.say(f"{plural(len(known), 'known defect')} of torch shown (python -m torch_fsdp_tests.defects)")
         if results.signal is not None:
             self.say(self._paint(f"stopped by {signal.Signals(results.signal).name} before all tests had run", YELLOW))
-        colour = RED if results.failed else YELLOW if results.signal else GREEN if results.passed else BLUE
-        self.say(self._paint(f"{results.passed} passed, {results.failed} failed, {results.skipped} skipped", colour))
+        colour = RED if results.failed else YELLOW if results.signal else GREEN if counts[State.PASSED] else BLUE
+        self.say(self._paint(closing_line(counts), colour))

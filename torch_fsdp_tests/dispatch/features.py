@@ -10,9 +10,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, tally
 
-PASSED = (State.PASSED, State.EXPECTED_FAILURE, State.KNOWN_FAILURE)
+# The names of the numbers of a feature in report.json.
+COUNTS = {
+    State.PASSED: "passed",
+    State.FAILED: "failed",
+    State.SKIPPED: "skipped",
+    State.KNOWN_DEFECT: "known_defects",
+    State.KNOWN_FAILURE: "known_failures",
+    State.NOT_RUN: "not_run",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,16 +229,12 @@ def summary(files: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(feature: Feature, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    outcomes = collections.Counter(State(test["outcome"]) for test in tests)
+    counts = tally(test["outcome"] for test in tests)
     return {
         "name": feature.name,
         "group": feature.group,
         "about": feature.about,
-        "passed": sum(outcomes[state] for state in PASSED),
-        "failed": sum(count for state, count in outcomes.items() if state.is_bad),
-        "skipped": outcomes[State.SKIPPED],
-        "known_defects": outcomes[State.KNOWN_DEFECT],
-        "not_run": outcomes[State.NOT_RUN],
+        **{name: counts[state] for state, name in COUNTS.items()},
         "missing": _missing(tests),
     }
 

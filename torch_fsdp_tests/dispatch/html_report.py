@@ -12,12 +12,12 @@ from typing import Any
 from torch_fsdp_tests.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.features import FEATURES, PASSED, features_of
+from torch_fsdp_tests.dispatch.features import COUNTS, FEATURES, features_of
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.messages import from_data
-from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tell
+from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tally, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
@@ -28,12 +28,23 @@ STATES = {
     "passed": ("ok", "✓"),
     "failed": ("bad", "✗"),
     "flaky": ("warn", "↻"),
+    "known failure": ("warn", "~"),
     "known defect": ("warn", "!"),
     "skipped": ("skip", "-"),
     "not run": ("skip", "·"),
 }
-_KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky", "skipped": "nothing executed"}  # timeline's legend
-TOTALS = {state: state for state in STATES} | {"known defect": "show known defects", "flaky": "passed when run again"}
+# The legend of the timeline.
+_KEY = {
+    "passed": "passed",
+    "failed": "failed",
+    "flaky": "flaky, or failed as expected",
+    "skipped": "nothing executed",
+}
+TOTALS = {state: state for state in STATES} | {
+    "known failure": "known to fail",
+    "known defect": "show known defects",
+    "flaky": "passed when run again",
+}
 VERDICTS = {
     ExitStatus.OK: "passed",
     ExitStatus.FAILED: "failed",
@@ -46,12 +57,8 @@ VERDICTS = {
 
 def state_of(test: Mapping[str, Any]) -> str:
     """Return the one of ``STATES`` that a test is in."""
-    outcome = State(test["outcome"])
-    if outcome.is_bad:
-        return "failed"
-    if test.get("flaky"):
-        return "flaky"
-    return "passed" if outcome in PASSED else outcome.value
+    state = State(test["outcome"]).counted_as
+    return "flaky" if test.get("flaky") and state is not State.FAILED else state.value
 
 
 def mark(state: str) -> str:
@@ -65,7 +72,13 @@ def _state_of_file(file: Mapping[str, Any]) -> str:
         return "failed"
     if len(file["attempts"]) > 1:
         return "flaky"
-    return "passed" if any(State(test["outcome"]).is_executed for test in file["tests"]) else "skipped"
+    return state_of_several(tally(test["outcome"] for test in file["tests"]))
+
+
+def state_of_several(counts: Mapping[State, int]) -> str:
+    """Return the one of ``STATES`` that several tests are in together."""
+    order = (State.FAILED, State.KNOWN_FAILURE, State.PASSED, State.KNOWN_DEFECT, State.SKIPPED)
+    return next((state for state in order if counts[state]), State.NOT_RUN).value
 
 
 def _name(file: Mapping[str, Any]) -> str:
@@ -86,9 +99,12 @@ def _item(file: Mapping[str, Any], test: Mapping[str, Any], is_test: bool = Fals
 
 
 def verdict(data: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the verdict on a run in a word or two, and its class."""
+    """Return the verdict on a run in a few words, and its class."""
     words = VERDICTS.get(data["exit_code"], f"exit status {data['exit_code']}")
-    return words, "ok" if data["exit_code"] == ExitStatus.OK else "bad"
+    if data["exit_code"] != ExitStatus.OK:
+        return words, "bad"
+    known = counts(data)["known failure"]
+    return (f"{words} with {plural(known, 'known failure')}", "warn") if known else (words, "ok")
 
 
 def counts(data: Mapping[str, Any]) -> collections.Counter[str]:
@@ -104,13 +120,15 @@ def _lead(data: Mapping[str, Any]) -> str:
         files = sum(file["failed"] for file in data["files"])
         told = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
     elif ran:
-        held = ran - count["known defect"]
+        held = ran - count["known defect"] - count["known failure"]
         did = (
             "that should pass did pass" if held < ran else "that ran passed" if ran < sum(count.values()) else "passed"
         )
         told = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
     else:
         told = ["No test was executed, so this run proves nothing."]
+    if count["known failure"]:
+        told.append(f"{plural(count['known failure'], 'test')} failed, as the list of known failures says.")
     if count["known defect"]:
         tests, defects = plural(count["known defect"], "test"), plural(len(data["known_defects"]), "known defect")
         told.append(f"{tests} showed {defects} of this torch, as expected.")
@@ -189,11 +207,7 @@ def _head(data: Mapping[str, Any]) -> str:
 
 
 def state_of_feature(row: Mapping[str, Any]) -> str:
-    if row["failed"]:
-        return "failed"
-    if row["passed"] or row["known_defects"]:
-        return "passed" if row["passed"] else "known defect"
-    return "skipped" if row["skipped"] else "not run"
+    return state_of_several({state: row[name] for state, name in COUNTS.items()})
 
 
 def number(count: int, kind: str = "") -> str:
@@ -225,24 +239,33 @@ def feature_name(row: Mapping[str, Any]) -> str:
     return f"{name}<div class='dim small'>{escape(row['about'])}</div>"
 
 
+def _sought(row: Mapping[str, Any], name: str, state: str, kind: str) -> str:
+    """Show a number of a feature as a link to its tests in this state."""
+    return page.sought(number(row[name], kind), feature=row["name"], state=state) if row[name] else ""
+
+
 def _features(data: Mapping[str, Any]) -> str:
     def cells(row: Mapping[str, Any]) -> list[str]:
-        kinds = {"ok": row["passed"], "bad": row["failed"], "warn": row["known_defects"]}
+        kinds = {"ok": row["passed"], "bad": row["failed"], "warn": row["known_failures"] + row["known_defects"]}
         return [
             f"{mark(state_of_feature(row))}<div class=what>{feature_name(row)}</div>",
             page.parts(kinds | {"skip": row["skipped"] + row["not_run"]}),
             number(row["passed"]),
-            page.sought(number(row["failed"], "bad"), feature=row["name"], state="failed") if row["failed"] else "",
+            _sought(row, "failed", "failed", "bad"),
+            *[_sought(row, "known_failures", "known failure", "warn")] * listed,
             number(row["known_defects"], "warn"),
             number(row["skipped"]),
             _missing(row["missing"]),
         ]
 
-    columns = [("feature", "f"), ("", "b"), ("passed", "n"), ("failed", "n"), ("known defects", "n"), ("skipped", "n")]
-    table = page.table([*columns, ("what was missing", "m")], grouped(data["features"], cells), stack=True)
+    listed = any(row["known_failures"] for row in data["features"])  # most runs have no such list
+    numbers = ["passed", "failed", *["known failures"] * listed, "known defects", "skipped"]
+    columns = [("feature", "f"), ("", "b"), *((title, "n") for title in numbers), ("what was missing", "m")]
+    table = page.table(columns, grouped(data["features"], cells), stack=True)
     words = (
-        "✓ every test came out as it should; ✗ a test failed; - no test was executed. Tests that show a known defect "
-        "of torch fail as expected and are counted apart. A test may count for several features."
+        f"✓ every test came out as it should; ✗ a test failed; {'~ a test failed as listed; ' * listed}- no test was "
+        "executed. Tests that show a known defect of torch fail as expected and are counted apart. A test may count "
+        "for several features."
     )
     return f"<p class=dim>{words}</p>{table}" if table else ""
 
@@ -314,6 +337,19 @@ def _failures(data: Mapping[str, Any]) -> str:
         parts.append(page.folded("whole output of the file", page.pre(last["output"])))
         parts.append("</div>")
     return "".join(parts)
+
+
+def _known_failures(data: Mapping[str, Any]) -> str:
+    """Show the tests that failed as a list says: its reason, and how they failed."""
+    listed = {entry["test"]: entry["listed"] for entry in data["known_failures"]}
+    rows = []
+    for file in data["files"]:
+        for test in file["tests"]:
+            if test["outcome"] == State.KNOWN_FAILURE:
+                full = f"{file['file']}::{test['test']}"
+                name = f"{page.code(test['test'])}<div class='dim small'>{escape(_name(file))}</div>"
+                rows.append(Row([name, page.text(listed.get(full, "")), page.text(test["reason"])], _item(file, test)))
+    return page.table([("test", ""), ("listed as", ""), ("how it failed", "")], rows, stack=True)
 
 
 def _flaky(data: Mapping[str, Any]) -> str:
@@ -429,6 +465,7 @@ def _tests(data: Mapping[str, Any]) -> str:
         expected = f' title="{page.seconds(file["estimate"])} expected"' if file["estimate"] is not None else ""
         amounts = [
             (number(count["failed"], "bad"), "failed"),
+            (number(count["known failure"], "warn"), "known to fail"),
             (number(count["known defect"], "warn"), "known defects"),
             (number(count["skipped"] + count["not run"]), "skipped"),
         ]
@@ -454,6 +491,7 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Capabilities", _capabilities(data)),
         Section("Repaired in this torch", defects_table(data["repaired_defects"]), holds_items=True),
         Section("Failures", _failures(data), present["failed"], holds_items=True),
+        Section("Known failures", _known_failures(data), present["known failure"], holds_items=True),
         Section("Flaky", _flaky(data)),
         Section("Known defects of this torch", defects_table(data["known_defects"]), len(data["known_defects"]), True),
         Section("Skipped, by reason", _skips(data)),

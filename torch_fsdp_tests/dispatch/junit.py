@@ -80,12 +80,16 @@ def _case(file: FileResult, cls: str, attempts: list[TestResult]) -> ET.Element:
 
 
 def _tag(outcome: State) -> str | None:
-    """Return the tag of an outcome. JUnit has three tags for tests that did not pass; ``type`` distinguishes ours."""
-    if outcome in (State.SKIPPED, State.NOT_RUN):
-        return "skipped"
+    """Return the tag of an outcome. JUnit has three tags for tests that did not pass; ``type`` distinguishes ours.
+
+    Readers of JUnit count a test without a tag as passed. So a test that failed as expected has the tag of a skip, as
+    pytest writes it.
+    """
+    if not outcome.is_bad:
+        return None if outcome.counted_as is State.PASSED else "skipped"
     if outcome in (State.FAILED, State.UNEXPECTED_SUCCESS, State.LEFT_BEHIND):
         return "failure"
-    return "error" if outcome.is_bad else None
+    return "error"
 
 
 def _element(tag: str, test: TestResult) -> ET.Element:

@@ -23,6 +23,7 @@ from torch_fsdp_tests.dispatch.pool import DevicePool
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Source, UnknownTest, matching, select
 from torch_fsdp_tests.vendors import ConfigurationError
+from torch_fsdp_tests.verdict import closing_line, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.agents import Agents
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is f
 
 DEFAULT_RANKS = 4  # the default number of ranks of a test; the harness has the same default on the CPU
 FEW_RANKS = 2  # the number of ranks of a test for which a few are enough, on the CPU, as in the harness
-NOTHING = "0 passed, 0 failed, 0 skipped"
 
 
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
@@ -136,7 +136,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
         total = plan.makespan(plan.simulate(jobs, pool.size, default))
         _print(json.dumps(listing.plan_json(run, jobs, total)) if run.as_json else listing.plan_text(jobs, total))
     elif not jobs:
-        print(NOTHING, file=sys.stderr if run.list_tests else sys.stdout, flush=True)
+        print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
         return _run(run, jobs, device_set, pool, entries, agents)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN

@@ -141,7 +141,7 @@ class TestProcess:
         told = {field: value for field, value in event.items() if field not in ("event", "test")}
         told |= {"is_left_out": name in self._left_out, "notes": self._notes.pop(name, ())}
         result = messages.from_data(TestResult, {"name": name, "facts": self._test_facts.pop(name, {}), **told})
-        if result.outcome.is_bad and result.outcome is not State.UNEXPECTED_SUCCESS and name in self._known:
+        if result.outcome.may_be_known and name in self._known:
             result = dataclasses.replace(result, outcome=State.KNOWN_FAILURE)
         self.results.append(result)
         self.running = None

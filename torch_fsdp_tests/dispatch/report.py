@@ -20,14 +20,14 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State
 
-VERSION = 3
+VERSION = 4
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
 SHARE = 20  # times the seconds that one took to write, until the next one
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    facts, run = results.facts(), results.run
+    facts, run, counts = results.facts(), results.run, results.counts()
     files = [_file(run, file) for file in sorted(results.files, key=lambda file: file.job.key)]
     return {
         "version": VERSION,
@@ -53,10 +53,11 @@ def as_json(results: Results) -> dict[str, Any]:
         "hosts": dict(results.hosts),
         "lost": results.lost,
         "exit_code": results.exit_code(),
-        "passed": results.passed,
-        "failed": results.failed,
-        "skipped": results.skipped,
+        "passed": counts[State.PASSED],
+        "failed": counts[State.FAILED],
+        "skipped": counts[State.SKIPPED],
         "not_started": results.not_started,
+        "known_failures": results.known_failures(),
         "known_defects": results.known_defects(),
         "repaired_defects": results.repaired_defects(),
         "features": features.summary(files),

@@ -11,7 +11,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult, TestResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, tally
 
 
 @dataclasses.dataclass
@@ -34,17 +34,13 @@ class Results:
         """The result of each test that counts, with its file."""
         return ((file, test) for file in self.files for test in file.tests())
 
-    def count(self, *outcomes: State) -> int:
-        return sum(file.count(*outcomes) for file in self.files)
-
-    @property
-    def passed(self) -> int:
-        return self.count(State.PASSED, State.EXPECTED_FAILURE, State.KNOWN_FAILURE)
+    def counts(self) -> dict[State, int]:
+        """The number of tests that count as each of ``COUNTED``. A failure outside of tests counts as a test."""
+        return tally(test.outcome for _, test in self.tests())
 
     @property
     def failed(self) -> int:
-        """The number of tests that failed in any way, and of files with a failure outside of their tests."""
-        return sum(self.failures().values())
+        return self.counts()[State.FAILED]
 
     def failures(self) -> dict[State, int]:
         """The number of tests by kind of failure, the most frequent first."""
@@ -52,12 +48,17 @@ class Results:
         return dict(found.most_common())
 
     @property
-    def skipped(self) -> int:
-        return self.count(State.SKIPPED)
-
-    @property
     def executed(self) -> int:
         return sum(test.outcome.is_executed for _, test in self.tests())
+
+    def known_failures(self) -> list[dict[str, Any]]:
+        """The tests that failed as a list says, each with the list's reason."""
+        found = []
+        for file, test in self.tests():
+            if test.outcome is State.KNOWN_FAILURE:
+                listed = self.entries[file.attempts[-1].known[test.name]].words
+                found.append({"test": f"{file.job.part.name}::{test.name}", "listed": listed})
+        return found
 
     def known_defects(self) -> list[dict[str, Any]]:
         """The defects of torch that tests have shown, each with the names of those tests."""

@@ -132,7 +132,7 @@ def _status(runs: Sequence[VersionRun], found: Table) -> ExitStatus:
         return ExitStatus.FAILED
     if not all(run.is_complete for run in runs):
         return ExitStatus.BROKEN
-    executed = any(row.passed or row.known_defects for row in found.rows)
+    executed = any(row.passed or row.known_defects or row.known_failures for row in found.rows)
     return ExitStatus.OK if executed else ExitStatus.NOTHING_RAN
 
 

@@ -7,18 +7,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, tally
 from torch_fsdp_tests.versions import facts
 from torch_fsdp_tests.versions.facts import Summary
 from torch_fsdp_tests.versions.runs import VersionRun
 
 Names = list[str]  # of tests, as file::Class.test
-PASSING = (State.PASSED, State.EXPECTED_FAILURE, State.KNOWN_FAILURE)
 
 
 @dataclasses.dataclass
 class Row:
-    """One version in numbers. Tests that show known defects are counted separately: they fail as they should."""
+    """One version in numbers. Tests that show known defects, and known failures, are counted separately."""
 
     label: str
     torch: str
@@ -32,6 +31,7 @@ class Row:
     failed: int
     skipped: int
     known_defects: int  # tests
+    known_failures: int
     not_run: int
     defects: Names  # ids of the registry
     skips: list[dict[str, Any]]  # reason, and the number of tests and subtests that it skipped
@@ -105,7 +105,7 @@ def _grouped(places: Mapping[str, list[str]], everywhere: list[str]) -> list[Onl
 
 def _row(run: VersionRun) -> Row:
     tests = _tests(run)
-    outcomes = collections.Counter(State(test["outcome"]) for test in tests.values())
+    counts = tally(test["outcome"] for test in tests.values())
     bad = [
         {"test": name, "outcome": test["outcome"], "reason": test["reason"]}
         for name, test in sorted(tests.items())
@@ -121,11 +121,12 @@ def _row(run: VersionRun) -> Row:
         commit=run.commit,
         is_dirty=run.is_dirty,
         seconds=round(run.seconds, 3),
-        passed=sum(outcomes[state] for state in PASSING),
-        failed=len(bad),
-        skipped=outcomes[State.SKIPPED],
-        known_defects=outcomes[State.KNOWN_DEFECT],
-        not_run=outcomes[State.NOT_RUN],
+        passed=counts[State.PASSED],
+        failed=counts[State.FAILED],
+        skipped=counts[State.SKIPPED],
+        known_defects=counts[State.KNOWN_DEFECT],
+        known_failures=counts[State.KNOWN_FAILURE],
+        not_run=counts[State.NOT_RUN],
         defects=sorted(shown),
         skips=_skips(tests.values()),
         failures=bad,

@@ -18,7 +18,7 @@ NAMED = 200  # tests of a group that the page lists; the JSON has all
 
 def block(table: Table) -> str:
     """The block for a document: a row for each version, and how many tests execute only on some versions."""
-    parts = [_markdown(TITLES, [_cells(row, code="`") for row in table.rows])]
+    parts = [_markdown(*_numbers(table, code="`"))]
     if table.executes_only:
         counts = [(_listed(only.on), str(len(only.tests))) for only in table.executes_only]
         parts.append(_markdown(("tests that execute only on torch", "tests"), counts))
@@ -95,8 +95,9 @@ def _facts(table: Table) -> list[tuple[str, dict[str, str]]]:
 
 def lines(table: Table) -> list[str]:
     """The lines at the end of a run on a terminal."""
-    rows = [TITLES, *(_cells(row) for row in table.rows)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
+    titles, cells = _numbers(table)
+    rows = [titles, *cells]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     said = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     for row in table.rows:
         said += [f"failed on {row.label}: {each['test']}" for each in row.failures]
@@ -110,7 +111,17 @@ def counts(row: Row) -> str:
     numbers = (
         f"{row.passed} passed, {row.failed} failed, {row.skipped} skipped, {plural(len(row.defects), 'known defect')}"
     )
+    numbers += f", {plural(row.known_failures, 'known failure')}" if row.known_failures else ""
     return f"{numbers} in {seconds(row.seconds)}" + (f"; {row.problem}" if row.problem else "")
+
+
+def _numbers(table: Table, code: str = "") -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The titles and the rows of the table in numbers. Known failures have a column if there are any."""
+    rows = [_cells(row, code) for row in table.rows]
+    if not any(row.known_failures for row in table.rows):
+        return TITLES, [*rows]
+    known = [str(row.known_failures) for row in table.rows]
+    return (*TITLES, "known failures"), [(*cells, number) for cells, number in zip(rows, known)]
 
 
 def _cells(row: Row, code: str = "") -> tuple[str, ...]:
