@@ -1,6 +1,7 @@
-"""Environment variables for the time limit, the start method and the number of ranks. Does not import torch.
+"""Environment variables for the time limit, the start method, the number of ranks, and what is expected of torch.
 
-The dispatcher and ``run_tests()`` check the variables before any test. The harness checks them when it reads them.
+This module does not import torch. The dispatcher and ``run_tests()`` check the variables before any test. The harness
+checks them when it reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ DEFAULT_TIMEOUT = 120  # seconds
 LONGEST_TIMEOUT = 7 * 86400  # seconds
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
+STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, a torch better or worse than known is a failure
 MOST_RANKS = 65536  # of one test; more than any launcher makes
 
 
@@ -35,6 +37,11 @@ def ranks(environment: Mapping[str, str]) -> int | None:
     """The default number of ranks of a test, or None. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(RANKS_VARIABLE)
     return whole(RANKS_VARIABLE, text, MOST_RANKS) if text else None
+
+
+def strict_defects(environment: Mapping[str, str]) -> bool:
+    """Whether a test fails if torch does not have a defect, or a repair, that its version should have."""
+    return environment.get(STRICT_DEFECTS_VARIABLE) == "1"
 
 
 def whole(variable: str, text: str, most: int) -> int:

@@ -3,6 +3,9 @@
 A :class:`Fact` says what newer versions of torch do and older ones do not. It is true or false, and is computed when it
 is first used. No other module compares versions, or checks for an attribute of torch because of a version. A test that
 needs a fact is decorated with :func:`torch_fsdp_tests.common_distributed.needs`.
+
+A repair of torch is an entry of the registry of defects, so that its test runs on older versions too. If a test can
+only run where a defect is repaired, its fact names the defect.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
+import re
+import sys
 import unittest
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torch_fsdp_tests import torch_names
+from torch_fsdp_tests import events, settings, torch_names
 
 __unittest = True
 
@@ -25,25 +31,46 @@ VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split("
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
 
 
+def is_release(version: str) -> bool:
+    """Whether ``2.13.0+cpu`` names a release, and not a nightly build, a candidate, or a build of some commit."""
+    return re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?(\+(?!.*git)[\w.]+)?", version) is not None
+
+
+IS_RELEASE = is_release(torch.__version__)
+
+
 class FactIsUnknown(unittest.SkipTest):
     """The harness cannot tell whether a fact holds for the installed torch, so the tests that depend on it skip."""
+
+
+class TorchDiffers(Exception):
+    """The installed torch is not like the release that it says it is. No known defect explains this."""
 
 
 class Fact:
     """Something that torch does since version ``since``. ``says`` completes the sentence "needs a torch that ...".
 
-    ``probe`` inspects the installed torch, so that a nightly build or a patched torch gets the right answer. Without a
-    probe the version decides. ``bool(fact)`` raises :class:`FactIsUnknown` when the probe fails.
+    ``probe`` inspects the installed torch. It decides for a nightly build or a build of some commit, and ``bool(fact)``
+    raises :class:`FactIsUnknown` when it fails. For a release the version decides, because a probe would take a bug
+    that came back for an older torch. If the probe disagrees there, that is reported at the end of the run, and with
+    ``--strict-defects`` ``bool(fact)`` raises :class:`TorchDiffers`. Without a probe the version decides.
+
+    ``repairs`` names the defects of the registry that ``since`` repaired. A fact without them is about a feature.
     """
 
-    def __init__(self, since: tuple[int, int], says: str, probe: Callable[[], bool] | None = None) -> None:
-        self.since, self.says, self.probe = since, says, probe
+    def __init__(
+        self, since: tuple[int, int], says: str, probe: Callable[[], bool] | None = None, repairs: tuple[str, ...] = ()
+    ) -> None:
+        self.since, self.says, self.probe, self.repairs = since, says, probe, repairs
 
     def __bool__(self) -> bool:
-        return self._holds
+        if self.differs and settings.strict_defects(os.environ):
+            raise TorchDiffers(f"{self.differs}. If the release itself is like this, correct torch_facts.py")
+        return VERSION >= self.since if IS_RELEASE else self.seen
 
     @functools.cached_property
-    def _holds(self) -> bool:
+    def seen(self) -> bool:
+        """What the probe finds, or what follows from the version. Raises :class:`FactIsUnknown` if the probe fails."""
         if self.probe is None:
             return VERSION >= self.since
         try:
@@ -51,12 +78,36 @@ class Fact:
         except Exception as error:
             raise FactIsUnknown(f"cannot tell whether torch {torch.__version__} {self.says}: {error}") from error
 
+    @functools.cached_property
+    def differs(self) -> str:
+        """How the installed torch differs from the release of its version; empty if it does not. It is reported."""
+        if not IS_RELEASE:
+            return ""
+        try:
+            if self.seen == (VERSION >= self.since):
+                return ""
+            since = f"as torch does since {_dotted(self.since)}"
+            return _reported(f": it {self.says}, {since}" if self.seen else f", which {self.says}")
+        except FactIsUnknown as error:
+            return _reported(f": {error}")
+
     def lacks(self) -> str | None:
         """The reason why a test that needs this fact cannot run, or None if it can."""
         return None if self else f"needs a torch that {self.says} ({_dotted(self.since)} or newer)"
 
     def __repr__(self) -> str:
         return f"<since {_dotted(self.since)} torch {self.says}>"
+
+
+unlike_release: list[str] = []  # how the installed torch differs from its release, as far as this process has noticed
+
+
+def _reported(how: str) -> str:
+    difference = f"this torch differs from release {torch.__version__.partition('+')[0]}{how}"
+    unlike_release.append(difference)
+    events.record(unlike_release=unlike_release)
+    print(difference, file=sys.stderr)  # a rank records no events, and its output is shown if the test fails
+    return difference
 
 
 def _dotted(version: tuple[int, int]) -> str:

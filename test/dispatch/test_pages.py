@@ -89,6 +89,7 @@ def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
         "known_failures": [],
         "known_defects": [],
         "repaired_defects": [],
+        "unlike_release": [],
         "skips": [],
         "list_remarks": [],
         "features": features.summary(files),

@@ -5,6 +5,7 @@
 
 import ast
 import collections
+import io
 import re
 import sys
 import unittest
@@ -13,15 +14,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torch_fsdp_tests import forkserver, torch_facts, torch_names
+from torch_fsdp_tests import forkserver, settings, torch_facts, torch_names
+from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from runs import INPUTS, ROOT, run_beside
 
+OLD = (2, 9)  # the oldest supported version
 FSDP1 = "distributed/fsdp/test_fsdp_checkpoint"
 FSDP2 = "distributed/_composable/fsdp/test_fully_shard_state"
 
@@ -49,8 +53,20 @@ class TestRenamed(TestCase):
         self.assertIn("the installed torch has no ", renamed["text"])
         self.assertIn("torch_fsdp_tests/fsdp/internals.py uses: update that file", renamed["text"])
 
-    def _run(self, file: str, names: str) -> dict[str, Any]:
-        done = run_beside(INPUTS / "renamed", ROOT / "run_test.py", "-i", file, "-v", RENAMED_IN_FSDP=names)
+    @needs(torch_facts.CHECKS_SHARED_PARAMETERS)
+    def test_a_release_that_seems_to_lack_something_is_news(self):
+        """The test that needs it runs all the same, and the run names the difference. In strict mode the test fails."""
+        file = "distributed/_composable/fsdp/test_fully_shard_training"
+        test = f"{file}::TestFullyShardSharedParams::test_shared_params_separate_fsdp_groups_error"
+        words = "^this torch differs from release .*, which refuses a parameter that two FSDP2 groups share$"
+        for option, passed in (("-v", 1), ("--strict-defects", 0)):
+            with self.subTest(option):
+                found = self._run(test, "_validate_no_duplicate_params", option)
+                self.assertEqual([found[each] for each in ("passed", "failed", "skipped")], [passed, 1 - passed, 0])
+                self.assertRegex(found["text"], f"(?m){words}")
+
+    def _run(self, file: str, names: str, option: str = "-v") -> dict[str, Any]:
+        done = run_beside(INPUTS / "renamed", ROOT / "run_test.py", "-i", file, option, RENAMED_IN_FSDP=names)
         counts = re.search(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", done.stdout, re.MULTILINE)
         assert counts is not None, done.stdout + done.stderr
         numbers = zip(("passed", "failed", "skipped"), map(int, counts.groups()))
@@ -131,28 +147,80 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 
 
 class TestFacts(TestCase):
+    """``torch_facts``. Each test of a single fact sets whether the installed torch counts as a release."""
+
+    def _fact(self, since: tuple[int, int], is_release: bool, **probe: Any) -> torch_facts.Fact:
+        """A fact with a probe, whose differences are not reported to the run."""
+        self.addCleanup(mock.patch.stopall)
+        mock.patch.object(torch_facts, "IS_RELEASE", is_release).start()
+        mock.patch.object(torch_facts, "unlike_release", []).start()
+        mock.patch.object(torch_facts.events, "record").start()
+        mock.patch("sys.stderr", io.StringIO()).start()
+        return torch_facts.Fact(since, "does it", mock.Mock(**probe))
+
     def test_probes_agree_with_versions(self):
         """A fact that is probed on the installed torch matches what the fact says about its version."""
         probed = {name: fact for name, fact in torch_facts.facts().items() if fact.probe is not None}
         self.assertGreater(len(probed), 10)
         for name, fact in probed.items():
             with self.subTest(name):
-                self.assertEqual(bool(fact), torch_facts.VERSION >= fact.since)
+                self.assertEqual(fact.seen, torch_facts.VERSION >= fact.since)
+
+    def test_what_is_a_release(self):
+        releases = "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1.post2", "2.13.0+rocm6.4"
+        others = "2.14.0.dev20260101+cpu", "2.9.0a0+50eac811a6.nv25.09", "2.13.0rc1", "2.13.0+gitabc1234", "2.13.0a0"
+        found = {version: torch_facts.is_release(version) for version in (*releases, *others)}
+        self.assertEqual(found, dict.fromkeys(releases, True) | dict.fromkeys(others, False))
 
     def test_a_fact_is_asked_late_and_once(self):
-        probe = mock.Mock(return_value=True)
-        fact = torch_facts.Fact((2, 13), "does it", probe)
-        self.assertEqual(probe.mock_calls, [])
+        fact = self._fact(OLD, is_release=False, return_value=True)
+        self.assertEqual(fact.probe.mock_calls, [])
         self.assertTrue(fact)
         self.assertIsNone(fact.lacks())
-        self.assertEqual(probe.mock_calls, [mock.call()])
+        self.assertEqual(fact.probe.mock_calls, [mock.call()])
 
     def test_a_fact_that_does_not_hold_says_what_is_needed(self):
         fact = torch_facts.Fact((9, 0), "does it")
         self.assertEqual(fact.lacks(), "needs a torch that does it (9.0 or newer)")
 
-    def test_a_probe_that_raises_is_a_skip(self):
-        fact = torch_facts.Fact((2, 13), "does it", mock.Mock(side_effect=TypeError("changed")))
+    def test_a_release_is_what_its_version_says(self):
+        """If the probe disagrees, a test that needs the fact runs where it should. The difference is reported once."""
+        differs = re.escape(f"this torch differs from release {torch.__version__.partition('+')[0]}")
+        unknown = r"cannot tell whether torch [\w.+]+ does it: changed"
+        cases = [
+            (OLD, True, {"return_value": True}, "^$"),
+            (OLD, True, {"return_value": False}, f"^{differs}, which does it$"),
+            (
+                OLD,
+                True,
+                {"side_effect": TypeError("changed")},
+                f"^{differs}: {unknown}$",
+            ),
+            ((9, 0), False, {"return_value": True}, rf"^{differs}: it does it, as torch does since 9\.0$"),
+        ]
+        for since, expected, probe, words in cases:
+            with self.subTest(since=since, **probe):
+                fact = self._fact(since, is_release=True, **probe)
+                self.assertEqual([bool(fact), bool(fact)], [expected, expected])
+                self.assertRegex("".join(torch_facts.unlike_release), words)
+
+    def test_a_release_that_differs_fails_the_test_in_strict_mode(self):
+        """It is no skip, and no assertion that a known defect could explain."""
+        fact = self._fact(OLD, is_release=True, return_value=False)
+        with mock.patch.dict("os.environ", {settings.STRICT_DEFECTS_VARIABLE: "1"}):
+            with self.assertRaisesRegex(torch_facts.TorchDiffers, "which does it. If the release itself is like this"):
+                fact.lacks()
+        self.assertFalse(issubclass(torch_facts.TorchDiffers, (AssertionError, unittest.SkipTest)))
+
+    def test_the_probe_decides_between_releases(self):
+        for answer in (True, False):
+            for since in (OLD, (9, 0)):
+                with self.subTest(answer=answer, since=since):
+                    self.assertEqual(bool(self._fact(since, is_release=False, return_value=answer)), answer)
+                    self.assertEqual(torch_facts.unlike_release, [])
+
+    def test_a_probe_that_raises_between_releases_is_a_skip(self):
+        fact = self._fact(OLD, is_release=False, side_effect=TypeError("changed"))
         with self.assertRaisesRegex(unittest.SkipTest, r"cannot tell whether torch [\w.+]+ does it: changed"):
             bool(fact)
 

@@ -16,7 +16,7 @@ from typing import Any
 import expecttest
 import torch
 
-from torch_fsdp_tests import events
+from torch_fsdp_tests import events, settings
 from torch_fsdp_tests.verdict import VERDICT, State, Verdict, by_cause
 
 from . import state
@@ -26,7 +26,6 @@ from .seed import set_rng_seed
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 KNOWN_DEFECTS = "__known_defects__"  # the attribute of a test function that names the defects of torch that it shows
-STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, passing despite a defect is a failure
 repaired: dict[str, list[str]] = {}  # defects that were expected and did not show, and the tests that passed
 
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -139,7 +138,7 @@ class TestCase(expecttest.TestCase):
         return not self._known_defects or any(defect.explains(exception) for defect in self._known_defects)
 
     def _addUnexpectedSuccess(self, result: unittest.TestResult) -> None:
-        if not self._known_defects or os.environ.get(STRICT_DEFECTS_VARIABLE) == "1":
+        if not self._known_defects or settings.strict_defects(os.environ):
             super()._addUnexpectedSuccess(result)
             return
         for defect in self._known_defects:

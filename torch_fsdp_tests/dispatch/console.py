@@ -259,6 +259,8 @@ class Console:
             self.say(words)
         for defect in results.repaired_defects():
             self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {', '.join(defect['tests'])}")
+        for difference in results.unlike_release():
+            self.say(difference)
         if results.files and results.is_left_empty():
             of = f"shard {results.run.shard} of {results.run.num_shards}"
             self.say(f"{of} has only parts of files, and they have no tests")

@@ -371,10 +371,11 @@ def _skips(data: Mapping[str, Any]) -> str:
 
 
 def _notes(data: Mapping[str, Any]) -> str:
-    """Show what does not change the verdict: leaks, and stale entries of lists."""
+    """Show what does not change the verdict: leaks, stale entries of lists, and what is unusual about torch."""
     notes = [(_name(file), note) for file in data["files"] for a in file["attempts"] for note in a["notes"]]
     notes += [(f"{_name(f)}::{t['test']}", note) for f in data["files"] for t in f["tests"] for note in t["notes"]]
     notes += [("lists", remark) for remark in data["list_remarks"]]
+    notes += [("torch", difference) for difference in data["unlike_release"]]
     rows = [[page.code(about), page.text(note)] for about, note in dict.fromkeys(notes)]
     return page.table([("about", ""), ("note", "")], rows, stack=True)
 

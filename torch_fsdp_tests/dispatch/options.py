@@ -176,7 +176,7 @@ def make_parser() -> _Parser:
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=_whole(0, MOST_RERUNS), metavar="N", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
-    words = "fail the run if a test passes although torch should have the defect that the test shows"
+    words = "fail a test if torch does not have the defect that it shows, or lacks what its release has"
     add("--strict-defects", **flag, help=words)
     add(
         "--minimum-executed",
@@ -222,7 +222,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "show_output": "VERBOSE_TEST_LOGS" in true_ones,
         "pipe_logs": "CI" in set_ones and "VERBOSE_TEST_LOGS" not in true_ones,
         "run_slow": "PYTORCH_TEST_WITH_SLOW" in true_ones,
-        "strict_defects": "TORCH_FSDP_TESTS_STRICT_DEFECTS" in true_ones,
+        "strict_defects": settings.STRICT_DEFECTS_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
     }
     words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}

@@ -60,6 +60,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "known_failures": results.known_failures(),
         "known_defects": results.known_defects(),
         "repaired_defects": results.repaired_defects(),
+        "unlike_release": results.unlike_release(),
         "features": features.summary(files),
         "skips": results.skips(),
         "list_remarks": results.list_remarks(),

@@ -76,6 +76,12 @@ class Results:
                 entry["tests"].append(f"{file.job.part.name}::{test.name}")
         return [found[id] for id in sorted(found)]
 
+    def unlike_release(self) -> list[str]:
+        """How the installed torch differs from the release of its version, as the facts show that tests asked for."""
+        told = [attempt.facts for file in self.files for attempt in file.attempts]
+        told += [test.facts for _, test in self.tests()]
+        return sorted({difference for facts in told for difference in facts.get("unlike_release", ())})
+
     def unknown(self) -> list[str]:
         """Names inside files that match nothing."""
         return [f"{file.job.part.name}: {words}" for file in self.files for words in file.attempts[-1].unknown]

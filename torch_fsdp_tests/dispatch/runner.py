@@ -33,6 +33,7 @@ from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.settings import STRICT_DEFECTS_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
@@ -104,7 +105,7 @@ class Runner:
             "TORCH_FSDP_TESTS_SEED": str(self._run.seed),
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
             "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
-            "TORCH_FSDP_TESTS_STRICT_DEFECTS": "1" if self._run.strict_defects else None,
+            STRICT_DEFECTS_VARIABLE: "1" if self._run.strict_defects else None,
             "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
         }
         stated = {name: value for name, value in wishes.items() if value is not None}

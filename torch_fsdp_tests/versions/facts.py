@@ -15,14 +15,14 @@ from typing import Any
 
 
 def answer() -> dict[str, Any]:
-    """Whether each fact holds for the torch of this process."""
+    """What the probe of each fact finds in the torch of this process, or what follows from its version."""
     from torch_fsdp_tests import torch_facts
 
     facts = {}
     for name, fact in torch_facts.facts().items():
         about: dict[str, Any] = {"since": list(fact.since), "says": fact.says, "probed": fact.probe is not None}
         try:
-            facts[name] = {**about, "holds": bool(fact), "why": ""}
+            facts[name] = {**about, "holds": fact.seen, "why": ""}
         except torch_facts.FactIsUnknown as error:
             facts[name] = {**about, "holds": None, "why": str(error)}
     return facts
