@@ -149,14 +149,19 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 class TestFacts(TestCase):
     """``torch_facts``. Each test of a single fact sets whether the installed torch counts as a release."""
 
-    def _fact(self, since: tuple[int, int], is_release: bool, **probe: Any) -> torch_facts.Fact:
-        """A fact with a probe, whose differences are not reported to the run."""
+    def _fact(self, since: tuple[int, int], is_release: bool, probe: mock.Mock) -> torch_facts.Fact:
+        """A fact whose differences are not reported to the run."""
         self.addCleanup(mock.patch.stopall)
         mock.patch.object(torch_facts, "IS_RELEASE", is_release).start()
         mock.patch.object(torch_facts, "unlike_release", []).start()
         mock.patch.object(torch_facts.events, "record").start()
         mock.patch("sys.stderr", io.StringIO()).start()
-        return torch_facts.Fact(since, "does it", mock.Mock(**probe))
+        return torch_facts.Fact(since, "does it", probe)
+
+    def _probes(self) -> list[mock.Mock]:
+        """Probes that find the fact, do not find it, and fail."""
+        fails = mock.Mock(side_effect=TypeError("changed"))
+        return [mock.Mock(return_value=True), mock.Mock(return_value=False), fails]
 
     def test_probes_agree_with_versions(self):
         """A fact that is probed on the installed torch matches what the fact says about its version."""
@@ -173,11 +178,12 @@ class TestFacts(TestCase):
         self.assertEqual(found, dict.fromkeys(releases, True) | dict.fromkeys(others, False))
 
     def test_a_fact_is_asked_late_and_once(self):
-        fact = self._fact(OLD, is_release=False, return_value=True)
-        self.assertEqual(fact.probe.mock_calls, [])
+        probe = mock.Mock(return_value=True)
+        fact = self._fact(OLD, is_release=False, probe=probe)
+        self.assertEqual(probe.mock_calls, [])
         self.assertTrue(fact)
         self.assertIsNone(fact.lacks())
-        self.assertEqual(fact.probe.mock_calls, [mock.call()])
+        self.assertEqual(probe.mock_calls, [mock.call()])
 
     def test_a_fact_that_does_not_hold_says_what_is_needed(self):
         fact = torch_facts.Fact((9, 0), "does it")
@@ -187,40 +193,38 @@ class TestFacts(TestCase):
         """If the probe disagrees, a test that needs the fact runs where it should. The difference is reported once."""
         differs = re.escape(f"this torch differs from release {torch.__version__.partition('+')[0]}")
         unknown = r"cannot tell whether torch [\w.+]+ does it: changed"
+        yes, no, fails = self._probes()
         cases = [
-            (OLD, True, {"return_value": True}, "^$"),
-            (OLD, True, {"return_value": False}, f"^{differs}, which does it$"),
-            (
-                OLD,
-                True,
-                {"side_effect": TypeError("changed")},
-                f"^{differs}: {unknown}$",
-            ),
-            ((9, 0), False, {"return_value": True}, rf"^{differs}: it does it, as torch does since 9\.0$"),
+            (OLD, True, yes, "^$"),
+            (OLD, True, no, f"^{differs}, which does it$"),
+            (OLD, True, fails, f"^{differs}: {unknown}$"),
+            ((9, 0), False, yes, rf"^{differs}: it does it, as torch does since 9\.0$"),
         ]
         for since, expected, probe, words in cases:
-            with self.subTest(since=since, **probe):
-                fact = self._fact(since, is_release=True, **probe)
+            with self.subTest(words):
+                fact = self._fact(since, is_release=True, probe=probe)
                 self.assertEqual([bool(fact), bool(fact)], [expected, expected])
                 self.assertRegex("".join(torch_facts.unlike_release), words)
 
     def test_a_release_that_differs_fails_the_test_in_strict_mode(self):
         """It is no skip, and no assertion that a known defect could explain."""
-        fact = self._fact(OLD, is_release=True, return_value=False)
+        _, no, _ = self._probes()
+        fact = self._fact(OLD, is_release=True, probe=no)
         with mock.patch.dict("os.environ", {settings.STRICT_DEFECTS_VARIABLE: "1"}):
             with self.assertRaisesRegex(torch_facts.TorchDiffers, "which does it. If the release itself is like this"):
                 fact.lacks()
         self.assertFalse(issubclass(torch_facts.TorchDiffers, (AssertionError, unittest.SkipTest)))
 
     def test_the_probe_decides_between_releases(self):
-        for answer in (True, False):
-            for since in (OLD, (9, 0)):
-                with self.subTest(answer=answer, since=since):
-                    self.assertEqual(bool(self._fact(since, is_release=False, return_value=answer)), answer)
-                    self.assertEqual(torch_facts.unlike_release, [])
+        for since in (OLD, (9, 0)):
+            yes, no, _ = self._probes()
+            self.assertTrue(self._fact(since, is_release=False, probe=yes))
+            self.assertFalse(self._fact(since, is_release=False, probe=no))
+            self.assertEqual(torch_facts.unlike_release, [])
 
     def test_a_probe_that_raises_between_releases_is_a_skip(self):
-        fact = self._fact(OLD, is_release=False, side_effect=TypeError("changed"))
+        _, _, fails = self._probes()
+        fact = self._fact(OLD, is_release=False, probe=fails)
         with self.assertRaisesRegex(unittest.SkipTest, r"cannot tell whether torch [\w.+]+ does it: changed"):
             bool(fact)
 
