@@ -100,6 +100,32 @@ class Scope(str, enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class DefectBlock:
+    """A block of a test that must show a known defect of torch, and what happened in it. It may be a whole test."""
+
+    defect: dict[str, Any]  # what a report says about the defect
+    place: str = ""  # the line of the block and the parameters of its subtest; empty for a whole test
+    raised: str = ""  # the exception that showed the defect; empty if the block passed
+
+
+def joined(ranks: Iterable[Sequence[DefectBlock]]) -> list[DefectBlock]:
+    """The blocks of all ranks as those of one test. A block shows its defect if it does so on at least one rank.
+
+    A rank that enters a block several times in one place has several blocks, which are matched by their order.
+    """
+    found: dict[tuple[str, str, int], DefectBlock] = {}
+    for blocks in ranks:
+        turns: collections.Counter[tuple[str, str]] = collections.Counter()
+        for block in blocks:
+            name = block.defect["id"], block.place
+            turns[name] += 1
+            key = (*name, turns[name])
+            if key not in found or not found[key].raised:
+                found[key] = block
+    return list(found.values())
+
+
+@dataclasses.dataclass(frozen=True)
 class RankResult:
     """The outcome of one rank of a test."""
 

@@ -54,17 +54,44 @@ def said(*arguments: str) -> tuple[str | int | None, str, str]:
 
 
 def named_in_tests() -> dict[str, set[str]]:
-    """The tests decorated with each defect's id: by id, as ``FILE::CLASS::TEST``."""
+    """The tests that show each defect, as a whole or in a block: by id, as ``FILE::CLASS::TEST``."""
     found: dict[str, set[str]] = collections.defaultdict(set)
     for path in sorted((ROOT / "test" / "distributed").rglob("test_*.py")):
         file = str(path.relative_to(ROOT / "test").with_suffix(""))
-        classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-        methods = [(cls, node) for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
-        for cls, method in methods:
-            for decorator in method.decorator_list:
-                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "torch_defect":
-                    for id in decorator.args:
-                        found[ast.literal_eval(id)].add(f"{file}::{cls.name}::{method.name}")
+        for test, ids in shown_in(ast.parse(path.read_text(encoding="utf-8"))).items():
+            for id in ids:
+                found[id].add(f"{file}::{test}")
+    return found
+
+
+def shown_in(tree: ast.Module) -> dict[str, set[str]]:
+    """The defects that the tests of a file show, by ``CLASS::TEST``. A block may be in a helper of the same file."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    statements = [*tree.body, *(node for cls in classes for node in cls.body)]
+    functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
+    by_name = collections.defaultdict(list)
+    for function in functions:
+        by_name[function.name].append(function)
+
+    def helpers(function: ast.FunctionDef, of_class: ast.ClassDef, seen: set[ast.FunctionDef]) -> set[ast.FunctionDef]:
+        """The functions that a function names, directly or not. A method is one of the same class, if it has it."""
+        seen.add(function)
+        for node in ast.walk(function):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            own = [other for other in by_name[name] if other in of_class.body]
+            for other in own or by_name[name]:
+                if other not in seen and not other.name.startswith("test"):
+                    helpers(other, of_class, seen)
+        return seen
+
+    found = {}
+    for cls in classes:
+        for test in cls.body:
+            if isinstance(test, ast.FunctionDef) and test.name.startswith("test"):
+                nodes = [node for function in helpers(test, cls, set()) for node in ast.walk(function)]
+                calls = [node for node in nodes if isinstance(node, ast.Call)]
+                uses = [call for call in calls if ast.unparse(call.func) == "torch_defect"]
+                found[f"{cls.name}::{test.name}"] = {ast.literal_eval(id) for call in uses for id in call.args}
     return found
 
 

@@ -23,7 +23,8 @@ import torch
 
 from torch_fsdp_tests import accelerator, events, settings
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
-from torch_fsdp_tests.common_utils import TestCase, state
+from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
+from torch_fsdp_tests.common_utils.testcase import subtest_words
 from torch_fsdp_tests.ranks import (
     Assignment,
     Belongings,
@@ -39,7 +40,7 @@ from torch_fsdp_tests.ranks import (
 from torch_fsdp_tests.ranks.group import SHOW_VARIABLE
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, RankReport, enters_test
 from torch_fsdp_tests.vendors import ConfigurationError
-from torch_fsdp_tests.verdict import Phase, State
+from torch_fsdp_tests.verdict import Phase, State, joined
 
 __unittest = True
 
@@ -75,7 +76,7 @@ _tally = _Tally()
 
 
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
-    """Run a test in a rank, count its subtests, and return its outcome.
+    """Run a test in a rank, count its subtests, and return its outcome with the blocks for known defects.
 
     If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function.
     """
@@ -86,8 +87,18 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
         if _tally.skipped and not _tally.ran:
             raise unittest.SkipTest("; ".join(dict.fromkeys(_tally.skipped)))
 
-    outcome = capture(rank, counted, time.perf_counter)
-    return dataclasses.replace(outcome, subtests=_tally.ran, skipped_subtests=tuple(_tally.skipped))
+    with defect_blocks.recorded() as blocks:
+        outcome = capture(rank, counted, time.perf_counter)
+    return dataclasses.replace(
+        outcome, subtests=_tally.ran, skipped_subtests=tuple(_tally.skipped), defect_blocks=tuple(blocks)
+    )
+
+
+def take_defect_blocks(reports: Sequence[RankReport]) -> None:
+    """Add the blocks of all ranks to those of the test that runs in this process."""
+    blocks = defect_blocks.current()
+    if blocks is not None:
+        blocks += joined(report.outcome.defect_blocks for report in reports if report.outcome is not None)
 
 
 @contextlib.contextmanager
@@ -186,6 +197,7 @@ class RankTestCase(TestCase):
                 if report.output:
                     print(f"--- output of rank {report.rank} ---\n{report.output}")
         self._record(reports)
+        take_defect_blocks(reports)
         raise_verdict(judge(reports, limit, SKIP_CODES, expected_code))
 
     def _record(self, reports: Sequence[RankReport]) -> None:
@@ -246,13 +258,13 @@ class RankTestCase(TestCase):
         collective of the next subtest. In the parent this method is unittest's.
         """
         if self.rank == self.MAIN_RANK:
-            with super().subTest(*(() if msg is None else (msg,)), **params):
+            with super().subTest(msg, **params):
                 yield
             return
-        words = ", ".join(f"{name}={value!r}" for name, value in params.items())
-        described = " ".join([f"[{msg}]"] * (msg is not None) + [f"({words})"] * bool(params))
+        described = subtest_words(msg, params)
         try:
-            yield
+            with defect_blocks.in_subtest(described):
+                yield
         except unittest.SkipTest as skip:
             _tally.skipped.append(str(skip))
         except Exception as error:

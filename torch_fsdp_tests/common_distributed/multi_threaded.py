@@ -29,6 +29,7 @@ from torch_fsdp_tests.common_distributed.case import (
     named_leaks,
     raise_verdict,
     run_in_rank,
+    take_defect_blocks,
 )
 from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
 from torch_fsdp_tests.common_utils import set_rng_seed
@@ -289,6 +290,7 @@ def spawn_threads_and_init_comms(
 
         outcomes = run_threads(world_size, live, timeout, give_up=True)
         reports = [RankReport(each.rank, each, Ending(code=0), at=ended.get(each.rank, timeout)) for each in outcomes]
+        take_defect_blocks(reports)
         raise_verdict(judge(reports, timeout, SKIP_CODES))
 
     return in_threads

@@ -57,8 +57,12 @@ class _Runner(unittest.TextTestRunner):
         def print_errors_and_leaks() -> None:
             print_errors()
             state.notes.report(self.stream)  # type: ignore[arg-type]
-            for defect, tests in testcase.repaired.items():
-                print(f"repaired in this torch: {defect}, by {', '.join(tests)}", file=self.stream)
+            for defects, words in (
+                (testcase.shown, "known defect of torch shown"),
+                (testcase.repaired, "repaired in this torch"),
+            ):
+                for defect, tests in defects.items():
+                    print(f"{words}: {defect}, by {', '.join(tests)}", file=self.stream)
 
         result.printErrors = print_errors_and_leaks
         return result

@@ -17,16 +17,17 @@ import expecttest
 import torch
 
 from torch_fsdp_tests import events, settings
-from torch_fsdp_tests.verdict import VERDICT, State, Verdict, by_cause
+from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, in_one_line
 
-from . import state
+from . import defect_blocks, state
 from .equality import Closeness, describe, differences
 from .seed import set_rng_seed
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
 KNOWN_DEFECTS = "__known_defects__"  # the attribute of a test function that names the defects of torch that it shows
-repaired: dict[str, list[str]] = {}  # defects that were expected and did not show, and the tests that passed
+shown: dict[str, list[str]] = {}  # the known defects that tests have shown, each with those tests
+repaired: dict[str, list[str]] = {}  # the defects that were expected and did not show, each with the tests that passed
 
 _ANSI_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -63,6 +64,12 @@ def _refuse_collisions(cls: type) -> None:
                 )
 
 
+def subtest_words(msg: Any, params: Mapping[str, Any]) -> str:
+    """The message and the parameters of a subtest."""
+    words = ", ".join(f"{name}={value!r}" for name, value in params.items())
+    return " ".join([f"[{msg}]"] * (msg is not None) + [f"({words})"] * bool(params))
+
+
 class TestCase(expecttest.TestCase):
     """unittest's TestCase, with comparisons for tensors.
 
@@ -77,7 +84,8 @@ class TestCase(expecttest.TestCase):
     rel_tol: float = 0
 
     maxDiff = None
-    _known_defects: Sequence[Any] = ()  # the defects that the running test shows and that this torch should have
+    _known_defects: Sequence[Any] = ()  # the defects that this torch should have, and with which the test must fail
+    _defect_blocks: list[DefectBlock]  # the blocks of the running test that must show a defect
     _diffThreshold = sys.maxsize  # unittest's switch: explain differences in long texts too
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -110,7 +118,8 @@ class TestCase(expecttest.TestCase):
             self.__unittest_expecting_failure__ = True
         # First registered is last called, after tearDown and all clean-ups of the test.
         self.addCleanup(self._undo_leaks, state.SavedState())
-        return super().run(result)
+        with defect_blocks.recorded() as self._defect_blocks:
+            return super().run(result)
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:
         try:
@@ -121,8 +130,10 @@ class TestCase(expecttest.TestCase):
             if not self._may_be_expected(error):
                 self._outcome.expecting_failure = False
             elif self._known_defects:
-                events.record(known_defects=[defect.facts() for defect in self._known_defects])
+                self._record_defects(in_one_line(error))
             raise
+        if not self._known_defects:
+            self._record_defects()
 
     def _may_be_expected(self, error: Exception) -> bool:
         """Whether a failure counts as expected. It must be an exception of the test's body; if the test shows a defect,
@@ -141,10 +152,38 @@ class TestCase(expecttest.TestCase):
         if not self._known_defects or settings.strict_defects(os.environ):
             super()._addUnexpectedSuccess(result)
             return
-        for defect in self._known_defects:
-            repaired.setdefault(defect.id, []).append(self.id())
-        events.record(repaired_defects=[defect.facts() for defect in self._known_defects])
+        self._record_defects()
         result.addSuccess(self)
+
+    def _record_defects(self, raised: str = "") -> None:
+        """Tell the dispatcher which known defects the test has shown, and which it should have shown.
+
+        A test that is decorated with defects is one block. ``raised`` is the exception with which it failed.
+        """
+        self._defect_blocks += [DefectBlock(defect.facts(), raised=raised) for defect in self._known_defects]
+        known = {block.defect["id"]: block.defect for block in self._defect_blocks if block.raised}
+        missed: dict[str, dict[str, Any]] = {}
+        for block in self._defect_blocks:
+            if not block.raised:
+                facts = missed.setdefault(block.defect["id"], {**block.defect, "places": []})
+                facts["places"] += [block.place] * bool(block.place)
+        if known or missed:
+            events.record(known_defects=list(known.values()), repaired_defects=list(missed.values()))
+        if missed and not self._known_defects and settings.strict_defects(os.environ):
+            words = "; ".join(f"{id} did not show at {', '.join(facts['places'])}" for id, facts in missed.items())
+            error = self.failureException(words)
+            setattr(error, VERDICT, Verdict(State.UNEXPECTED_SUCCESS, words, Phase.BODY))
+            raise error
+        for ids, tests in ((known, shown), (missed, repaired)):
+            for id in ids:
+                tests.setdefault(id, []).append(self.id())
+
+    @contextlib.contextmanager
+    def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:
+        """unittest's ``subTest``, whose parameters the blocks for known defects name too."""
+        with defect_blocks.in_subtest(subtest_words(msg, params)):
+            with super().subTest(*(() if msg is None else (msg,)), **params):
+                yield
 
     def _undo_leaks(self, before: state.SavedState) -> None:
         leaks = before.restore()

@@ -1,17 +1,21 @@
-"""``@torch_defect``: a test that shows a known defect of torch."""
+"""``torch_defect``: a test, or a block of one, that shows a known defect of torch."""
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils import defect_blocks
 from torch_fsdp_tests.common_utils.testcase import KNOWN_DEFECTS
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Answer, Defect, Place
+from torch_fsdp_tests.verdict import DefectBlock, in_one_line
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -50,23 +54,52 @@ class KnownDefect:
         }
 
 
-def torch_defect(*ids: str) -> Callable[[Test], Test]:
-    """Mark a test as one that shows these defects of the registry.
+class torch_defect:
+    """A test, or a block of one, that shows these defects of the registry.
 
-    If the installed torch has one of them, the test must fail in the way that the registry says: with one of the
-    exceptions in ``Defect.fails_with``. Any other failure is a failure of the test. If torch has none of them, the test
-    must pass. If the test passes although a defect was expected, it reports that the defect is repaired, and passes.
-    With ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` it fails as an unexpected success.
+    As a decorator it is for a test that is nothing but one comparison, and for one that hangs or dies. If the installed
+    torch has one of the defects, the test must fail in the way that the registry says: with one of the exceptions in
+    ``Defect.fails_with``. Any other failure is a failure of the test. If torch has none of them, the test must pass.
 
-    Raises ``LookupError`` for an unknown id when the file is imported.
+    As a context it is for the smallest comparison that shows a defect::
+
+        with torch_defect("fsdp2_divides_twice", when=world_size == 1):
+            self.assertEqual(param.grad, expected)
+
+    If the installed torch has the defect, the block must raise such an exception in at least one rank. The test goes on
+    after the block, and its rest must pass in all ranks. ``when`` says whether this combination of parameters, or this
+    rank, shows the defect. If it is false, or if torch does not have the defect, the context does nothing. A block ends
+    where it raises, so nothing in it may be needed below it. If it has a collective, all ranks must take part in the
+    collective before any of them raises.
+
+    If a defect was expected and the test, or the block in all ranks, passes, the run reports that the defect is
+    repaired. With ``TORCH_FSDP_TESTS_STRICT_DEFECTS=1`` that is an unexpected success.
+
+    Raises ``LookupError`` for an unknown id. A block in a thread that runs no test does nothing.
     """
-    for id in ids:
-        if id not in registry.ids():
-            raise LookupError(registry.unknown(id))
 
-    def decorate(test: Test) -> Test:
-        known = [*getattr(test, KNOWN_DEFECTS, ()), *map(KnownDefect, ids)]
-        setattr(test, KNOWN_DEFECTS, known)
+    def __init__(self, *ids: str, when: bool = True) -> None:
+        for id in ids:
+            if id not in registry.ids():
+                raise LookupError(registry.unknown(id))
+        self._known = [KnownDefect(id) for id in ids] if when else []
+
+    def __call__(self, test: Test) -> Test:
+        setattr(test, KNOWN_DEFECTS, [*getattr(test, KNOWN_DEFECTS, ()), *self._known])
         return test
 
-    return decorate
+    def __enter__(self) -> None:
+        caller = sys._getframe(1)
+        self._place = defect_blocks.place(os.path.basename(caller.f_code.co_filename), caller.f_lineno)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        blocks = defect_blocks.current()
+        expected = [defect for defect in self._known if defect.is_expected()]
+        if blocks is None or not expected:
+            return False
+        raised = ""
+        if error is not None:
+            expected = [defect for defect in expected if defect.explains(type(error).__qualname__)]
+            raised = in_one_line(error)
+        blocks += [DefectBlock(defect.facts(), self._place, raised) for defect in expected]
+        return error is not None and bool(expected)

@@ -258,7 +258,9 @@ class Console:
         for words in remarks:
             self.say(words)
         for defect in results.repaired_defects():
-            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {', '.join(defect['tests'])}")
+            places = f" at {', '.join(defect['places'])}" if defect["places"] else ""
+            tests = ", ".join(defect["tests"])
+            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {tests}{places}")
         for difference in results.unlike_release():
             self.say(difference)
         if results.files and results.is_left_empty():

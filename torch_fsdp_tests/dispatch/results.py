@@ -65,14 +65,15 @@ class Results:
         return self._by_defect("known_defects", State.KNOWN_DEFECT)
 
     def repaired_defects(self) -> list[dict[str, Any]]:
-        """The expected defects that did not show, each with the names of the tests that passed."""
-        return self._by_defect("repaired_defects", State.PASSED)
+        """The expected defects that did not show, each with the tests that passed and the places in them."""
+        return self._by_defect("repaired_defects", State.PASSED, State.KNOWN_DEFECT)
 
-    def _by_defect(self, fact: str, outcome: State) -> list[dict[str, Any]]:
+    def _by_defect(self, fact: str, *outcomes: State) -> list[dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for file, test in self.tests():
-            for defect in test.facts.get(fact, ()) if test.outcome is outcome else ():
-                entry = found.setdefault(defect["id"], {**defect, "tests": []})
+            for defect in test.facts.get(fact, ()) if test.outcome in outcomes else ():
+                entry = found.setdefault(defect["id"], {**defect, "places": [], "tests": []})
+                entry["places"] += defect.get("places", ())
                 entry["tests"].append(f"{file.job.part.name}::{test.name}")
         return [found[id] for id in sorted(found)]
 

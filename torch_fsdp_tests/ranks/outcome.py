@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch_fsdp_tests import host
-from torch_fsdp_tests.verdict import Phase, RankResult, State, Verdict, by_cause, first_line
+from torch_fsdp_tests.verdict import DefectBlock, Phase, RankResult, State, Verdict, by_cause, first_line
 from torch_fsdp_tests.verdict import ranks_in_words as ranks_in_words
 
 __unittest = True
@@ -49,6 +49,7 @@ class Outcome:
     from_body: bool = False  # the exception came from the test method, and not from a fixture
     exception: str = ""  # type of the exception
     message: str = ""  # first line of its message
+    defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
 
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value

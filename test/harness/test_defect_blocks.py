@@ -1,0 +1,227 @@
+"""Blocks of tests that show known defects of torch: how they are joined over ranks, and how a run reports them."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.common_utils import TestCase, defect_blocks, run_tests
+from torch_fsdp_tests.defects import registry, torch_defect
+from torch_fsdp_tests.defects.in_tests import KnownDefect
+from torch_fsdp_tests.verdict import DefectBlock, joined
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import INPUTS, ROOT, run_beside
+
+# Every version so far has these two.
+SHOWN = "fsdp2_extension_gets_one_payload"
+OTHER = "fsdp2_uneven_rows_shown_wrong"
+
+TEST_FILE = f"""
+import torch.distributed as dist
+
+from torch_fsdp_tests.common_distributed import MultiThreadedTestCase, spawn_threads_and_init_comms
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import torch_defect
+
+
+class Bodies:
+    def test_shown(self):
+        with torch_defect("{SHOWN}"):
+            self.assertEqual(0.75, 1.5)
+        self.assertEqual(1, 1)
+
+    def test_not_shown(self):
+        with torch_defect("{SHOWN}"):
+            self.assertEqual(1, 1)
+
+    def test_raises_something_else(self):
+        with torch_defect("{SHOWN}"):
+            raise ValueError("on purpose")
+
+    def test_fails_after_the_block(self):
+        with torch_defect("{SHOWN}"):
+            self.assertEqual(0.75, 1.5)
+        self.assertEqual("after", "the block")
+
+    def test_shown_where_not_expected(self):
+        with torch_defect("{SHOWN}", when=False):
+            self.assertEqual(0.75, 1.5)
+
+    def test_some_subtests(self):
+        for number in range(3):
+            with self.subTest(number=number), torch_defect("{SHOWN}", when=number == 1):
+                self.assertNotEqual(number, 1)
+
+    def test_too_few_subtests(self):
+        for number in range(3):
+            with self.subTest(number=number), torch_defect("{SHOWN}"):
+                self.assertNotEqual(number, 1)
+
+    @torch_defect("{OTHER}")
+    def test_block_in_a_decorated_test(self):
+        with torch_defect("{SHOWN}"):
+            self.assertEqual(0.75, 1.5)
+        self.fail()
+
+
+class TestPlain(Bodies, TestCase):
+    @spawn_threads_and_init_comms(world_size=2)
+    def test_shown_in_a_thread(self):
+        with torch_defect("{SHOWN}"):
+            self.assertNotEqual(dist.get_rank(), 1)
+
+
+class OfRanks(Bodies):
+    def test_shown_on_one_rank(self):
+        with torch_defect("{SHOWN}"):
+            self.assertNotEqual(self.rank, 1)
+        dist.barrier()
+
+    def test_shown_on_each_rank_in_turn(self):
+        for rank in range(2):
+            with torch_defect("{SHOWN}"):
+                self.assertNotEqual(self.rank, rank)
+
+    def test_shown_on_another_rank(self):
+        with torch_defect("{SHOWN}", when=self.rank == 0):
+            self.assertNotEqual(self.rank, 1)
+
+    def test_fails_on_the_rank_that_does_not_show_it(self):
+        with torch_defect("{SHOWN}"):
+            self.assertNotEqual(self.rank, 1)
+        self.assertNotEqual(self.rank, 0)
+
+
+class TestProcesses(OfRanks, FSDPTest):
+    world_size = 2
+
+
+class TestThreads(OfRanks, MultiThreadedTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+STATES = {
+    "test_shown": "known defect",
+    "test_not_shown": "passed",
+    "test_raises_something_else": "error",
+    "test_fails_after_the_block": "failed",
+    "test_shown_where_not_expected": "failed",
+    "test_some_subtests": "known defect",
+    "test_too_few_subtests": "known defect",
+    "test_block_in_a_decorated_test": "known defect",
+}
+OF_RANKS = {
+    "test_shown_on_one_rank": "known defect",
+    "test_shown_on_each_rank_in_turn": "known defect",
+    "test_shown_on_another_rank": "failed",
+    "test_fails_on_the_rank_that_does_not_show_it": "failed",
+}
+WANTED = {
+    **{f"TestPlain.{test}": state for test, state in STATES.items()},
+    "TestPlain.test_shown_in_a_thread": "known defect",
+    **{
+        f"{cls}.{test}": state
+        for cls in ("TestProcesses", "TestThreads")
+        for test, state in (STATES | OF_RANKS).items()
+    },
+}
+
+
+class TestInARun(TestCase):
+    def _run(self, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], dict[str, str]]:
+        with tempfile.TemporaryDirectory() as folder:
+            tests = Path(folder, "tests")
+            tests.mkdir()
+            (tests / "test_it.py").write_text(TEST_FILE)
+            places = ["--test-directory", tests, "--report", Path(folder, "report"), "--save-xml", Path(folder, "xml")]
+            done = run_beside(INPUTS, ROOT / "run_test.py", *places, "--keep-going", *arguments)
+            report = json.loads(Path(folder, "report", "report.json").read_text())
+        states = {test["test"]: test["outcome"] for file in report["files"] for test in file["tests"]}
+        return done, report, states
+
+    def test_outcomes(self):
+        """A block that shows its defect in one rank lets the test go on, and the rest of the test must pass."""
+        done, report, states = self._run()
+        self.assertEqual(states, WANTED)
+        shown = {defect["id"]: defect["tests"] for defect in report["known_defects"]}
+        known = sorted(f"test_it::{test}" for test, state in WANTED.items() if state == "known defect")
+        self.assertEqual(sorted(shown[SHOWN]), known)
+        self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if "decorated" in test])
+        self.assertIn("2 known defects of torch shown", done.stdout)
+
+        (repaired,) = report["repaired_defects"]
+        missed = {"test_not_shown", "test_too_few_subtests"}
+        self.assertEqual({name.rpartition(".")[2] for name in repaired["tests"]}, missed)
+        self.assertEqual(sum(place.endswith(" (number=0)") for place in repaired["places"]), 3)
+        self.assertNotIn(" (number=1)", "".join(repaired["places"]))
+
+    def test_strict(self):
+        """With ``--strict-defects``, a block that passes in all ranks despite its defect fails the run."""
+        _, report, states = self._run("--strict-defects", "-k", "not_shown", "-k", "few_subtests", "-k", "one_rank")
+        self.assertEqual(states["TestProcesses.test_shown_on_one_rank"], "known defect")
+        missed = {test: state for test, state in states.items() if "one_rank" not in test}
+        self.assertEqual((len(missed), set(missed.values())), (6, {"unexpected success"}))
+        reasons = [test["reason"] for file in report["files"] for test in file["tests"] if "few" in test["test"]]
+        for reason in reasons:
+            self.assertRegex(
+                reason, rf"{SHOWN} did not show at test_it.py:\d+ \(number=0\), test_it.py:\d+ \(number=2\)"
+            )
+
+
+class TestBlocks(TestCase):
+    def test_without_the_defect_a_block_does_nothing(self):
+        absent = next(id for id in registry.ids() if not KnownDefect(id).is_expected())
+        with self.assertRaises(AssertionError), torch_defect(absent):
+            self.fail()
+        self.assertEqual(defect_blocks.current(), [])
+
+    def test_in_a_thread_that_runs_no_test_a_block_does_nothing(self):
+        raised = []
+
+        def fail() -> None:
+            try:
+                with torch_defect(SHOWN):
+                    self.fail()
+            except AssertionError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        self.assertEqual(len(raised), 1)
+
+    def test_unknown_defect(self):
+        with self.assertRaisesRegex(LookupError, "did you mean fsdp2_extension_gets_one_payload"):
+            torch_defect("fsdp2_extension_gets_two_payloads")
+
+    def test_joined(self):
+        """The blocks of two ranks in one place are matched by their order."""
+
+        def block(id: str, raised: str, place: str = "here") -> DefectBlock:
+            return DefectBlock({"id": id}, place, raised)
+
+        first = [block("a", "x"), block("a", ""), block("b", "")]
+        second = [block("b", ""), block("a", ""), block("a", ""), block("a", "", "there")]
+        wanted = [("a", "here", ""), ("a", "here", "x"), ("a", "there", ""), ("b", "here", "")]
+        for ranks in ([first, second], [second, first]):
+            found = [(each.defect["id"], each.place, each.raised) for each in joined(ranks)]
+            self.assertEqual(sorted(found), wanted)
+        self.assertEqual(joined([]), [])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,50 @@
+"""The blocks in which the running test, or a running rank of it, must show known defects of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from torch_fsdp_tests.verdict import DefectBlock
+
+
+class _Current(threading.local):  # a rank may be a thread
+    blocks: list[DefectBlock] | None = None
+    subtests: tuple[str, ...] = ()
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[DefectBlock]]:
+    """Give the list to which this thread adds the blocks that it leaves."""
+    blocks: list[DefectBlock] = []
+    before = _current.blocks, _current.subtests
+    _current.blocks, _current.subtests = blocks, ()
+    try:
+        yield blocks
+    finally:
+        _current.blocks, _current.subtests = before
+
+
+@contextlib.contextmanager
+def in_subtest(words: str) -> Iterator[None]:
+    """The blocks of this thread are in a subtest with this description."""
+    before = _current.subtests
+    _current.subtests = (*before, words)
+    try:
+        yield
+    finally:
+        _current.subtests = before
+
+
+def current() -> list[DefectBlock] | None:
+    """The list of the running test. None in a thread that runs no test."""
+    return _current.blocks
+
+
+def place(file: str, line: int) -> str:
+    """A line of the running test in words, with the subtest."""
+    return " ".join([f"{file}:{line}", *_current.subtests])
