@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.compiling import CountingBackend, allow_time_for_inductor, inductor_in, requires_inductor
-from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.references import average, average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import loss_of
 
@@ -212,9 +214,14 @@ class DynamoTest(FSDPTest):
             loss_of(output).backward()
         self.assertEqual(inputs[0].grad, inputs[1].grad)
 
-    def _step(self, ref_model: nn.Module, model: FSDP, optims: list[torch.optim.SGD]) -> None:
-        """Average the plain model's gradients, compare gradients, step, and compare parameters."""
-        average_gradients(ref_model)
+    def _step(
+        self, ref_model: nn.Module, model: FSDP, optims: list[torch.optim.SGD], local: Sequence[str] = ()
+    ) -> None:
+        """Average the plain model's gradients, compare gradients, step, and compare parameters.
+
+        The gradients of the parameters in ``local`` are not averaged.
+        """
+        average(param.grad for name, param in ref_model.named_parameters() if name not in local)
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             found = {internals.clean_name(name): param.grad for name, param in model.named_parameters()}
             self.assertEqual(found, {name: param.grad for name, param in ref_model.named_parameters()})
@@ -315,6 +322,79 @@ class TestMultiProc(DynamoTest):
             for unit in FSDP.fsdp_modules(model):
                 unit.module.compile(backend=counting)
         self._train(ref_model, model, model if inside else torch.compile(model, backend=counting), counting)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(ignored=["layers.1", "layers.0.bias"])
+    def test_ignored_states(self, ignored):
+        """Beyond upstream: gradients of ignored modules and parameters stay local (#147143)."""
+        counting, ref_model = CountingBackend(), self._plain(ToyModel())
+        plain = copy.deepcopy(ref_model)
+        states = [attrgetter(ignored)(plain)]
+        model = FSDP(plain, ignored_states=states, use_orig_params=True)
+        local = [name for name, _ in ref_model.named_parameters() if name.startswith(ignored)]
+        compiled = torch.compile(model, backend=counting)
+        optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)]
+        for step in range(STEPS):
+            self._backward(ref_model, compiled, step)
+            self._step(ref_model, model, optims, local)
+        self.assertEqual(counting.count("linear"), 3)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(how=["compiled outside", "compiled inside", "compiled units"])
+    def test_mixed_precision(self, how):
+        """Beyond upstream: the compiled model computes like the same model without a compiler (#161153, #152162)."""
+        counting, plain = CountingBackend(), self._plain(ToyModel())
+        bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        units = (Dense,) if how == "compiled units" else ()
+        eager, model = (self._sharded(plain, *units, mixed_precision=bf16) for _ in range(2))
+        call = model
+        if how == "compiled inside":
+            model.module.compile(backend=counting)
+        else:
+            call = torch.compile(model, backend=counting)
+        optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (eager, model)]
+        for step in range(STEPS):
+            outputs = [each(self._batch(step)) for each in (eager, call)]
+            self.assertEqual(outputs[1].dtype, torch.bfloat16)
+            self.assertEqual(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+            for output, optim in zip(outputs, optims, strict=True):
+                loss_of(output).backward()
+                optim.step()
+                optim.zero_grad()
+            self.assertEqual(full_parameters(model), full_parameters(eager), rtol=0.02, atol=0.02)
+        self.assertEqual(counting.count("linear"), 3)
+
+    @torch_defect("fsdp1_evaluation_brings_back_offloaded_gradients")  # dynamo cannot compile where gradients are left
+    @skip_if_lt_x_gpu(2)
+    def test_offload_and_evaluation(self):
+        """Beyond upstream: a compiled model with offloaded parameters is evaluated before each step (#139110)."""
+        counting, ref_model = CountingBackend(), self._plain(ToyModel())
+        model = self._sharded(ref_model, cpu_offload=CPUOffload(offload_params=True))
+        compiled = torch.compile(model, backend=counting)
+        optims = [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)]
+        for step in range(STEPS):
+            with torch.no_grad():
+                model.eval()
+                self.assertEqual(compiled(self._batch(10 + step)), ref_model(self._batch(10 + step)))
+                model.train()
+            self._backward(ref_model, compiled, step)
+            average_gradients(ref_model)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        self.assertEqual(full_parameters(model), {name: p.detach() for name, p in ref_model.named_parameters()})
+
+    @torch_defect("fsdp1_compiling_with_gradients_raises")
+    @skip_if_lt_x_gpu(2)
+    def test_accumulation_over_shapes(self):
+        """Beyond upstream: the second microbatch has another shape, for which dynamo compiles the forward again."""
+        ref_model = self._plain(ToyModel())
+        model = self._sharded(ref_model)
+        compiled = torch.compile(model, backend="eager")
+        for batch in (self._batch(0), self._batch(1)[:2]):
+            for each in (ref_model, compiled):
+                loss_of(each(batch)).backward()
+        self._step(ref_model, model, [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)])
 
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])

@@ -122,8 +122,6 @@ class TestCase(expecttest.TestCase):
             return super().run(result)
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:
-        if not isinstance(self, unittest.IsolatedAsyncioTestCase):  # which runs what is async
-            method = events.checked(self, method)
         try:
             super()._callTestMethod(method)
         except unittest.SkipTest:
@@ -176,10 +174,9 @@ class TestCase(expecttest.TestCase):
             error = self.failureException(words)
             setattr(error, VERDICT, Verdict(State.UNEXPECTED_SUCCESS, words, Phase.BODY))
             raise error
-        for id in known:
-            shown.setdefault(id, []).append(self.id())
-        for id, facts in missed.items():
-            repaired.setdefault(id, []).append(" at ".join([self.id(), *facts["places"]]))
+        for ids, tests in ((known, shown), (missed, repaired)):
+            for id in ids:
+                tests.setdefault(id, []).append(self.id())
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:

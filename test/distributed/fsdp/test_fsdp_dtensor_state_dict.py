@@ -126,6 +126,20 @@ class TestFSDPWithDeviceMeshAndDTensor(ShardedStatesMixin, DTensorTestBase):
         self._check_model_comes_back(model, optim)
 
     @with_comms
+    @skip_if_lt_x_gpu(2)
+    @EVEN
+    def test_load_into_fresh_model(self, is_even_sharded_model):
+        """A model that has neither run nor saved loads the DTensors of another one (#109648)."""
+        model, _ = self._create_model(is_even_sharded_model, self._mesh())
+        fresh, _ = self._create_model(is_even_sharded_model, self._mesh(), range(0))
+        for each in (model, fresh):
+            use_sharded_state_dicts(each, offload_to_cpu=False)
+        wanted = full_parameters(model)
+        self.assertNotEqual(full_parameters(fresh), wanted)
+        fresh.load_state_dict(model.state_dict())
+        self.assertEqual(full_parameters(fresh), wanted, rtol=0, atol=0)
+
+    @with_comms
     @skip_if_lt_x_gpu(4)
     def test_raises_warning_or_errors(self):
         model, optim = self._create_model(True, self._mesh(), range(2))

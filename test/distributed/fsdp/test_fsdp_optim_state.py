@@ -53,7 +53,8 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
-from torch_fsdp_tests.fsdp.references import average, full_parameters
+from torch_fsdp_tests.fsdp.references import average, average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 
 optimizers = torch_names.module("torch.distributed.optim")
 state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
@@ -1005,6 +1006,33 @@ class TestFSDPOptimState(FSDPTest):
         self._train(run)
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved))
         self._check_same_osd(optim.state_dict(), original, rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True])
+    def test_state_of_fused_optimizer(self, use_orig_params):
+        """A fused optimizer gives and takes its state like any other (#108860)."""
+        ref_model = filled(nn.Linear(3, 5)).to(self.device)
+        models = [FSDP(copy.deepcopy(ref_model), use_orig_params=use_orig_params) for _ in range(2)]
+        for model in models:
+            set_state_dict_type(model, full_of_original_parameters())
+        runs = [Training(model, torch.optim.AdamW(model.parameters(), fused=True)) for model in models]
+        ref_optim = torch.optim.AdamW(ref_model.parameters())
+
+        def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
+            model(uniform(2, 3, seed=10 * seed + self.rank)).square().sum().backward()
+            if model is ref_model:
+                average_gradients(ref_model)
+            optim.step()
+            optim.zero_grad()
+
+        step(models[0], runs[0].optim, 0)
+        models[1].load_state_dict(models[0].state_dict())
+        saved = FSDP.optim_state_dict(models[0], runs[0].optim)
+        load_into(runs[1].optim, FSDP.optim_state_dict_to_load(models[1], runs[1].optim, saved))
+        step(models[1], runs[1].optim, 1)
+        for seed in range(2):
+            step(ref_model, ref_optim, seed)
+        self.assertEqual(full_parameters(models[1]), {name: p.detach() for name, p in ref_model.named_parameters()})
 
     @skip_if_lt_x_gpu(2)
     def test_no_grad(self):

@@ -36,8 +36,8 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named, of_all_ranks
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
 inductor_config = torch_names.module("torch._inductor.config")
@@ -243,7 +243,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 init_optim_before_wrap=False,
                 optim_class=torch.optim.Adam,
                 multi_tensor=False,
-                set_to_none=False,
+                set_to_none=skip_writeback_check,
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
                 skip_writeback_check=skip_writeback_check,
                 cpu_offload=CPUOffload(offload_params=True),
@@ -455,6 +455,50 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
             self.assertIsNotNone(param.grad, strategy)
             self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of the ranks' gradients
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP], use_orig_params=[False, True])
+    def test_units_run_without_gradients_first(self, sharding_strategy, use_orig_params):
+        """Beyond upstream: with forward prefetching, units run without gradients and then with them (#111354)."""
+        torch.manual_seed(0)
+        ref_model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)).to(self.device)
+        model = FSDP(
+            copy.deepcopy(ref_model),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=sharding_strategy,
+            forward_prefetch=True,
+            use_orig_params=use_orig_params,
+        )
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ref_model, model)]
+        torch.manual_seed(self.rank)
+        for _ in range(3):
+            inp = torch.randn(2, 4, device=self.device)
+            for each, optim in zip((ref_model, model), optims):
+                with torch.no_grad():
+                    target = each(inp)
+                (each(inp + target) - target).square().mean().backward()
+                if each is ref_model:
+                    average_gradients(ref_model)
+                optim.step()
+                optim.zero_grad()
+        self.assertEqual(full_parameters(model), {name: p.detach() for name, p in ref_model.named_parameters()})
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], offload_params=[False, True])
+    def test_evaluation_after_zero_grad(self, sharding_strategy, offload_params):
+        """Beyond upstream: an evaluation leaves parameters without gradients, before the first step and after it."""
+        offload = CPUOffload(offload_params=offload_params)
+        kwargs = {"use_orig_params": True, "device_id": self.device}
+        model = FSDP(nn.Linear(4, 4), sharding_strategy=sharding_strategy, cpu_offload=offload, **kwargs)
+        inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)
+        for _ in range(2):
+            with torch.no_grad():
+                model(inp)
+            with torch_defect("fsdp1_evaluation_brings_back_offloaded_gradients", when=offload_params):
+                self.assertEqual([param.grad for param in model.parameters()], [None] * 2)
+            model(inp).sum().backward()
+            self.assertTrue(any(param.grad is not None for param in model.parameters()))
+            model.zero_grad()
+
 
 class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
     """Parameters, gradients and optimizer state outside forward and backward."""
@@ -605,24 +649,14 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     def _layer(self, model: nn.Module, first: bool) -> nn.Linear:
         return model.module.lin1 if first else model.module.lin2
 
-    def _test_param_writeback(
-        self,
-        sharding_strategy: ShardingStrategy,
-        change_first_weight: bool,
-        change_data: bool,
-        dtype: torch.dtype,
-        after_step: bool,
-        offload_params: bool = False,
-    ) -> None:
-        """A new parameter, or new data of the old parameter, replaces the old values, also in another dtype."""
-        models = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(offload_params))
-        if after_step:
-            for model in models:
-                self._loss(model).backward()
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
+    @skip_if_lt_x_gpu(2)
+    @subtests(change_first_weight=[True, False], change_data=[True, False])
+    def test_param_writeback(self, change_first_weight, change_data):
+        """A new parameter, or new data of the old parameter, replaces the old values."""
+        models = self._models()
         for model in models:
             layer = self._layer(model, change_first_weight)
-            twos = torch.full_like(layer.weight, 2.0, dtype=dtype if model is models[1] else None)
+            twos = torch.full_like(layer.weight, 2.0)
             if change_data:
                 layer.weight.data = twos
             else:
@@ -634,31 +668,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         if layer.weight.numel() > 0:
             self.assertIs(layer.weight, changed)
             self.assertEqual(layer.weight.untyped_storage().data_ptr(), flat_param.untyped_storage().data_ptr())
-            self.assertEqual(layer.weight.dtype, flat_param.dtype)
         self.assertEqual(self._loss(models[1]), self._loss(models[0]))
-
-    @skip_if_lt_x_gpu(2)
-    @pairwise_subtests(
-        sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD],
-        change_first_weight=[True, False],
-        change_data=[True, False],
-        dtype=[torch.float32, torch.float64],
-        after_step=[False, True],
-    )
-    def test_param_writeback(self, **case):
-        self._test_param_writeback(**case)
-
-    @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], change_data=[True, False])
-    def test_param_writeback_with_offload(self, sharding_strategy, change_data):
-        self._test_param_writeback(sharding_strategy, False, change_data, torch.float32, True, offload_params=True)
-
-    @torch_defect("fsdp1_replaced_offloaded_parameter_is_lost")
-    @skip_if_lt_x_gpu(2)
-    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-    def test_param_writeback_before_use_with_offload(self, sharding_strategy):
-        """Like :meth:`test_param_writeback_with_offload`, if nothing has gathered the parameters before."""
-        self._test_param_writeback(sharding_strategy, False, True, torch.float32, False, offload_params=True)
 
     @skip_if_lt_x_gpu(2)
     @subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])

@@ -1091,9 +1091,10 @@ class TestFullyShardMixedDtypeParam(InitTest):
 
     @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(1)
-    def test_integer_no_grad_param(self):
-        """Beyond upstream: the frozen parameter may have an integer dtype, which cannot have gradients."""
-        self._test_frozen_dtype(torch.int8)
+    @subtests(dtype=[torch.int8, torch.uint8])
+    def test_integer_no_grad_param(self, dtype):
+        """Beyond upstream: the frozen parameter may have an integer dtype, which cannot have gradients (#177844)."""
+        self._test_frozen_dtype(dtype)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_dtypes_of_trained_params(self):

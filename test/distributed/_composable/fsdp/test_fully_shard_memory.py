@@ -327,6 +327,23 @@ class TestFullyShardMemory(FSDPTest):
                 found[iteration] = self._held(model, [optim]), waiting, self._alive()
         self.assertEqual(found[13], found[3])
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(kind=["foreach", "fused"])
+    def test_no_growth_of_tracked_objects(self, kind):
+        """Beyond upstream: an iteration adds no object that the garbage collector tracks (#178276, #181761)."""
+        model = self._sharded(SMALL)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kind: True})
+        tokens = self._tokens(SMALL)
+        tracked = {}
+        for iteration in range(1, 14):
+            model(tokens).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optim.step()
+            optim.zero_grad()
+            gc.collect()
+            tracked[iteration] = len(gc.get_objects())
+        self.assertLess(tracked[13] - tracked[3], 10)
+
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
     def test_no_leak_after_error(self):

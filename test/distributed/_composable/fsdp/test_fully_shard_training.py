@@ -31,6 +31,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, requires_capability, skip_if_lt_x_gpu
@@ -461,6 +463,16 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         self.assertEqual(under_way, {"forward": after * 3, "backward": before * 3})
 
     @skip_if_lt_x_gpu(2)
+    @subtests(optim_cls=[torch.optim.Adam, torch.optim.AdamW])
+    def test_fused_optimizers(self, optim_cls):
+        """Beyond upstream: fused optimizers step on uneven and empty shards (#126670, #124633)."""
+        manual_seed(42)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        ref_model = self._replica(model)
+        shard_each([*model.to(self.device), model])
+        self._check_training(ref_model, model, lambda: self._inputs(2, 3), optim_cls=optim_cls, fused=True)
+
+    @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
         """The all-gather streams of the next forward wait for the event that the optimizer's hook records."""
         manual_seed(42)
@@ -623,6 +635,32 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), compare=compare)
         if not compiled:
             self.assertEqual(recomputed, 3 * 3 * 2)  # steps, layers, forward and backward
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(dim=[0, 1])
+    def test_selective_activation_checkpointing(self, dim):
+        """Beyond upstream: a policy saves products of matrices and recomputes the rest (NeMo Automodel #3958)."""
+
+        def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_product = op is torch.ops.aten.mm.default
+            return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+        class Block(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+                return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+        manual_seed(42)
+        model: Any = nn.Sequential(Block(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 4, bias=False)))
+        ref_model = copy.deepcopy(model).to(self.device)
+        shard_each([model[0][0], model[0], model.to(self.device)], shard_placement_fn=lambda param: Shard(dim))
+        calls: list[nn.Module] = []
+        model[0][0].register_forward_pre_hook(lambda layer, args: calls.append(layer))
+        with FlopCounterMode(display=False) as flops:
+            self._check_training(ref_model, model, lambda: self._inputs(2, 4))
+        self.assertEqual(len(calls), 2 * ITERATIONS)  # in forward and in backward
+        # Two products in forward, and three in backward, because the input needs no gradient.
+        self.assertEqual(flops.get_total_flops(), 2 * ITERATIONS * 5 * (2 * 2 * 4 * 6))
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)

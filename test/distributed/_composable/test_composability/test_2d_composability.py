@@ -144,6 +144,53 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             self.assertEqual(tensor.placements[0].dim, 1 if other_dim else 0)
 
     @skip_if_lt_x_gpu(4)
+    @subtests(
+        optim_cls=[torch.optim.AdamW, torch.optim.SGD], kind=[{"foreach": True}, {"foreach": False}, {"fused": True}]
+    )
+    def test_optimizers_over_two_meshes(self, optim_cls, kind):
+        """Beyond upstream: one optimizer steps on two meshes, since TP shards one layer only (#134212, #153268)."""
+        if optim_cls is torch.optim.SGD and "fused" in kind:
+            return  # DTensor does not have this operator
+        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        manual_seed(42)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).to(self.device)
+        ref_model = self._replica(model)
+        parallelize_module(model[0], tp_mesh, ColwiseParallel(output_layouts=Replicate()))
+        shard_each([model], mesh=dp_mesh)
+        self.assertEqual(len({param.device_mesh for param in model.parameters()}), 2)
+        self._check_training(
+            ref_model,
+            model,
+            lambda: self._inputs(2, 4),
+            average=functools.partial(average_gradients, group=dp_mesh.get_group()),
+            data_rank=dp_mesh.get_local_rank(),
+            optim_cls=optim_cls,
+            **kind,
+        )
+
+    @skip_if_lt_x_gpu(4)
+    def test_tied_parameters_are_moved(self):
+        """Beyond upstream: ``model.to`` keeps parameters tied that FSDP and TP share (#151085)."""
+        dp_mesh, tp_mesh = self._data_and_tensor(2, 2)
+        manual_seed(42)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)).to(self.device)
+        model[1].weight = model[0].weight
+        ref_model = self._replica(model)
+        rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, tp_mesh, {"0": rows, "1": columns})
+        model[1].weight = model[0].weight
+        shard_each([model], mesh=dp_mesh)
+        model.to(self.device).to(torch.float32)
+        self.assertIs(model[1].weight, model[0].weight)
+        self._check_training(
+            ref_model,
+            model,
+            lambda: self._tokens(2, 3),
+            average=functools.partial(average_gradients, group=dp_mesh.get_group()),
+            data_rank=dp_mesh.get_local_rank(),
+        )
+
+    @skip_if_lt_x_gpu(4)
     def test_tp_with_fsdp_offloading(self):
         """With FSDP over one rank, the only collectives are those of tensor parallelism."""
         dp_mesh, tp_mesh = self._data_and_tensor(1, self.world_size)

@@ -139,13 +139,12 @@ def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> A
 
     def decorator(func: Test) -> Test:
         @functools.wraps(func)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
             if not hasattr(self, "init_pg"):
                 return func(self, *args, **kwargs)
             self.init_pg(eager_init is True, backend)
-            returned = func(self, *args, **kwargs)
+            func(self, *args, **kwargs)
             self.destroy_pg()
-            return returned
 
         return wrapper
 

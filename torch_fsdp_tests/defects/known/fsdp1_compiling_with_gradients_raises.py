@@ -1,0 +1,42 @@
+"""A compiled FSDP1 model cannot be compiled again while it has gradients.
+
+The forward shows the unsharded flat parameter under the same tensor that still has the sharded gradient of an earlier
+microbatch. Their sizes differ, and only eager code tolerates that. When dynamo compiles the forward again, for example
+for a microbatch of another shape, it makes fake copies of the parameter and of its gradient, and raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard",
+    broken=">=2.9",
+    fails_with=("InternalTorchDynamoError",),
+    tests=("distributed/test_dynamo_distributed::TestMultiProc::test_accumulation_over_shapes",),
+)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Sequential(Layer()), use_orig_params=True, device_id=device)
+    compiled = torch.compile(model, backend="eager")
+    try:
+        for rows in (1, 2):
+            compiled(torch.ones(rows, 2, device=device)).sum().backward()
+        found = "trained"
+    except Exception as error:
+        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, "trained"

@@ -1,0 +1,41 @@
+"""With offloaded parameters, an evaluation brings back gradients that were set to None.
+
+FSDP1 makes a buffer on the host for the gradient of each offloaded flat parameter. When a forward without gradients
+reshards, FSDP1 shows this buffer as the gradients of the original parameters, even if they have none: zeros before the
+first backward, and the gradients of the last step after ``zero_grad``. An optimizer step after the evaluation
+uses them. This happens with ``use_orig_params``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.sharded_grad",
+    broken=">=2.9",
+    tests=(
+        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsUnshardReshard"
+        "::test_evaluation_after_zero_grad",
+        "distributed/test_dynamo_distributed::TestMultiProc::test_offload_and_evaluation",
+    ),
+    fails_with=("AssertionError", "InternalTorchDynamoError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    if device.type == "cpu":  # it has no pinned memory and no stream to wait for
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+        torch.cpu.Stream.synchronize = lambda stream: None
+    model = FSDP(nn.Linear(2, 2), cpu_offload=CPUOffload(offload_params=True), use_orig_params=True, device_id=device)
+    batch = torch.ones(1, 2, device=device)
+    model(batch).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(batch)
+    found = [name for name, param in model.named_parameters() if param.grad is not None]
+    return found, []
