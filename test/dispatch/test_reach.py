@@ -348,7 +348,6 @@ class TestChanges(SourcesCase):
             str(self.root / "distributed/fsdp"): core,
             "/elsewhere/torch/distributed/fsdp/_core.py": core,
             "api.py": {API},  # this class has no functions
-            f"{CORE}.never_heard": {f"{CORE}.never_heard"},
         }.items():
             with self.subTest(what=what):
                 self.assertEqual(set(self.change(what).names), names)
@@ -417,7 +416,7 @@ class TestChanges(SourcesCase):
         (self.folder / "d.patch").write_text(textwrap.dedent(text))
         found = self.change(str(self.folder / "d.patch"))
         self.assertEqual(set(found.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
-        self.assertEqual(found.remarks, ("ignored, because the map does not cover it: a/torch/nn/linear.py",))
+        self.assertEqual(found.remarks, ("ignored, because the map does not cover it: torch/nn/linear.py",))
 
     def test_standard_input(self):
         text = Path(self.diff(_core=("return 2", "return 3"))).read_text()
@@ -435,6 +434,15 @@ class TestChanges(SourcesCase):
         self.assertIn(CORE, found.names)
         self.assertRegex(found.remarks[0], "torch/distributed/fsdp/_core.py is not valid Python")
 
+    def test_a_home_folder_is_expanded(self):
+        self.other_tree(used=("return 1", "return 2"))
+        with unittest.mock.patch.dict("os.environ", HOME=str(self.folder)):
+            self.assertEqual(self.change("~/other"), Change(("torch.distributed.tensor.used.place",)))
+
+    def test_an_empty_diff_changes_nothing(self):
+        with unittest.mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(b""))):
+            self.assertEqual(self.change("-"), Change((), ("the diff on standard input is empty",)))
+
     def test_what_has_changed_since_it_was_recorded(self):
         self.assertEqual(Changes(self.map, self.root).since_recorded(), Change(()))
         write_sources(self.root.parent, _core=("x += LIMIT", "x -= LIMIT"), unused=("1", "2"))
@@ -449,12 +457,17 @@ class TestChanges(SourcesCase):
         for what, words in {
             "torch.distributed.fsdp._cor.shard": r"is not a name in the map.*nearest: .*_core.shard",
             "torch.distributed.fsdp.never_heard": "is not a name in the map",
+            f"{CORE}.never_heard": "is not a name in the map",
             "nonsense": "is not a name in the map",
             "torch/nn/linear.py": "does not have the file torch/nn/linear.py; it covers torch/distributed/fsdp, ",
             "__init__.py": "can mean torch/distributed/fsdp/__init__.py or torch/distributed/tensor/__init__.py",
             "_core.py:90": "has only the lines 1 to 25, not 90-90",
-            "_core.py:9-7": "has only the lines 1 to 25, not 9-7",
+            "_core.py:9-7": "ends before it begins",
+            "": "an empty text names no change",
             "absent.diff": "there is no file absent.diff",
+            str(self.folder / "absent"): f"there is no file or folder {self.folder}/absent",
+            f"{CORE}.shrad": rf"is not a name in the map.*nearest: {CORE}.shard",  # of a module that is known
+            "Unit.stp": rf"is not a name in the map.*nearest: {CORE}.Unit.step",
             str(no_diff): "is not a unified diff",
             str(self.folder): "holds no torch/distributed/fsdp to compare with",
         }.items():

@@ -53,7 +53,9 @@ class Changes:
         """The change that an argument of ``--reaching`` names. Raises :class:`UnknownChange`, or ``OSError`` for a bad
         file.
         """
-        place = Path(what)
+        place = Path(what).expanduser()
+        if not what.strip():
+            raise UnknownChange("an empty text names no change: give a function, a file, a diff or a folder")
         if what == "-":
             return self.of_diff(sys.stdin.buffer.read().decode(errors="replace"), "the diff on standard input")
         if lines := _LINES.fullmatch(what):
@@ -66,6 +68,8 @@ class Changes:
             return self.of_diff(place.read_text(encoding="utf-8", errors="replace"), what)
         if place.suffix in (".diff", ".patch"):
             raise UnknownChange(f"there is no file {what}")
+        if place.is_absolute():
+            raise UnknownChange(f"there is no file or folder {what}")
         return self._inside(self._named(what.strip("/").replace("/", ".")))
 
     def since_recorded(self) -> Change:
@@ -107,13 +111,27 @@ class Changes:
                 return (head,)
             if found := [name for name in below if name.endswith(f".{tail}")]:
                 return tuple(sorted(found))
-            if head in self._map.modules and self._path_of(head) == f"{head.replace('.', '/')}.py":
-                return (text,)  # unknown, of a module that is known
+            if head in self._map.modules and self._defines(head, text):
+                return (text,)  # newer than the map
+        raise UnknownChange(f"{text!r} is not a name in the map, a file or a folder{self._nearest(text)}")
+
+    def _defines(self, module: str, name: str) -> bool:
+        """Whether the installed file of a module has this function or class."""
+        content = self._read(self._root.parent / self._path_of(module))
+        try:
+            return content is not None and any(part.name == name for part in functions_in(content, module))
+        except (SyntaxError, ValueError):
+            return True
+
+    def _nearest(self, text: str) -> str:
+        """The names whose ends are most like this one, as the end of a message."""
         import difflib  # not at import: few runs name something unknown
 
-        close = difflib.get_close_matches(text, sorted(self._all_names), n=3)
-        nearest = f"; nearest: {', '.join(close)}" if close else ""
-        raise UnknownChange(f"{text!r} is not a name in the map, a file or a folder{nearest}")
+        ends: dict[str, str] = {}
+        for name in sorted(self._all_names):
+            ends.setdefault(".".join(name.split(".")[-text.count(".") - 1 :]), name)
+        close = difflib.get_close_matches(text, ends, n=3)
+        return f"; nearest: {', '.join(ends[end] for end in close)}" if close else ""
 
     def _module(self, text: str) -> str:
         """The module of a path: in the installed package, in another tree of it, or relative to either."""
@@ -165,6 +183,8 @@ class Changes:
         place = Path(file)
         content = (place if place.is_file() else self._root.parent / self._path_of(module)).read_bytes()
         count = content.count(b"\n")
+        if last < first:
+            raise UnknownChange(f"{file}:{first}-{last} ends before it begins: the first line comes first")
         if not 1 <= first <= last <= count:
             raise UnknownChange(f"{file} has only the lines 1 to {count}, not {first}-{last}")
         try:
@@ -204,6 +224,8 @@ class Changes:
     def of_diff(self, text: str, called: str) -> Change:
         """The changes in a unified diff. The installed package may have them already or not."""
         names, remarks, outside = set[str](), list[str](), list[str]()
+        if not text.strip():
+            return Change((), (f"{called} is empty",))
         files = list(_files_of(text))
         if not files:
             raise UnknownChange(f"{called} is not a unified diff")
@@ -264,8 +286,10 @@ def _files_of(text: str) -> Iterator[tuple[str, list[_Hunk]]]:
         if line.startswith("--- "):
             if path:
                 yield path, hunks
-            old, new = line[4:], next(lines, "")[4:]
-            path, hunks = (new if old.startswith("/dev/null") else old).partition("\t")[0].strip(), []
+            old, new = (name.partition("\t")[0].strip() for name in (line[4:], next(lines, "")[4:]))
+            path, hunks = new if old == "/dev/null" else old, []
+            if path.startswith(("a/", "b/")) and (old[2:] == new[2:] or "/dev/null" in (old, new)):
+                path = path[2:]  # git's prefixes
         elif path and (header := _HUNK.match(line)):
             hunks.append(_hunk(header, lines))
     if path:
