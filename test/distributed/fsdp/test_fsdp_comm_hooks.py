@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -21,6 +20,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
+from torch_fsdp_tests.fsdp.meshes import machines_of
 from torch_fsdp_tests.fsdp.references import average, full_parameters
 
 default_hooks = torch_names.module("torch.distributed.algorithms._comm_hooks.default_hooks")
@@ -173,15 +173,14 @@ class TestCommunicationHooks(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_registering_hook_hybrid_strategy(self):
-        """Hybrid strategies refuse hooks, even if each replica group (the mesh's first dimension) has one rank."""
-        mesh = init_device_mesh(self.device.type, (1, self.world_size), mesh_dim_names=("replicate", "shard"))
+        """Hybrid strategies refuse hooks, even if each replica group that FSDP made has one rank."""
         for sharding_strategy in internals.hybrid_strategies():
-            model = FSDP(
-                Net(False, None).to(self.device),
-                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-                sharding_strategy=sharding_strategy,
-                device_mesh=mesh,
-            )
+            with machines_of(self.world_size):
+                model = FSDP(
+                    Net(False, None).to(self.device),
+                    auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                    sharding_strategy=sharding_strategy,
+                )
             with self.assertRaisesRegex(
                 AssertionError, f"Communication hook is not supported for hybrid strategies: {sharding_strategy}"
             ):

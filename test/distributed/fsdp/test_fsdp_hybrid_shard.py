@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from torch_fsdp_tests import accelerator, torch_names
+from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -31,9 +31,8 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.meshes import machines_of
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-
-init_utils = torch_names.module("torch.distributed.fsdp._init_utils")
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
@@ -189,12 +188,9 @@ class TestFSDPHybridShard(FSDPTest):
         hsdp_sharding_strategy: ShardingStrategy,
         sharding_strategy_mode: ShardingStrategyMode,
         use_orig_params: bool,
-        hsdp_process_groups: Groups | None = None,
         hsdp_device_mesh: DeviceMesh | None = None,
     ) -> nn.Module:
         """The transformer: either all instances are hybrid, or the root is sharded over all ranks."""
-        if hsdp_process_groups is not None and hsdp_device_mesh is not None:
-            raise ValueError("either process groups or a mesh, not both")
         hybrid = {
             "sharding_strategy": hsdp_sharding_strategy,
             "auto_wrap_policy": LAYERS,
@@ -203,7 +199,7 @@ class TestFSDPHybridShard(FSDPTest):
         }
         all_hybrid = sharding_strategy_mode is ShardingStrategyMode.ALL_HYBRID_SHARD
         model = TransformerWithSharedParams.init(
-            hsdp_process_groups if all_hybrid and hsdp_process_groups else self.process_group,
+            self.process_group,
             FSDPInitMode.RECURSIVE if all_hybrid else FSDPInitMode.NO_FSDP,
             DEVICEInitMode.DEVICE_BEFORE,
             hybrid,
@@ -211,7 +207,7 @@ class TestFSDPHybridShard(FSDPTest):
         )
         if all_hybrid:
             return model
-        model.transformer = FSDP(model.transformer, process_group=hsdp_process_groups, **hybrid)
+        model.transformer = FSDP(model.transformer, **hybrid)
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=use_orig_params)
 
     @skip_if_lt_x_gpu(4)
@@ -224,14 +220,15 @@ class TestFSDPHybridShard(FSDPTest):
     def test_fsdp_hybrid_shard_basic_setup(
         self, hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, use_device_mesh
     ):
-        """One node: all ranks form the shard group, and each replicate group has one rank. All-reduces still run."""
+        """One node: all ranks form the shard group, and each replicate group has one rank. All-reduces still run.
+
+        Without a mesh, FSDP makes both groups.
+        """
         mesh = init_device_mesh(accelerator.current().type, (1, self.world_size)) if use_device_mesh else None
-        groups = (
-            None
-            if use_device_mesh
-            else init_utils._init_intra_and_inter_node_groups(self.process_group, self.world_size)
-        )
-        model = self._init_hsdp_model(hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, groups, mesh)
+        with machines_of(self.world_size):
+            model = self._init_hsdp_model(
+                hsdp_sharding_strategy, sharding_strategy_mode, use_orig_params, hsdp_device_mesh=mesh
+            )
 
         instances = FSDP.fsdp_modules(model)
         hybrid = [each for each in instances if each.sharding_strategy in internals.hybrid_strategies()]
@@ -255,12 +252,14 @@ class TestFSDPHybridShard(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(hsdp_sharding_strategy=internals.hybrid_strategies, use_orig_params=[False, True])
     def test_fsdp_hybrid_shard_parity(self, hsdp_sharding_strategy, use_orig_params):
-        groups = init_utils._init_intra_and_inter_node_groups(self.process_group, 2)
-        self.assertEqual([group.size() for group in groups], [2, 2])
+        """Two nodes: FSDP makes the groups itself."""
         fsdp_model = self._init_fsdp_model(use_orig_params)
-        hsdp_model = self._init_hsdp_model(
-            hsdp_sharding_strategy, ShardingStrategyMode.ALL_HYBRID_SHARD, use_orig_params, groups
-        )
+        with machines_of(2):
+            hsdp_model = self._init_hsdp_model(
+                hsdp_sharding_strategy, ShardingStrategyMode.ALL_HYBRID_SHARD, use_orig_params
+            )
+        groups = [dist.get_process_group_ranks(group) for group in (hsdp_model.process_group, hsdp_model._inter_node_pg)]
+        self.assertEqual(groups, [[[0, 1], [2, 3]][self.rank // 2], [[0, 2], [1, 3]][self.rank % 2]])
         models = fsdp_model, hsdp_model
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
         inputs = fsdp_model.module.get_input(self.device)
