@@ -53,6 +53,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, clean_name, sharded_tensors
 from torch_fsdp_tests.fsdp.references import data_parallel, full_parameters, named, of_all_ranks
+from torch_fsdp_tests.fsdp.seeded import filled
 
 if TYPE_CHECKING:
     _Base = FSDPTest
@@ -1073,19 +1074,21 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_world_size_one(self):
-        """A rank that is alone in its group gets a full state dict and a warning."""
-        groups = [dist.new_group([rank]) for rank in range(self.world_size)]
-        torch.manual_seed(self.rank)
-        plain = square().to(self.device)
-        model = FSDP(copy.deepcopy(plain), process_group=groups[self.rank])
+        """A rank that is alone in its group gets a full state dict and a warning, of inner instances and a shared
+        weight too.
+        """
+        group = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
+        plain = TransformerWithSharedParams.init(group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE)
+        filled(plain, seed=self.rank)
+        model = FSDP(copy.deepcopy(plain), process_group=group, auto_wrap_policy=LAYERS)
         with self._mode(model, "sharded_state_dict"):
             with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
-                state_dict = model.state_dict()
+                state_dict = copy.deepcopy(model.state_dict())
             self.assertEqual(dict(state_dict), dict(plain.state_dict()))
-            _zero_model(model)
+            _zero_model(model, zero_buffers=True)
             model.load_state_dict(state_dict)
-        self.assertEqual(summoned(model), dict(plain.state_dict()))
-        dist.destroy_process_group(groups[self.rank])
+        self.assertEqual(summoned(model), {**dict(plain.named_parameters()), **dict(plain.named_buffers())})
+        dist.destroy_process_group(group)
 
 
 class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
