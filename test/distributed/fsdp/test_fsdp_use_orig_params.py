@@ -795,27 +795,27 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             loss.backward()
 
     @skip_if_lt_x_gpu(2)
-    @subtests(use_full_prec_in_eval=[False, True], eval_with_grad=[False, True])
-    def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, eval_with_grad):
-        """Low precision parameters stay gathered. Full parameters, evaluation and loading in between work."""
+    @subtests(use_full_prec_in_eval=[False, True], unused_forwards=[False, True])
+    def test_no_reshard_and_mixed_precision(self, use_full_prec_in_eval, unused_forwards):
+        """Low precision parameters stay gathered. Full parameters, evaluation and loading in between work.
 
-        def make_model() -> FSDP:
-            with internals.switched("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
-                return FSDP(
-                    self.Model(self.device),
-                    sharding_strategy=SHARD_GRAD_OP,
-                    auto_wrap_policy=LINEARS,
-                    mixed_precision=MixedPrecision(param_dtype=torch.float16),
-                    use_orig_params=True,
-                )
-
+        With unused forwards, one model does it all. For its gradients see
+        test_forward_without_backward_in_mixed_precision.
+        """
+        with internals.switched("FSDP_USE_FULL_PREC_IN_EVAL", use_full_prec_in_eval):
+            model = FSDP(
+                self.Model(self.device),
+                sharding_strategy=SHARD_GRAD_OP,
+                auto_wrap_policy=LINEARS,
+                mixed_precision=MixedPrecision(param_dtype=torch.float16),
+                use_orig_params=True,
+            )
         reference = self.Model(self.device)
         inp = reference.get_input(self.rank)
         expected = reference(inp).detach()
 
-        def check_forward(model: FSDP, training: bool) -> torch.Tensor:
-            with torch.set_grad_enabled(training or eval_with_grad):
-                output = model.train(training)(inp)
+        def check_forward(training: bool) -> torch.Tensor:
+            output = model.train(training)(inp)
             in_full = use_full_prec_in_eval and not training
             self.assertEqual(output.dtype, torch.float32 if in_full else torch.float16)
             # Values are about one, from two layers of 5 terms each. The tolerance covers some half precision roundings.
@@ -823,18 +823,14 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
             self.assertEqual(output.float(), expected, rtol=rtol, atol=atol)
             return output
 
-        model = make_model()
-        check_forward(model, training=True)
-        self.assert_same_full_params(model, reference)
-        check_forward(model, training=True)
-
-        model = make_model()
-        check_forward(model, training=True)
-        check_forward(model, training=False)
-
-        model = make_model()
-        check_forward(model, training=True).sum().backward()
-        check_forward(model, training=False)
+        if unused_forwards:
+            check_forward(training=True)
+            self.assert_same_full_params(model, reference)
+            for training in (True, True, False):
+                check_forward(training)
+        check_forward(training=True).sum().backward()
+        with torch.set_grad_enabled(unused_forwards):
+            check_forward(training=False)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state_dict = copy.deepcopy(model.state_dict())
             with torch.no_grad():
@@ -842,8 +838,8 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
                     param.zero_()
             model.load_state_dict(state_dict)
         self.assert_same_full_params(model, reference)
-        check_forward(model, training=True).sum().backward()
-        if not eval_with_grad:  # with gradients, see test_forward_without_backward_in_mixed_precision
+        check_forward(training=False).sum().backward()
+        if not unused_forwards:
             found = self._joined({name: param.grad for name, param in named(model).items()})
             for name, param in named(self._averaged(inp)).items():
                 # The sum of two backwards, each with half precision roundings.
