@@ -111,11 +111,11 @@ class UseOrigParamsTest(FSDPTest):
         self.assertTrue(any(grad is not None for grad in wanted.values()))
         self.assertEqual(flattened(found) if strategy is NO_SHARD else self._joined(found), flattened(wanted))
 
-    def assert_same_full_params(self, model: nn.Module, *others: nn.Module) -> None:
+    def assert_same_full_params(self, model: nn.Module, *others: nn.Module, writeback: bool = False) -> None:
         """Unsharded parameters must equal those of the other models by name, whether these are in FSDP or not."""
         full = []
         for each in (model, *others):
-            with FSDP.summon_full_params(each, writeback=False):
+            with FSDP.summon_full_params(each, writeback=writeback):
                 full.append({name: param.detach().clone() for name, param in named(each).items()})
         self.assertGreater(len(full[0]), 0)
         for other in full[1:]:
@@ -406,7 +406,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @parametrize("offload_params", [False, True])
     def test_summon_between_two_forwards(self, offload_params):
-        """Summoning the full parameters between two forwards changes nothing."""
+        """Summoning the full parameters between two forwards, and writing them back, changes nothing."""
         self.run_subtests(self._get_subtest_config(offload_params), self._test_summon_between_two_forwards)
 
     def _test_summon_between_two_forwards(self, sharding_strategy: ShardingStrategy, cpu_offload: CPUOffload) -> None:
@@ -415,19 +415,17 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
         moves = cpu_offload.offload_params and accelerator.current().has("device_memory")
         first = self._tokens()
         second = tuple((tokens + 1) % 23 for tokens in first)
-        for _ in range(3):
+        for uses_both in (True, moves, True):
             for optim in optims:
                 optim.zero_grad()
             before = [model(*first) for model in models]
             self.assert_all_equal(before)
-            self.assert_same_full_params(*models)
+            self.assert_same_full_params(*models, writeback=True)
             outputs = [model(*second) for model in models]
             self.assert_all_equal(outputs)
             for earlier, output, optim in zip(before, outputs, optims):
-                loss = output.square().mean()
-                if moves:
-                    loss = loss + earlier.square().mean()
-                loss.backward()
+                used = [earlier, output] if uses_both else [output]
+                torch.stack(used).square().mean().backward()
                 optim.step()
         self.assert_same_full_params(*models)
 
