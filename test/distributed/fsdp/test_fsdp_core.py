@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,16 +31,15 @@ from torch_fsdp_tests.common_fsdp import (
     get_devtype,
     subtest_name,
 )
-from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, parametrize, run_tests
+from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
-from torch_fsdp_tests.fsdp.combinations import pairwise
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, named
 
 params = "cpu_offload,sharding_strategy"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 sharding_strategy_config = [None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-CONFIGURATIONS = {"cpu_offload": cpu_offload_config, "sharding_strategy": sharding_strategy_config}
 configs = list(itertools.product(cpu_offload_config, sharding_strategy_config))
 test_name_mapping = {
     str(CPUOffload(offload_params=True)): "offload_true",
@@ -51,29 +50,15 @@ test_name_mapping = {
 subtest_name = functools.partial(subtest_name, test_name_mapping)
 
 PREFETCHES = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
+OPTIONS = {
+    "sharding_strategy": sharding_strategy_config,
+    "cpu_offload": cpu_offload_config,
+    "backward_prefetch": PREFETCHES,
+    "forward_prefetch": [False, True],
+    "use_orig_params": [False, True],
+}
 DELAY_MS = 250
-Prefetch = dict[str, Any]  # the prefetch arguments of FSDP, for backward and forward
-EVERY_PREFETCH: list[Prefetch] = [
-    {"backward_prefetch": backward, "forward_prefetch": forward}
-    for backward, forward in itertools.product(PREFETCHES, [False, True])
-]
-# FSDP's default for backward, and prefetch in forward too.
-DEFAULT: list[Prefetch] = [{"backward_prefetch": BackwardPrefetch.BACKWARD_PRE, "forward_prefetch": True}]
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
-
-
-def _prefetches() -> list[Prefetch]:
-    """The prefetch arguments: all pairs on devices with streams.
-
-    Without streams, a prefetch only moves a gather. Forward and backward prefetch are then independent, so each value
-    is tested once.
-    """
-    if accelerator.current().has("streams"):
-        return EVERY_PREFETCH
-    return [
-        {"backward_prefetch": backward, "forward_prefetch": forward}
-        for backward, forward in zip(PREFETCHES, [False, True, False])
-    ]
 
 
 class _TwoRanks(FewRanksTest):
@@ -102,34 +87,26 @@ class TestParityWithDDP(_TwoRanks):
         model_class: type[FSDPTestModel],
         cpu_offload: CPUOffload,
         sharding_strategy: ShardingStrategy | None,
-        prefetches: list[Prefetch] = DEFAULT,
-        use_orig_params: Sequence[bool] = (False, True),
+        every: bool = False,
         **kwargs: Any,
     ) -> None:
-        """On devices with streams, train with every prefetch, with flat and with original parameters.
+        """Train with all prefetches, with flat and with original parameters.
 
-        There prefetches differ in time. PYTORCH_TEST_WITH_SLOW=1 does the same on other devices. Otherwise, only the
-        given prefetches are used, each with one kind of parameters. The kind is chosen so that every pair of values of
-        offload, strategy and ``use_orig_params`` occurs; the next prefetch uses the other kind.
+        Every combination is tested if ``every``, and on devices with streams, where prefetches differ in time. On other
+        devices, a prefetch only moves a gather, and all pairs of values are enough.
         """
-        configuration = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
-        every = accelerator.current().has("streams") or TEST_WITH_SLOW
-        for prefetch in EVERY_PREFETCH if every else prefetches:
-            pairs = pairwise({**CONFIGURATIONS, "use_orig_params": use_orig_params})
-            chosen = [case["use_orig_params"] for case in pairs if {**case, **configuration} == case]
+        here = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
+        configs = [{**OPTIONS, **{name: [value] for name, value in here.items()}}]
+        if not every and not accelerator.current().has("streams"):
+            configs = [*one_by_one([case for case in pairwise(OPTIONS) if {**case, **here} == case])]
+        for config in configs:
             self.run_subtests(
-                {
-                    "device_init_mode": device_init_modes(cpu_offload),
-                    "use_orig_params": [False, True] if every else chosen,
-                },
+                {**config, "device_init_mode": device_init_modes(cpu_offload)},
                 self._test_fsdp_parity,
                 model_class,
                 FSDPInitMode.RECURSIVE,
-                **configuration,
-                **prefetch,
                 **kwargs,
             )
-            use_orig_params = use_orig_params[::-1]
 
     def _train_for_several_steps(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Beyond upstream: afterwards nothing stays gathered, and the shards hold each element once, plus padding."""
@@ -155,7 +132,7 @@ class TestParityWithDDP(_TwoRanks):
     @parametrize(params, configs, subtest_name)
     def test_nested_wrapped_model(self, **config):
         """Some layers are in FSDP, the root has the others. Each schedule is tested."""
-        self._check_parity(NestedWrappedModule, **config, prefetches=_prefetches())
+        self._check_parity(NestedWrappedModule, **config, every=True)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
@@ -188,12 +165,7 @@ class TestParityWithDDP(_TwoRanks):
     @parametrize(params, configs, subtest_name)
     def test_delayed_reduce_scatter(self, **config):
         """Backward ends only after the reduction, even if the device delays it (where the device can sleep)."""
-        self._check_parity(
-            NestedWrappedModuleWithDelay,
-            **config,
-            use_orig_params=(True, False),
-            init_kwargs={"delay_before_reduction_ms": DELAY_MS},
-        )
+        self._check_parity(NestedWrappedModuleWithDelay, **config, init_kwargs={"delay_before_reduction_ms": DELAY_MS})
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
@@ -205,8 +177,7 @@ class TestParityWithDDP(_TwoRanks):
     @parametrize(params, configs, subtest_name)
     def test_mixture_of_experts_with_delay_before_free(self, **config):
         """Parameters that forward frees late are gathered again. A device that cannot sleep has no delay."""
-        delay = {"delay_before_free_ms": DELAY_MS}
-        self._check_experts_parity(**config, use_orig_params=(True, False), init_kwargs=delay)
+        self._check_experts_parity(**config, init_kwargs={"delay_before_free_ms": DELAY_MS})
 
     def _check_experts_parity(self, **kwargs: Any) -> None:
         self._check_parity(MixtureOfExperts, ref_init_fn=DummyDDP, device_id=self.device, **kwargs)
@@ -385,26 +356,22 @@ class TestNoGrad(_TwoRanks):
 
 class TestAutograd(_TwoRanks):
     @skip_if_lt_x_gpu(2)
-    def test_unshard_params_as_tensors(self):
+    @subtests(
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        use_orig_params=[False, True],
+        backward_prefetch=PREFETCHES,
+        forward_prefetch=[False, True],
+    )
+    def test_unshard_params_as_tensors(self, **fsdp_kwargs):
         """In forward and backward, gathered parameters are tensors: views of the flat parameter with autograd history.
 
         NO_SHARD is not tested, because there the same function also creates the views of the parameters in use.
         """
-        self.run_subtests(
-            {
-                "sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
-                "use_orig_params": [False, True],
-                "prefetch": _prefetches(),
-            },
-            self._test_unshard_params_as_tensors,
-        )
-
-    def _test_unshard_params_as_tensors(self, prefetch: Prefetch, **fsdp_kwargs: Any) -> None:
         torch.manual_seed(0)
         reference = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(3, 3, device=get_devtype()) for _ in range(5)))
-        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **prefetch, **fsdp_kwargs)
+        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **fsdp_kwargs)
         self.assertEqual(len(FSDP.fsdp_modules(model)), 6)
         torch.manual_seed(1 + self.rank)
         x = torch.randn(2, 3, device=get_devtype())

@@ -258,7 +258,9 @@ class TestFSDPHybridShard(FSDPTest):
             hsdp_model = self._init_hsdp_model(
                 hsdp_sharding_strategy, ShardingStrategyMode.ALL_HYBRID_SHARD, use_orig_params
             )
-        groups = [dist.get_process_group_ranks(group) for group in (hsdp_model.process_group, hsdp_model._inter_node_pg)]
+        groups = [
+            dist.get_process_group_ranks(group) for group in (hsdp_model.process_group, hsdp_model._inter_node_pg)
+        ]
         self.assertEqual(groups, [[[0, 1], [2, 3]][self.rank // 2], [[0, 2], [1, 3]][self.rank % 2]])
         models = fsdp_model, hsdp_model
         optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
