@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,9 +96,9 @@ class TestParityWithDDP(_TwoRanks):
         devices, a prefetch only moves a gather, and all pairs of values are enough.
         """
         here = {"cpu_offload": cpu_offload, "sharding_strategy": sharding_strategy}
-        configs = [{**OPTIONS, **{name: [value] for name, value in here.items()}}]
+        configs: Iterable[dict[str, Any]] = [{**OPTIONS, **{name: [value] for name, value in here.items()}}]
         if not every and not accelerator.current().has("streams"):
-            configs = [*one_by_one([case for case in pairwise(OPTIONS) if {**case, **here} == case])]
+            configs = one_by_one([case for case in pairwise(OPTIONS) if {**case, **here} == case])
         for config in configs:
             self.run_subtests(
                 {**config, "device_init_mode": device_init_modes(cpu_offload)},

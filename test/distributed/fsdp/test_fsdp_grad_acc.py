@@ -44,8 +44,7 @@ class _GradAccConfigs:
 
 
 def _in_turns(first: bool) -> _GradAccConfigs:
-    # Two iterations in a row: one starts an accumulation, and one continues it. A third would add nothing.
-    return _GradAccConfigs([_GradAccConfig(use_no_sync, 2) for use_no_sync in (first, not first, first)])
+    return _GradAccConfigs([_GradAccConfig(use_no_sync, 3) for use_no_sync in (first, not first, first)])
 
 
 class TestGradAcc(FSDPTest):
@@ -137,7 +136,7 @@ class TestGradAcc(FSDPTest):
     @parametrize("configs", [_in_turns(True), _in_turns(False)])
     @parametrize("use_orig_params", [False, True])
     def test_grad_acc(self, configs, use_orig_params):
-        """Six batches, alternately inside and outside ``no_sync()``, give the gradient of one pass over all of them."""
+        """Nine batches, by threes inside and outside ``no_sync()``, give the gradient of one pass over all of them."""
         self.run_subtests(
             self._get_subtest_config(CPUOffload(offload_params=False)),
             self._test_grad_acc,

@@ -84,11 +84,16 @@ class Tokens(TransformerWithSharedParams):
         return source, target
 
 
+# The constructor's arguments for ignored modules. The arguments may be of any iterable type.
+PASSED: dict[str, Callable[[Sequence[nn.Module]], dict[str, Any]]] = {
+    "modules": lambda modules: {"ignored_modules": set(modules)},
+    "modules as states": lambda modules: {"ignored_states": list(modules)},
+    "parameters": lambda modules: {"ignored_states": (param for module in modules for param in module.parameters())},
+}
+
+
 def _passed(modules: Sequence[nn.Module], as_modules: bool) -> dict[str, Any]:
-    """The constructor arguments that name the ignored modules, or their parameters, which may come from a generator."""
-    if as_modules:
-        return {"ignored_modules": modules}
-    return {"ignored_states": (param for module in modules for param in module.parameters())}
+    return PASSED["modules" if as_modules else "parameters"](modules)
 
 
 def _numel(module: nn.Module) -> int:
@@ -202,16 +207,14 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2)
     def test_ignored_modules_nested(self):
         """When a module is ignored, a layer of it that is already in FSDP stays there. The rest is ignored."""
-        self.run_subtests(
-            {"use_orig_params": [False, True], "ignore_modules": [True, False]}, self._test_ignored_modules_nested
-        )
+        self.run_subtests({"use_orig_params": [False, True], "passed": list(PASSED)}, self._test_ignored_modules_nested)
 
-    def _test_ignored_modules_nested(self, use_orig_params: bool, ignore_modules: bool) -> None:
+    def _test_ignored_modules_nested(self, use_orig_params: bool, passed: str) -> None:
         model, local = self._build()
         names = [f"layer1.{index}.{kind}" for index in (0, 2) for kind in ("weight", "bias")]
         ignored = {name: model.get_parameter(name) for name in names}
         model.layer1[1] = FSDP(model.layer1[1], use_orig_params=use_orig_params)
-        model = FSDP(model, use_orig_params=use_orig_params, **_passed([model.layer1], ignore_modules))
+        model = FSDP(model, use_orig_params=use_orig_params, **PASSED[passed]([model.layer1]))
         managed = self._check_managed(model, ignored)
         self.assertEqual({*managed, *ignored}, set(dict(local.named_parameters())))
         with FSDP.summon_full_params(model):
@@ -233,7 +236,7 @@ class TestFSDPIgnoredModules(FSDPTest):
         model, local = self._build()
         names = ["layer1.1.weight", "layer1.1.bias"] if ignore_bias else ["layer1.1.weight"]
         ignored = {name: model.get_parameter(name) for name in names}
-        model = FSDP(model, auto_wrap_policy=policy, ignored_states=list(ignored.values()), use_orig_params=False)
+        model = FSDP(model, auto_wrap_policy=policy, ignored_states=set(ignored.values()), use_orig_params=False)
         self._check_managed(model, ignored)
         found = [flat_param.numel() for flat_param in internals.flat_params(model)]
         unsharded = [36, 44 if ignore_bias else 48]
