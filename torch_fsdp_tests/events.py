@@ -17,9 +17,9 @@ import json
 import os
 import sys
 import time
+import types
 import unittest
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line
@@ -140,6 +140,66 @@ class Suite(unittest.TestSuite):
         super()._createClassOrModuleLevelException(result, exc, method_name, parent, info)  # type: ignore[misc]
 
 
+def check_ran(value: object, what: str = "the test") -> None:
+    """Raise ``TypeError`` if a call returned something that still has to run, such as a coroutine."""
+    how = next((how for kind, how in _TO_RUN.items() if isinstance(value, kind)), None)
+    if how is None:
+        return
+    if isinstance(value, types.CoroutineType):
+        value.close()  # otherwise the interpreter warns that nobody awaited it
+    raise TypeError(f"nothing of {what} ran, because it {how}")
+
+
+def check_returned(value: object) -> None:
+    """Raise ``TypeError`` if a test returned anything but None: perhaps it did not run, and nobody checks it."""
+    check_ran(value)
+    if value is not None:
+        found = f"a value of type {type(value).__qualname__}"
+        raise TypeError(f"the test returned {found}, which nobody checks: assert what should hold, and return nothing")
+
+
+_ASYNC = "write `def`, and run what is async with asyncio.run()"
+_TO_RUN = {
+    types.CoroutineType: f"is an `async def`: {_ASYNC}",
+    types.AsyncGeneratorType: f"is an `async def` with a `yield`: {_ASYNC}",
+    types.GeneratorType: "is a generator: remove its `yield`; parameters belong into @parametrize or self.subTest()",
+}
+
+
+def checked(test: Any, method: Callable[[], object]) -> Callable[[], None]:
+    """A test method with a check of what it returns. What it returned is never an expected failure."""
+
+    def call() -> None:
+        value = method()
+        try:
+            check_returned(value)
+        except TypeError:
+            test._outcome.expecting_failure = False
+            raise
+
+    return call
+
+
+def check_calls() -> None:
+    """From now on, check what every test method, ``setUp`` and ``tearDown`` of unittest's own class returns.
+
+    ``unittest.IsolatedAsyncioTestCase`` runs coroutines, and calls its methods in its own way.
+    """
+
+    def call_test(self: unittest.TestCase, method: Callable[[], object]) -> None:
+        checked(self, method)()
+
+    def call_set_up(self: unittest.TestCase) -> None:
+        check_ran(self.setUp(), "setUp")  # type: ignore[func-returns-value]
+
+    def call_tear_down(self: unittest.TestCase) -> None:
+        check_ran(self.tearDown(), "tearDown")  # type: ignore[func-returns-value]
+
+    calls = {"_callTestMethod": call_test, "_callSetUp": call_set_up, "_callTearDown": call_tear_down}
+    for name, call in calls.items():
+        setattr(unittest.TestCase, name, call)
+
+
 class Fixture(NamedTuple):
     """A fixture of a class, or of the file where ``owner`` is empty."""
 
@@ -159,7 +219,7 @@ def _verdict_on(test: Any, error: BaseException, state: State, phase: Phase | No
     return Verdict(state, in_one_line(error), phase or _phase_of(test, error.__traceback__))
 
 
-def _phase_of(test: Any, trace: TracebackType | None) -> Phase:
+def _phase_of(test: Any, trace: types.TracebackType | None) -> Phase:
     """Whether unittest called the test method or a fixture."""
     calls_body = getattr(type(test), "_callTestMethod", None)
     while trace is not None:

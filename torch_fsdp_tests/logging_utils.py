@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._logging import _internal as torch_logs
 
+from torch_fsdp_tests import events
 from torch_fsdp_tests.common_utils import TestCase
 
 Records = list[logging.LogRecord]
@@ -109,7 +110,7 @@ def _run(case: LoggingTestCase, fn: Callable[..., None], setting: contextlib.Abs
     torch._dynamo.reset()
     records: Records = []
     with setting, case._handler_watcher(records):
-        fn(case, records)
+        events.check_returned(fn(case, records))  # type: ignore[func-returns-value]
 
 
 class LoggingTestCase(TestCase):

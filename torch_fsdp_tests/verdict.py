@@ -145,10 +145,16 @@ class RankResult:
     killed: bool = False  # by the harness, because its test was over
     limit: float | None = None  # the time limit in seconds, if the rank reached it
     expected_code: int | None = None  # the expected exit code, if it had another one
+    follows: bool = False  # it waited for another rank in vain, so that rank is the cause
     host: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it reported nothing until the harness killed it."""
+        return self.killed and not self.said
 
     @property
     def raised(self) -> bool:
@@ -177,15 +183,15 @@ class RankResult:
         headline = self.headline(plural)
         return f"{headline} {self.exception}: {self.message}".rstrip(": ") if self.raised else headline
 
-    def cause_key(self) -> tuple[bool, bool, float]:
+    def cause_key(self) -> tuple[bool, bool, bool, float]:
         """The key for the order of causes. A rank that only waited explains nothing, and one that skipped explains
         little.
 
         The server reports deaths to the test process, so other ranks may report earlier that their peer is gone.
         """
         died = not self.said and not self.killed
-        waited = self.killed and not self.said
-        return waited, self.state is State.SKIPPED, self.at - DEATH_NEWS if died else self.at
+        waited = self.is_silent and self.state is not State.TIMED_OUT
+        return waited, self.follows, self.state is State.SKIPPED, self.at - DEATH_NEWS if died else self.at
 
 
 def by_cause(ranks: Iterable[RankResult]) -> list[RankResult]:
@@ -208,18 +214,21 @@ def tell(ranks: Sequence[RankResult], text: str = "") -> str:
 
 
 def _paragraphs(ranks: Sequence[RankResult]) -> Iterable[str]:
-    """A paragraph for each group of ranks with the same report, the first cause first, and then their output."""
+    """A paragraph for each group of ranks with the same report, the first cause first, and then their output.
+
+    Every rank is in one of them, also one that passed.
+    """
     same: dict[tuple[str, str], list[RankResult]] = {}
     bad = by_cause(ranks)
-    for rank in bad:
+    for rank in [*bad, *(rank for rank in ranks if rank.state is State.PASSED)]:
         text = rank.text or "no Python stack is available" * (rank.killed and not rank.raised)
+        text = "" if rank.state is State.PASSED else text
         same.setdefault((rank.headline(), text), []).append(rank)
     for (_, text), alike in same.items():
         who = ranks_in_words([rank.rank for rank in alike])
         yield f"{who} of {len(ranks)} {alike[0].headline(len(alike) > 1)}" + (f":\n{text}" if text else "")
-    skipped = [rank.rank for rank in bad if rank.state is State.SKIPPED]
-    if skipped:
-        yield f"a skip counts only when every rank skips; {ranks_in_words(skipped)} of {len(ranks)} did"
+    if any(rank.state is State.SKIPPED for rank in bad):
+        yield "a skip counts only when every rank skips"
     for rank in bad:
         if rank.output:
             yield f"--- output of rank {rank.rank} ---\n{rank.output}"

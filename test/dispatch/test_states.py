@@ -193,6 +193,30 @@ class TestStatesOfProcesses(StatesCase):
             },
         )
 
+    def test_what_never_ran_is_an_error(self):
+        """Coroutines, generators and what else is not None, also as an expected failure, and from a fixture."""
+        text = "class TestX(unittest.TestCase):\n    async def test_1(self): self.fail()\n    def test_2(self): yield\n"
+        text += (
+            "    def test_3(self): return 5\n    @unittest.expectedFailure\n    async def test_4(self): self.fail()\n"
+        )
+        text += "class TestY(unittest.TestCase):\n    async def setUp(self): self.fail()\n    def test_1(self): pass\n"
+        text += "class TestZ(unittest.IsolatedAsyncioTestCase):\n    async def test_1(self): self.fail('it ran')\n"
+        states = self.states(test_x=text)
+        self.assertEqual(states.pop("TestZ.test_1"), ("failed", "test", "body", "AssertionError: it ran"))
+        self.assertEqual({state for state, *_ in states.values()}, {"error"}, states)
+        beginnings = {name: reason[:48] for name, (*_, reason) in states.items()}
+        self.assertEqual(
+            beginnings,
+            {
+                "TestX.test_1": "TypeError: nothing of the test ran, because it is an `async def`"[:48],
+                "TestX.test_2": "TypeError: nothing of the test ran, because it is a generator"[:48],
+                "TestX.test_3": "TypeError: the test returned a value of type int",
+                "TestX.test_4": "TypeError: nothing of the test ran, because it is an"[:48],
+                "TestY.test_1": "TypeError: nothing of setUp ran, because it is a",
+            },
+        )
+        self.assertNotIn("never awaited", self.report["files"][0]["attempts"][0]["output"])
+
     def test_deaths(self):
         for line, reason in (("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")):
             with self.subTest(reason):

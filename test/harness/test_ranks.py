@@ -73,6 +73,9 @@ CASES: list[tuple[Any, ...]] = [
     ("Words", "one_raises", "FAIL", "rank 1 of 2 raised:", "AssertionError: the one"),
     ("Words", "all_raise_alike", "FAIL", "ranks 0-1 of 2 raised:"),
     ("Words", "all_raise_differently", "ERROR", "ValueError: rank 0 says so", "ValueError: rank 1 says so"),
+    ("Words", "is_async", "ERROR", "ranks 0-1 of 2 raised:", "nothing of the test ran, because it is an `async def`"),
+    ("Words", "yields", "ERROR", "ranks 0-1 of 2 raised:", "nothing of the test ran, because it is a generator"),
+    ("Words", "returns", "ERROR", "the test returned a value of type bool, which nobody checks"),
     ("Words", "interrupted", "ERROR", "rank 1 of 2 raised:", "KeyboardInterrupt"),
     ("Words", "element", "FAIL", "rank 1 of 2 raised:", "at ['weight']: ", "difference: 0.5 at index (2,)"),
     ("Words", "no_pickle", "ERROR", "Odd"),
@@ -89,7 +92,9 @@ CASES: list[tuple[Any, ...]] = [
     ("Flood", "flood", "ERROR", "bytes left out", "\\xff\\xfe"),
     ("Skips", "all", "skipped 'for a reason'"),
     ("Skips", "all_by_exit_code", "skipped 'CUDA is not available'"),
-    ("Skips", "one", "ERROR", "a skip counts only when every rank skips; rank 1 of 2 did"),
+    ("Skips", "one", "ERROR", "a skip counts only when every rank skips", "RanksErred: rank 1 of 2 skipped: for a"),
+    ("Skips", "one_while_another_waits", "ERROR", only("PT", "RanksErred: rank 1 of 2 skipped: for a reason"),
+     "rank 0 of 2 raised"),
     ("Skips", "one_while_another_fails", "FAIL", "AssertionError: the other", "rank 1 of 2 skipped"),
     ("Hangs", "hang_in_python", "ERROR", "in test_hang_in_python", "still running after LIMIT"),
     ("Hangs", "hang_in_c", "ERROR", "in test_hang_in_c", "still running after LIMIT"),
@@ -242,6 +247,12 @@ class TestVerdict(TestCase):
         if kind != "Thread":
             text = faults(kind).words[f"{kind}Deaths.test_sigkill"]
             self.assertLess(text.index("was killed by SIGKILL"), text.index("rank 0 of 2 raised"))
+
+    @parametrize("kind", ["Process", "Thread"])
+    def test_a_collective_that_timed_out_is_no_cause(self, kind):
+        """Rank 1 sleeps, and the collective in which rank 0 waits for it times out before the test does."""
+        text = faults(kind, hanging=True).words[f"{kind}FsdpHangs.test_hang_in_a_collective_of_some"]
+        self.assertRegex(text, r"RanksErred: rank 1 of 2 was still running after (.|\n)*\nrank 0 of 2 raised:\n")
 
     @parametrize("kind", KINDS)
     def test_texts_that_all_ranks_say_are_said_once(self, kind):

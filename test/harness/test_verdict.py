@@ -1,7 +1,10 @@
-"""The vocabulary of outcomes, by numbers: what counts as passed, and what a known failure explains."""
+"""Outcomes by numbers: what counts as passed, what a known failure explains, and which rank is to blame."""
 
-from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.verdict import COUNTED, State, closing_line, tally
+import signal
+
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.ranks.outcome import COLLECTIVE_SHARE, Ending, Kind, Outcome, RankReport, judge, raised
+from torch_fsdp_tests.verdict import COUNTED, State, by_cause, closing_line, tally
 
 
 class TestCounts(TestCase):
@@ -25,6 +28,85 @@ class TestCounts(TestCase):
         self.assertEqual(unexplained, [State.UNEXPECTED_SUCCESS, State.HARNESS_ERROR])
         self.assertFalse(State.PASSED.may_be_known)
 
+
+LIMIT = 100.0
+GAVE_UP = LIMIT * COLLECTIVE_SHARE  # when a collective times out
+KILLED = Ending(signal=signal.SIGKILL, ours=True)
+
+
+def passed(rank: int, at: float = 1.0) -> RankReport:
+    return RankReport(rank, Outcome(rank, Kind.PASSED), Ending(code=0), at)
+
+
+def skipped(rank: int, at: float) -> RankReport:
+    return RankReport(rank, Outcome(rank, Kind.SKIPPED, "not here"), Ending(code=0), at)
+
+
+def said(rank: int, at: float, error: Exception) -> RankReport:
+    return RankReport(rank, raised(rank, error), Ending(code=0), at)
+
+
+def hung(rank: int, at: float) -> RankReport:
+    return RankReport(rank, None, KILLED, at)
+
+
+def died(rank: int, at: float, number: int = signal.SIGSEGV) -> RankReport:
+    return RankReport(rank, None, Ending(signal=number), at)
+
+
+LATE, EARLY = RuntimeError("Timed out waiting"), RuntimeError("Connection closed by peer")
+
+# For each name: the reports, and what follows: the state of the test, and the ranks in the order of causes.
+BLAMED = {
+    "collective_times_out": ([said(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
+    "two_wait_for_one": (
+        [said(0, GAVE_UP, LATE), hung(1, GAVE_UP + 3), said(2, GAVE_UP + 1, LATE)], State.TIMED_OUT, [1, 0, 2],
+    ),
+    "watchdog_aborts": ([died(0, GAVE_UP + 1, signal.SIGABRT), hung(1, GAVE_UP + 3)], State.TIMED_OUT, [1, 0]),
+    "one_errs_late_and_is_waited_for": (
+        [said(0, GAVE_UP, LATE), said(1, GAVE_UP + 1, ValueError())], State.ERROR, [1, 0],
+    ),
+    "one_fails_late_and_another_waits": (
+        [said(0, GAVE_UP, AssertionError()), hung(1, GAVE_UP + 3)], State.FAILED, [0, 1],
+    ),
+    "one_errs_early_and_another_waits": ([hung(0, 4.0), said(1, 1.0, EARLY)], State.ERROR, [1, 0]),
+    "all_wait_for_each_other": ([said(0, GAVE_UP + 1, LATE), said(1, GAVE_UP, EARLY)], State.ERROR, [1, 0]),
+    "one_waits_for_one_that_passed": ([said(0, GAVE_UP, LATE), passed(1)], State.ERROR, [0]),
+    "one_hangs_to_the_limit": ([passed(0), hung(1, LIMIT)], State.TIMED_OUT, [1]),
+    "one_dies_and_another_waits": ([hung(0, 4.0), died(1, 1.0)], State.CRASHED, [1, 0]),
+    "one_dies_and_another_notices": ([said(0, 1.0, EARLY), died(1, 1.5)], State.CRASHED, [1, 0]),
+    "one_skips_and_another_notices": ([said(0, 1.1, EARLY), skipped(1, 1.0)], State.ERROR, [1, 0]),
+    "one_skips_and_another_waits": ([hung(0, 11.0), skipped(1, 1.0)], State.ERROR, [1, 0]),
+    "one_skips_and_another_fails": ([said(0, 1.1, AssertionError()), skipped(1, 1.0)], State.FAILED, [0, 1]),
+    "one_errs_before_another_skips": ([said(0, 1.0, EARLY), skipped(1, 1.1)], State.ERROR, [0, 1]),
+}  # fmt: skip
+
+
+class TestBlame(TestCase):
+    @parametrize("name", sorted(BLAMED))
+    def test_the_cause_comes_first(self, name):
+        reports, state, order = BLAMED[name]
+        verdict = judge([*reports, passed(len(reports))], LIMIT, {})
+        self.assertEqual((verdict.state, [rank.rank for rank in by_cause(verdict.ranks)]), (state, order))
+        self.assertRegex(verdict.reason, f"^rank {order[0]} of ")
+        self.assertRegex(verdict.text, f"^rank {order[0]} of ")
+
+    def test_every_rank_is_named_once(self):
+        """The one that is fine, too."""
+        verdict = judge([passed(0), said(1, 1.0, ValueError("no")), passed(2), skipped(3, 2.0)], LIMIT, {})
+        paragraphs = [text.partition("\n")[0] for text in verdict.text.split("\n\n")]
+        self.assertEqual(
+            paragraphs,
+            [
+                "rank 1 of 4 raised:",
+                "rank 3 of 4 skipped: not here",
+                "ranks 0 and 2 of 4 passed",
+                "a skip counts only when every rank skips",
+            ],
+        )
+
+
+instantiate_parametrized_tests(TestBlame)
 
 if __name__ == "__main__":
     run_tests()

@@ -169,11 +169,11 @@ class RankTestCase(TestCase):
 
         @functools.wraps(fn)
         @enters_test
-        def stand_in(self: RankTestCase) -> None:
-            if self.rank == self.MAIN_RANK:
-                self._join_ranks(fn)
-            else:
-                fn()
+        def stand_in(self: RankTestCase) -> object:
+            if self.rank != self.MAIN_RANK:
+                return fn()
+            self._join_ranks(fn)
+            return None
 
         return types.MethodType(stand_in, self)
 
@@ -225,13 +225,14 @@ class RankTestCase(TestCase):
         those. The first exception of a clean-up is raised, and does not count as the body's.
         """
         try:
-            getattr(self, test_name)(**kwargs)
+            returned = getattr(self, test_name)(**kwargs)
         except Exception as error:
             with contextlib.suppress(AttributeError):  # an exception with slots counts as one of the fixtures
                 setattr(error, BODY_MARK, True)
             raise
         finally:
             self._run_cleanups()
+        events.check_returned(returned)  # not in the body, because this is never an expected failure
 
     def _run_cleanups(self) -> None:
         broken = None

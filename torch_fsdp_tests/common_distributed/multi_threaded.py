@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import accelerator, torch_facts
+from torch_fsdp_tests import accelerator, events, torch_facts
 from torch_fsdp_tests.common_distributed.case import (
     TIMEOUT_DEFAULT,
     RankTestCase,
@@ -151,7 +151,9 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
         if leaving.code in SKIP_CODES:
             return Outcome(rank, Kind.SKIPPED, SKIP_CODES[leaving.code])
         outcome = raised(rank, leaving)
-        return dataclasses.replace(outcome, text=str(leaving)) if isinstance(leaving, PeerFailed) else outcome
+        if isinstance(leaving, PeerFailed):
+            return dataclasses.replace(outcome, text=str(leaving), may_follow=True)
+        return outcome
 
 
 class MultiThreadedTestCase(RankTestCase):
@@ -284,7 +286,7 @@ def spawn_threads_and_init_comms(
         began, ended = time.monotonic(), {}
 
         def live(rank: int) -> Outcome:
-            outcome = _in_thread(rank, lambda: func(self, *args, **kwargs))
+            outcome = _in_thread(rank, lambda: events.check_returned(func(self, *args, **kwargs)))
             ended[rank] = time.monotonic() - began
             return outcome
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_fsdp_tests import events
+
 
 def run_subtests(
     cls_inst: Any,
@@ -35,7 +37,7 @@ def run_subtests(
         chosen = dict(zip(subtest_config, values))
         with cls_inst.subTest(**chosen):
             _forget_compiled()
-            test_fn(*test_args, **test_kwargs, **chosen)
+            events.check_ran(test_fn(*test_args, **test_kwargs, **chosen))
             _forget_compiled()
         if dist.is_initialized():
             dist.barrier()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed.fsdp
 from torch import nn
 
-from torch_fsdp_tests import accelerator, torch_names
+from torch_fsdp_tests import accelerator, events, torch_names
 from torch_fsdp_tests.common_utils import flags
 
 from .modes import FullyShardMode
@@ -64,19 +64,22 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
     def decorator(func: Test) -> Test:
         names = inspect.unwrap(func).__globals__
 
+        def run(*args: Any, **kwargs: Any) -> None:
+            events.check_returned(func(*args, **kwargs))
+
         def run_compiled(*args: Any, **kwargs: Any) -> None:
             config = _inductor_config
             # A pool of compile processes would outlive the rank that started it.
             single = functools.partial(setattr, config, "compile_threads")
             put = functools.partial(names.__setitem__, _PATCHED_NAME)
             with swapped(single, config.compile_threads, 1), swapped(put, names[_PATCHED_NAME], compiling):
-                func(*args, **kwargs)
+                run(*args, **kwargs)
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> None:
             for mode in FullyShardMode:
                 if mode is FullyShardMode.EAGER:
-                    func(*args, **kwargs)
+                    run(*args, **kwargs)
                 elif _PATCHED_NAME not in names:
                     raise AssertionError(
                         f"{func.__module__} has no global {_PATCHED_NAME!r}, so this test would run eagerly twice"

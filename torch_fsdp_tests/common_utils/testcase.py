@@ -122,6 +122,8 @@ class TestCase(expecttest.TestCase):
             return super().run(result)
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:
+        if not isinstance(self, unittest.IsolatedAsyncioTestCase):  # which runs what is async
+            method = events.checked(self, method)
         try:
             super()._callTestMethod(method)
         except unittest.SkipTest:

@@ -158,6 +158,7 @@ class Run:
 def install(orders: Orders) -> Run:
     """Make every runner of this process obey the orders and report. Works with any result class of the file."""
     run = Run(orders)
+    events.check_calls()
     runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
     original = runner.run

@@ -18,7 +18,15 @@ from typing import Protocol
 from torch_fsdp_tests.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.local import LocalRanks
-from torch_fsdp_tests.ranks.outcome import Ending, HarnessError, Kind, Outcome, RankReport, ranks_in_words
+from torch_fsdp_tests.ranks.outcome import (
+    COLLECTIVE_SHARE,
+    Ending,
+    HarnessError,
+    Kind,
+    Outcome,
+    RankReport,
+    ranks_in_words,
+)
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
 
 __unittest = True
@@ -29,7 +37,6 @@ START_LIMIT = 120.0  # seconds for the server to start the ranks; a new server m
 LEAVE_LIMIT = 10.0  # seconds for ranks that stay to exit when they are told to
 STACKS_LIMIT = 1.0  # seconds for ranks to write their stacks
 STACKS_QUIET = 0.05  # seconds without another line after which the stacks count as complete
-COLLECTIVE_SHARE = 0.75  # the share of a test's limit after which its collectives time out
 assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_SHARE < 1
 
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"  # if set, the output of ranks that passed is shown too

@@ -24,6 +24,8 @@ __unittest = True
 
 TEXT_LIMIT = 1_000_000  # characters of a message or an output that are kept; the rest is only counted
 
+COLLECTIVE_SHARE = 0.75  # the share of a test's limit after which its collectives time out
+
 BODY_MARK = "__from_body__"  # the attribute of an exception that came out of a test method
 
 
@@ -50,6 +52,7 @@ class Outcome:
     exception: str = ""  # type of the exception
     message: str = ""  # first line of its message
     defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
+    may_follow: bool = False  # torch raises such an exception if another rank does not come, or leaves
 
     def in_one_line(self) -> str:
         return f"{self.exception}: {self.message}" if self.exception else self.text or self.kind.value
@@ -161,6 +164,7 @@ def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
         from_body=hasattr(error, BODY_MARK),
         exception=type(error).__qualname__,
         message=first_line(error),
+        may_follow=isinstance(error, RuntimeError),
     )
 
 
@@ -221,17 +225,52 @@ def judge(
     if not reports:
         return Verdict(State.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
     ranks = tuple(_result_of(report, limit, skip_codes, expected_code) for report in reports)
+    if not expected_code:
+        ranks = _with_consequences(ranks, [_may_follow(report) for report in reports], limit)
     if all(rank.state is State.SKIPPED for rank in ranks):
         return Verdict(State.SKIPPED, "; ".join(dict.fromkeys(rank.message for rank in ranks)))
     bad = by_cause(ranks)
     if not bad:
         return Verdict(State.PASSED)
     first = bad[0]
-    # If only some ranks skip, the test has an error. If the first bad rank was still running, the test has timed out.
-    state = {State.SKIPPED: State.ERROR, State.STILL_RUNNING: State.TIMED_OUT}.get(first.state, first.state)
+    state = State.ERROR if first.state is State.SKIPPED else first.state  # a skip by some ranks alone is an error
     alike = [rank.rank for rank in bad if rank.in_one_line() == first.in_one_line()]
     reason = f"{ranks_in_words(alike)} of {len(ranks)} {first.in_one_line(plural=len(alike) > 1)}"
     return Verdict(state, reason, first.phase, ranks)
+
+
+def _may_follow(report: RankReport) -> bool:
+    """Whether another rank may be the cause of how this one ended. NCCL aborts a process whose collective times out."""
+    if report.outcome is None:
+        return report.ending.signal == signal.SIGABRT and not report.ending.ours
+    return report.outcome.may_follow
+
+
+def _with_consequences(
+    ranks: tuple[RankResult, ...], may_follow: Sequence[bool], limit: float
+) -> tuple[RankResult, ...]:
+    """Mark the ranks that waited in vain for another one, and those that hung.
+
+    A collective times out before the test does. So an error of torch after that time is a consequence, if there is a
+    rank that could be its cause: one that was still running, or that ended in another way. So is an error of torch
+    after another rank has skipped and left. If nothing else went wrong, a rank that was still running hung.
+    """
+    skips = [rank.at for rank in ranks if rank.state is State.SKIPPED]
+    follows = {
+        rank.rank
+        for rank, may in zip(ranks, may_follow)
+        if may and (rank.at >= limit * COLLECTIVE_SHARE or any(at < rank.at for at in skips))
+    }
+    others = [rank for rank in ranks if rank.state is not State.PASSED and rank.rank not in follows]
+    hung = all(rank.is_silent for rank in others)
+    return tuple(
+        dataclasses.replace(
+            rank,
+            state=State.TIMED_OUT if hung and rank.is_silent else rank.state,
+            follows=bool(others) and rank.rank in follows,
+        )
+        for rank in ranks
+    )
 
 
 def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
@@ -246,7 +285,7 @@ def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], 
     elif skip_reason is not None:
         state, message, text = State.SKIPPED, skip_reason, ""
     elif ending.ours:
-        state, phase = State.TIMED_OUT if took_all else State.STILL_RUNNING, Phase.BODY
+        state, phase = State.STILL_RUNNING, Phase.BODY
     elif kind is not Kind.PASSED or ending.code != 0:
         state, phase = State.CRASHED, Phase.BODY
     else:

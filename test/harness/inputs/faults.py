@@ -185,6 +185,16 @@ class Words(Case):
     def test_all_raise_alike(self):
         self.fail("alike")
 
+    async def test_is_async(self):
+        self.fail("nobody runs this")
+
+    @unittest.expectedFailure
+    def test_yields(self):
+        yield self.fail("nobody runs this")
+
+    def test_returns(self):
+        return self.rank == 5
+
     def test_all_raise_differently(self):
         raise ValueError(f"rank {self.rank} says so")
 
@@ -264,6 +274,14 @@ class Skips(Case):
     def test_one(self):
         if self.rank == 1:
             raise unittest.SkipTest("for a reason")
+
+    def test_one_while_another_waits(self):
+        if isinstance(self, (Staying, FsdpStaying)):
+            return  # a rank that stays does not leave when it skips
+        self.connect()
+        if self.rank == 1:
+            raise unittest.SkipTest("for a reason")
+        dist.barrier()
 
     def test_one_while_another_fails(self):
         if self.rank == 1:

@@ -139,12 +139,13 @@ def with_comms(eager_init: Test | bool = False, backend: str | None = None) -> A
 
     def decorator(func: Test) -> Test:
         @functools.wraps(func)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(self, "init_pg"):
                 return func(self, *args, **kwargs)
             self.init_pg(eager_init is True, backend)
-            func(self, *args, **kwargs)
+            returned = func(self, *args, **kwargs)
             self.destroy_pg()
+            return returned
 
         return wrapper
 
