@@ -244,6 +244,20 @@ class TestContent(unittest.TestCase):
             with self.subTest(words):
                 self.assertTrue(words in html_report.render(data))
 
+    def test_a_fixture_is_no_test(self):
+        fixture = a_test("T.tearDownClass", State.ERROR) | {"scope": "class"}
+        file = a_file("test_x", a_test("T.test_1"), a_test("T.test_2"), fixture)
+        page = html_report.render(a_report(file))
+        words = (
+            "1 failure happened outside of tests: in a fixture, or in a file that could not run. All 2 tests passed."
+        )
+        self.assertIn(words, page)
+        self.assertIn('<span class="n small">2 tests</span>', page)
+        self.assertIn("Tests<span class=count> 2</span>", page)
+        file["tests"].append(a_test("T.test_3", State.FAILED))
+        page = html_report.render(a_report(file))
+        self.assertIn("1 of the 3 tests that ran failed, in 1 file. 1 failure happened outside", page)
+
     def test_a_known_failure_is_not_shown_as_passed(self):
         known = a_test("T.test_cpu_offload", State.KNOWN_FAILURE, reason="RuntimeError: no such kernel")
         listed = [{"test": "test_x::T.test_cpu_offload", "listed": "the driver lacks it"}]

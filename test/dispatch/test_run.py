@@ -209,9 +209,13 @@ class TestBadEnds(TreeCase):
         ]
         self.check(files, ["--keep-going"], passed=1, failed=5, says=says)
 
-    def test_left_before_its_tests_on_purpose(self):
+    def test_left_before_its_tests(self):
+        """A file that ends itself is broken. A file may skip its tests in setUpModule."""
         text = "#bare\nprint('no such thing here', file=sys.stderr)\nsys.exit(0)\n"
-        self.check({"test_x": text}, skipped=1, says=["the file exited before its tests: no such thing here"])
+        says = ["ended before its tests with exit status 0, as if they had passed", "no such thing here", "  0 tests  "]
+        self.check({"test_x": text}, failed=1, says=says)
+        skip = "def setUpModule(): raise unittest.SkipTest('no such thing here')\n"
+        self.check({"test_x": skip + PASS}, skipped=1, says=["1  no such thing here"])
 
     def test_hang_shows_stacks_and_is_limited(self):
         text = body("pass", "here_it_hangs()", "pass") + "def here_it_hangs():\n    time.sleep(60)\n"

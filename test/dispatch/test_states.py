@@ -1,6 +1,7 @@
 """Every state in which a test can end, with the real command: what the reports say about it, rank by rank."""
 
 import json
+import re
 import signal
 import sys
 import unittest
@@ -272,6 +273,13 @@ class TestStatesOfProcesses(StatesCase):
             },
         )
         self.assertRegex(self.out, "(?m)-i test_a::TestX --seed")
+        counted = re.findall(r"FAILED +(test_.)  (.*)  \d", self.out)
+        wanted = {
+            "test_a": "0 tests, 1 failed fixture, 1 not run",
+            "test_b": "1 test, 1 failed fixture",
+            "test_c": "0 tests",
+        }
+        self.assertEqual(dict(counted), wanted)
         failed = json.loads((self.root / "test-reports/failed.json").read_text())
         self.assertEqual(failed, {"test_a": [], "test_b": [], "test_c": []})
 

@@ -208,8 +208,9 @@ def main(argv: Sequence[str]) -> None:
     try:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:
-        if not run.happened:
-            events.emit("left", status=host.exit_status(left))
+        if not run.happened and host.exit_status(left) == 0:
+            words = "the file ended before its tests with exit status 0, as if they had passed: to skip them, raise "
+            events.emit("broken", reason=f"{words}unittest.SkipTest in setUpModule()", text="")
         raise
     except BaseException as error:
         trace = _below(error.__traceback__, file)

@@ -130,22 +130,25 @@ class Console:
         self._clear()
         self._status = ""  # the status line about this file is outdated
         self._done += 1
-        tests = file.tests()
+        results = file.tests()
+        tests = [result for result in results if result.scope is Scope.TEST]
         self._tests += len(tests)
         skipped, known = file.count(State.SKIPPED), file.count(State.KNOWN_FAILURE)
-        executed = sum(test.outcome.is_executed for test in tests if test.scope is not Scope.FILE)
+        executed = sum(test.outcome.is_executed for test in tests)
+        fixtures = sum(result.is_fixture for result in results)
         word = "FAILED" if file.is_bad else "flaky" if file.is_flaky else "ok" if executed else "skipped"
         if file.was_stopped and not file.is_bad:
             word = "stopped"
         if file.attempts[-1].unknown:
             word = "unknown"
-        elif not tests and not file.was_stopped:
+        elif not results and not file.was_stopped:
             word = "empty"
         elif self._run.list_tests and not file.is_bad:
             self.say(f"[{self._done:{self._width}d}/{self._total}] listed  {file.name}  {plural(len(tests), 'test')}")
             return
         counted = sum(test.outcome is not State.NOT_RUN for test in tests)
         about = [plural(counted, "test")]
+        about += [plural(fixtures, "failed fixture")] * bool(fixtures)
         about += [f"{skipped} skipped"] * bool(skipped)
         about += [plural(known, "known failure")] * bool(known)
         about += [f"{file.count(State.NOT_RUN)} not run"] * bool(file.count(State.NOT_RUN))
@@ -154,11 +157,11 @@ class Console:
         shown = self._paint(f"{word:7s}", _COLOURS.get(word))
         self.say(f"{place} {shown} {file.name}  {', '.join(about)}  {seconds(file.seconds)}")
         if self._run.verbose:
-            for test in tests:
+            for test in results:
                 reason = f": {clean(test.reason)}" if test.reason else ""
                 self.say(f"    {test.outcome.value:13s} {test.name}  {seconds(test.seconds)}{reason}")
         notes = dict.fromkeys(note for attempt in file.attempts for note in attempt.notes)
-        for note in (*notes, *(note for test in tests for note in test.notes)):
+        for note in (*notes, *(note for test in results for note in test.notes)):
             self.say(f"    note: {note}")
         if file.is_bad:
             self._failures += 1
@@ -203,7 +206,7 @@ class Console:
             return
         running = list(running)
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
-        tests = self._tests + sum(len(p.results) for p in running)
+        tests = self._tests + sum(result.scope is Scope.TEST for p in running for result in p.results)
         parts = [f"[{self._done}/{self._total}] {plural(tests, 'test')} done", f"{self._failures} failed"]
         if left is not None:
             parts.append(f"about {seconds(left)} left")
@@ -266,7 +269,7 @@ class Console:
         if results.files and results.is_left_empty():
             of = f"shard {results.run.shard} of {results.run.num_shards}"
             self.say(f"{of} has only parts of files, and they have no tests")
-        elif results.files and not results.executed and results.signal is None:
+        elif results.files and not results.executed and not results.failed and results.signal is None:
             if self._run.patterns and not any(file.tests() for file in results.files):
                 self.say(
                     f"no test matches {' or '.join(f'-k {shlex.quote(pattern)}' for pattern in self._run.patterns)}"

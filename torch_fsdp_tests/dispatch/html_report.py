@@ -17,7 +17,7 @@ from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.messages import from_data
-from torch_fsdp_tests.verdict import Phase, RankResult, State, rank_rows, tally, tell
+from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State, rank_rows, tally, tell
 
 _WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
@@ -114,8 +114,9 @@ def counts(data: Mapping[str, Any]) -> collections.Counter[str]:
 
 def _lead(data: Mapping[str, Any]) -> str:
     """Return the verdict in sentences."""
-    count = counts(data)
+    count = collections.Counter(map(state_of, itertools.chain(*map(_tests_of, data["files"]))))
     failed, ran = count["failed"], sum(count.values()) - count["skipped"] - count["not run"]
+    outside = counts(data)["failed"] - failed
     if failed:
         files = sum(file["failed"] for file in data["files"])
         told = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
@@ -127,6 +128,11 @@ def _lead(data: Mapping[str, Any]) -> str:
         told = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
     else:
         told = ["No test was executed, so this run proves nothing."]
+    if outside:
+        words = (
+            f"{plural(outside, 'failure')} happened outside of tests: in a fixture, or in a file that could not run."
+        )
+        told.insert(int(bool(failed)), words)
     if count["known failure"]:
         told.append(f"{plural(count['known failure'], 'test')} failed, as the list of known failures says.")
     if count["known defect"]:
@@ -140,6 +146,11 @@ def _lead(data: Mapping[str, Any]) -> str:
     if count["not run"]:
         told.append(f"{plural(count['not run'], 'test')} did not run, because something else ended first.")
     return f"<p class=lead>{' '.join(told)}</p>"
+
+
+def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the results of tests, without those of fixtures and of the file itself."""
+    return [test for test in file["tests"] if test["scope"] == Scope.TEST]
 
 
 def hosts(data: Mapping[str, Any]) -> str:
@@ -473,7 +484,7 @@ def _tests(data: Mapping[str, Any]) -> str:
         told = "".join(f'<span class="n wide small">{amount} {what}</span>' for amount, what in amounts if amount)
         head = (
             f"{mark(_state_of_file(file))}<span class=what>{page.code(_name(file))}</span>{told}"
-            f'<span class="n small">{plural(len(file["tests"]), "test")}</span>'
+            f'<span class="n small">{plural(len(_tests_of(file)), "test")}</span>'
             f'<span class="n dim small"{expected}>{page.seconds(took)}</span>'
         )
         lines = "".join(_test(file, test) for test in file["tests"])
@@ -499,6 +510,6 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Notes", _notes(data)),
         Section("Timeline", _timeline(data)),
         Section("Slowest tests", _slowest(data), holds_items=True),
-        Section("Tests", _tests(data), sum(present.values()), holds_items=True),
+        Section("Tests", _tests(data), sum(len(_tests_of(file)) for file in data["files"]), holds_items=True),
     ]
     return page.document(f"{title(data)}: {verdict(data)[0]}", [_head(data), page.sections(parts, filters)])

@@ -55,7 +55,6 @@ class TestProcess:
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: dict[str, Any] | None = None
-        self._left: int | None = None
         self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
         self.is_gone = False
         self._over = False
@@ -129,8 +128,6 @@ class TestProcess:
                 about.update(event["facts"])
             case "broken":
                 self._broken = event
-            case "left":
-                self._left = event["status"]
             case "over":
                 self._over = True
             case "ranks":
@@ -221,9 +218,6 @@ class TestProcess:
             return []
         if self._broken is not None:
             return [_about_file(State.ERROR, self._broken["reason"], self._broken["text"])]
-        if self._left == 0 and ending == Ending(How.EXITED, 0):
-            last = (output.strip().splitlines() or ["it printed nothing"])[-1]
-            return [_about_file(State.SKIPPED, f"the file exited before its tests: {last}")]
         if not self._over:
             when = "before its tests were known" if not self._announced else "between tests"
             return [_about_file(state, f"{ending} ended the process {when}", _tail(output))]

@@ -9,6 +9,8 @@ from typing import Any
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
 
+FILE_ITSELF = "(the file itself)"  # replaces the test if no test is to blame
+
 
 @dataclasses.dataclass(frozen=True)
 class TestResult:
@@ -34,6 +36,11 @@ class TestResult:
     def rerun_name(self) -> str | None:
         """What to select to run it again: the test, the class of a fixture, or None for the whole file."""
         return {Scope.TEST: self.name, Scope.CLASS: self.class_name, Scope.FILE: None}[self.scope]
+
+    @property
+    def is_fixture(self) -> bool:
+        """Whether it is the failure of a fixture of a class or of the file. A fixture that passes has no result."""
+        return self.scope is not Scope.TEST and self.name != FILE_ITSELF
 
     @property
     def class_name(self) -> str:
@@ -81,9 +88,6 @@ class Ending:
 
     def __str__(self) -> str:
         return self.how.value.format(self.detail)
-
-
-FILE_ITSELF = "(the file itself)"  # replaces the test if no test is to blame
 
 
 @dataclasses.dataclass(frozen=True)

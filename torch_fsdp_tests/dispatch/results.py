@@ -11,7 +11,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.result import FileResult, TestResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import State, tally
+from torch_fsdp_tests.verdict import Scope, State, tally
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class Results:
 
     @property
     def executed(self) -> int:
-        return sum(test.outcome.is_executed for _, test in self.tests())
+        return sum(test.outcome.is_executed for _, test in self.tests() if test.scope is Scope.TEST)
 
     def known_failures(self) -> list[dict[str, Any]]:
         """The tests that failed as a list says, each with the list's reason."""
