@@ -48,6 +48,12 @@ def stacks_signal() -> signal.Signals:
     return signal.SIGUSR1
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals with which others end this program. ``nohup`` ignores SIGHUP, and that counts."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return (signal.SIGTERM, *hang_up)
+
+
 def can_fork() -> bool:
     """Whether a process that has imported torch may fork."""
     return LINUX

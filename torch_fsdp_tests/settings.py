@@ -16,6 +16,7 @@ LONGEST_TIMEOUT = 7 * 86400  # seconds
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
 STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, a torch better or worse than known is a failure
+STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"  # if set, a test that leaves something behind fails
 MOST_RANKS = 65536  # of one test; more than any launcher makes
 
 
@@ -42,6 +43,11 @@ def ranks(environment: Mapping[str, str]) -> int | None:
 def strict_defects(environment: Mapping[str, str]) -> bool:
     """Whether a test fails if torch does not have a defect, or a repair, that its version should have."""
     return environment.get(STRICT_DEFECTS_VARIABLE) == "1"
+
+
+def strict_leaks(environment: Mapping[str, str]) -> bool:
+    """Whether a test fails if it leaves something behind."""
+    return environment.get(STRICT_LEAKS_VARIABLE) == "1"
 
 
 def whole(variable: str, text: str, most: int) -> int:

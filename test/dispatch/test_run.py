@@ -1,18 +1,21 @@
 """The real command over tiny trees of plain unittest files: verdicts, bad ends, selecting, lending, stopping."""
 
 import ast
+import fcntl
 import importlib
 import importlib.util
 import io
 import json
 import os
 import platform
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import textwrap
 import time
 import unittest
@@ -661,7 +664,7 @@ class TestStopping(TreeCase):
         return int((self.root / "pid").read_text()), process.returncode, out, err
 
     def test_interrupt_and_terminate(self):
-        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
             with self.subTest(number.name):
                 pid, status, out, err = self.stop(
                     number, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -673,6 +676,32 @@ class TestStopping(TreeCase):
                 self.assertIn(f"\nstopped by {number.name} before all tests had run\n", out)
                 self.assertFalse(alive(pid))
                 (self.root / "pid").unlink()
+
+    def test_nohup_is_heeded(self):
+        self.write({"test_x": body("os.kill(os.getppid(), signal.SIGHUP)", "pass")})
+        process = self.start(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        out, err = process.communicate()
+        self.assertEqual((process.returncode, CLOSING.findall(out)), (0, [("2", "0", "0")]), out + err)
+
+    def test_a_closed_terminal_leaves_a_report(self):
+        ours, theirs = pty.openpty()
+
+        def take_terminal() -> None:
+            os.setsid()
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+        ran = self.root / "ran"
+        self.write({"test_x": body("pass", f"open({str(ran)!r}, 'w').close(); time.sleep(60)")})
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        process = self.start("--report", self.root / "r", preexec_fn=take_terminal, **streams)
+        os.close(theirs)
+        while not ran.exists():
+            self.assertIsNone(process.poll())
+            time.sleep(0.02)
+        os.close(ours)
+        self.assertEqual(process.wait(), 129)
+        report = json.loads((self.root / "r/report.json").read_text())
+        self.assertEqual((report["exit_code"], report["passed"]), (129, 1))
 
     def test_a_file_that_is_stopped_before_its_first_test_is_not_called_empty(self):
         loaded = self.root / "loaded"

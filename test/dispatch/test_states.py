@@ -218,6 +218,15 @@ class TestStatesOfProcesses(StatesCase):
         )
         self.assertNotIn("never awaited", self.report["files"][0]["attempts"][0]["output"])
 
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_a_leak_of_a_plain_test(self):
+        """With the strict setting it is a failure, as in our own test case."""
+        text = body("os.environ['LEFT_BEHIND'] = '1'", "self.assertNotIn('LEFT_BEHIND', os.environ)")
+        tests = self.run_and_report({"test_x": text}, env={"TORCH_FSDP_TESTS_STRICT_LEAKS": "1"})
+        told = {name: (test["outcome"], test["reason"]) for name, test in tests.items()}
+        words = "left the environment variable LEFT_BEHIND set"
+        self.assertEqual(told, {"TestX.test_1": ("left something behind", words), "TestX.test_2": ("passed", "")})
+
     def test_deaths(self):
         for line, reason in (("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")):
             with self.subTest(reason):
@@ -310,6 +319,15 @@ class TestStatesOfProcesses(StatesCase):
         elements = [(each.tag, each.get("type"), each.get("message")) for each in self.cases["TestX", "test_2"]]
         self.assertEqual(elements, [("skipped", "known failure", "AssertionError: no")])
         self.assertIn("passed with 1 known failure", self.page)
+
+    def test_a_killed_run_leaves_no_report_of_an_earlier_one(self):
+        """The earlier reports are renamed when the run starts."""
+        self.run_and_report({"test_x": PASS})
+        self.write({"test_x": body("os.kill(os.getppid(), signal.SIGKILL)")})
+        self.run_command("--report", self.root / "r")
+        self.assertEqual(self.code, -signal.SIGKILL)
+        names = ["report.previous.html", "report.previous.json"]
+        self.assertEqual(sorted(path.name for path in (self.root / "r").iterdir()), names)
 
     def test_a_stop_is_no_failure(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w').close(); time.sleep(60)")})

@@ -116,7 +116,7 @@ class TestLoss(TestCase):
 
 
 class TestSignals(TestCase):
-    @parametrize("number", [signal.SIGINT, signal.SIGTERM], name_fn=lambda number: number.name)
+    @parametrize("number", [signal.SIGINT, signal.SIGHUP], name_fn=lambda number: number.name)
     def test_a_signal_to_the_launcher_is_reported_by_rank_0(self, number):
         run = begin(["two_ranks", "waits", "well"], Node(STANDALONE))
         run.wait_for("waits")

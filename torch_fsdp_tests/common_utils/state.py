@@ -11,25 +11,27 @@ import contextlib
 import dataclasses
 import os
 import sys
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from torch_fsdp_tests import events
+from torch_fsdp_tests import events, settings
+from torch_fsdp_tests.verdict import VERDICT, State, Verdict
 
 from .seed import save_rng_state
 
 # torch sets these itself when its compiler is first used, and sets them again if they are missing.
 TORCHS_OWN_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
-STRICT_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
+STRICT_VARIABLE = settings.STRICT_LEAKS_VARIABLE
 
 
 def strict() -> bool:
     """Whether a leak fails its test. Otherwise it is only reported."""
-    return os.environ.get(STRICT_VARIABLE) == "1"
+    return settings.strict_leaks(os.environ)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +190,27 @@ def saved_state() -> Iterator[list[str]]:
         yield leaks
     finally:
         leaks += saved.restore()
+
+
+def undo_leaks(test: unittest.TestCase, before: SavedState) -> None:
+    """Undo and report what a test left changed. With the strict setting, fail it. This is to be its last clean-up."""
+    leaks = before.restore()
+    if leaks and strict():
+        error = test.failureException(f"the test {' and '.join(leaks)} ({STRICT_VARIABLE}=1 makes a leak a failure)")
+        setattr(error, VERDICT, Verdict(State.LEFT_BEHIND, " and ".join(leaks)))
+        raise error
+    notes.add(test.id(), leaks)
+
+
+def check_every_test() -> None:
+    """From now on, do this for every test, also for those of unittest's own class."""
+    original = unittest.TestCase.run
+
+    def run(self: unittest.TestCase, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
+        self.addCleanup(undo_leaks, self, SavedState())
+        return original(self, result)
+
+    unittest.TestCase.run = run  # type: ignore[method-assign]
 
 
 class LeakNotes:

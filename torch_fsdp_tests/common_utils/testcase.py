@@ -117,7 +117,7 @@ class TestCase(expecttest.TestCase):
         if self._known_defects:
             self.__unittest_expecting_failure__ = True
         # First registered is last called, after tearDown and all clean-ups of the test.
-        self.addCleanup(self._undo_leaks, state.SavedState())
+        self.addCleanup(state.undo_leaks, self, state.SavedState())
         with defect_blocks.recorded() as self._defect_blocks:
             return super().run(result)
 
@@ -186,16 +186,6 @@ class TestCase(expecttest.TestCase):
         with defect_blocks.in_subtest(subtest_words(msg, params)):
             with super().subTest(*(() if msg is None else (msg,)), **params):
                 yield
-
-    def _undo_leaks(self, before: state.SavedState) -> None:
-        leaks = before.restore()
-        if leaks and state.strict():
-            error = self.failureException(
-                f"the test {' and '.join(leaks)} ({state.STRICT_VARIABLE}=1 makes a leak a failure)"
-            )
-            setattr(error, VERDICT, Verdict(State.LEFT_BEHIND, " and ".join(leaks)))
-            raise error
-        state.notes.add(self.id(), leaks)
 
     # -- equality
 

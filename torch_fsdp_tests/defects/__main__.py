@@ -45,7 +45,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     host.refuse_unsupported()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the ranks and removes folders
+    for ending in host.ending_signals():
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # an exit ends the ranks and removes folders
     options = parse(argv)
     try:
         if options.show or options.issue:

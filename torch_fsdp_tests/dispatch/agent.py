@@ -187,7 +187,8 @@ class Agent:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
         self._handlers = {
-            number: signal.signal(number, self._note) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._note)
+            for number in (signal.SIGCHLD, signal.SIGINT, *host.ending_signals())
         }
         self._rank_0, _ = peers.join(launch, ORDERS)
 
@@ -350,6 +351,6 @@ def main(launch: Launch, root: Path) -> ExitStatus:
         child.follow(outcome)
         return ExitStatus.OK
     reaper.close()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a launcher ends all processes when it sees the first one leave
     return outcome

@@ -11,6 +11,7 @@ import dataclasses
 import faulthandler
 import fnmatch
 import hashlib
+import importlib
 import os
 import runpy
 import signal
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch_fsdp_tests import events, host, messages
+from torch_fsdp_tests import events, host, messages, settings
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -159,6 +160,9 @@ def install(orders: Orders) -> Run:
     """Make every runner of this process obey the orders and report. Works with any result class of the file."""
     run = Run(orders)
     events.check_calls()
+    if settings.strict_leaks(os.environ):
+        # By its name, because it imports torch. Without the setting a file that does not need torch is spared that.
+        importlib.import_module("torch_fsdp_tests.common_utils.state").check_every_test()
     runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
     original = runner.run

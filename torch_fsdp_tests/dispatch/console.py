@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -87,10 +88,20 @@ class Console:
         if not self._introduced:
             self.introduce()
         self._said_at = time.monotonic()
-        with naming("stderr" if self._stream is sys.stderr else "stdout"):
-            self._clear()
-            print(text, file=self._stream, flush=True)
-            self._draw()
+        self._clear()
+        self._write(f"{text}\n")
+        self._draw()
+
+    def _write(self, text: str) -> None:
+        """Write at once. A terminal that is gone does not end the run, because its end is reported by SIGHUP."""
+        try:
+            with naming("stderr" if self._stream is sys.stderr else "stdout"):
+                self._stream.write(text)
+                self._stream.flush()
+        except OSError as error:
+            if error.errno != errno.EIO or not self.is_terminal:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _paint(self, text: str, colour: int | None) -> str:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured and colour else text
@@ -221,12 +232,11 @@ class Console:
 
     def _clear(self) -> None:
         if self._status:
-            self._stream.write("\r\x1b[2K")
+            self._write("\r\x1b[2K")
 
     def _draw(self) -> None:
         if self._status:
-            self._stream.write(self._status)
-            self._stream.flush()
+            self._write(self._status)
 
     def _reasons(self, headline: str, reasons: Iterable[tuple[str, int]]) -> None:
         for number, (reason, count) in enumerate(reasons):

@@ -24,5 +24,6 @@ class ExitStatus(enum.IntEnum):
         "the dispatcher itself could not continue: a report could not be written, or a process of the launch is gone",
     )
     NOTHING_RAN = 5, "nothing ran: the selection is empty, or none of its tests was executed"
+    HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"
     INTERRUPTED = 130, "interrupted (SIGINT)"
     TERMINATED = 143, "terminated (SIGTERM)"

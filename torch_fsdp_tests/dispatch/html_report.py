@@ -50,6 +50,7 @@ VERDICTS = {
     ExitStatus.FAILED: "failed",
     ExitStatus.NOTHING_RAN: "nothing ran",
     ExitStatus.BROKEN: "incomplete",
+    ExitStatus.HUNG_UP: "hung up",
     ExitStatus.INTERRUPTED: "interrupted",
     ExitStatus.TERMINATED: "terminated",
 }

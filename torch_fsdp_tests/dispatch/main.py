@@ -238,7 +238,10 @@ def _run(
     stream = sys.stderr if run.list_tests else sys.stdout
     under_test = _under_test(run, device_set, None if agents is None else agents.launch.world_size)
     console = Console(run, stream, len(jobs), under_test, pool.size)
-    keep = [report.Unfinished(run.report).keep] if run.report else []
+    keep = []
+    if run.report and not run.list_tests:
+        report.set_aside(run.report, compare.PAGE)
+        keep = [report.Unfinished(run.report).keep]
     runner = Runner(run, jobs, device_set, pool, entries, console, agents, *keep)
     with runner.taking_signals():
         results = runner.run()

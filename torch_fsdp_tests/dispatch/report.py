@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import platform
 import shlex
 import time
@@ -23,6 +24,7 @@ from torch_fsdp_tests.verdict import State
 VERSION = 4
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
+PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
 SHARE = 20  # times the seconds that one took to write, until the next one
 
 
@@ -150,6 +152,14 @@ def write(folder: Path, results: Results) -> Path:
     write_text(folder / PAGE, html_report.render(data))
     (folder / UNFINISHED).unlink(missing_ok=True)
     return folder / PAGE
+
+
+def set_aside(folder: Path, *others: str) -> None:
+    """Rename the reports of an earlier run, so that nobody takes them for this run's if it is killed."""
+    for name in (FILE, PAGE, UNFINISHED, *others):
+        stem, dot, ending = name.rpartition(".")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder / name, folder / f"{stem}.{PREVIOUS}{dot}{ending}")
 
 
 class Unfinished:

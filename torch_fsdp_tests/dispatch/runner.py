@@ -156,7 +156,7 @@ class Runner:
 
     @contextlib.contextmanager
     def taking_signals(self) -> Iterator[None]:
-        """Make signals wake the loop, even if the caller made this program ignore them.
+        """Make signals wake the loop, even if the caller made this program ignore them. Shells do so in the background.
 
         Signals after the last file, while the reports are written, only change the exit status: reports are short, and
         must be complete.
@@ -164,7 +164,8 @@ class Runner:
         read, write = os.pipe()
         os.set_blocking(read, False)
         os.set_blocking(write, False)
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+        heeded = (signal.SIGINT, *host.ending_signals(), signal.SIGCHLD)
+        before = {number: signal.getsignal(number) for number in heeded}
         wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in before:
             signal.signal(number, self._note_signal)

@@ -32,7 +32,8 @@ from torch_fsdp_tests.vendors import ConfigurationError
 
 def main(argv: Sequence[str]) -> ExitStatus:
     host.refuse_unsupported()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitStatus.TERMINATED))  # an exit ends the processes
+    for ending in host.ending_signals():
+        signal.signal(ending, lambda number, _: sys.exit(ExitStatus(128 + number)))  # an exit ends the processes
     try:
         return _main(options.parse(argv))
     except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from torch_fsdp_tests import host
 from torch_fsdp_tests.dispatch.listing import seconds
 from torch_fsdp_tests.dispatch.reaper import Reaper
 
@@ -77,7 +78,7 @@ class Processes:
     def __enter__(self) -> Processes:
         self._reaper = Reaper(self.scratch)
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, *host.ending_signals())
         }
         return self
 
