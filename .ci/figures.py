@@ -22,7 +22,7 @@ BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python 
 COMMON = {
     "needs a torch that": "the feature is newer than this torch",
     "a C++ compiler takes": "a C++ compiler takes half a minute or more; `PYTORCH_TEST_WITH_SLOW=1` runs the test",
-    "rank 0 alone has only": "FSDP1's state dicts do not have this combination of options",
+    "rank 0 alone has only": "FSDP1's state dicts do not support this combination of options",
 }
 
 

@@ -42,6 +42,11 @@ def refuse_unsupported() -> None:
         sys.exit(2)
 
 
+def drop_stdout() -> None:
+    """Discard what is left in stdout's buffer, so that the interpreter does not try to write it when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def stacks_signal() -> signal.Signals:
     """The signal that asks a rank for its stacks. Windows does not have it, so Windows is refused here."""
     refuse_unsupported()

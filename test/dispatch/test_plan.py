@@ -576,6 +576,8 @@ class TestOptions(unittest.TestCase):
             ("--slow-after", "nan"): "'nan' is not a number of seconds",
             ("--devices", "0-99999999999"): "'0-99999999999' has more than 10000 devices",
             ("--devices", "1,1"): "names a device twice",
+            ("--devices", "0-"): "'0-' is not a range of devices, such as 0-7",
+            ("-k", ""): "an empty pattern would select every test",
             ("--shrd", "3"): "unrecognized arguments: --shrd; did you mean --shard?\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",
             ("--nope",): "unrecognized arguments: --nope; --help shows all options\n",  # dashes do not count

@@ -347,7 +347,7 @@ class TestReports(TreeCase):
             self.assertIn("cannot be written to", self.err)
         self.assertFalse((self.root / "ran").exists())
         # If a file that was not requested cannot be written, the run continues: a checkout may be read-only.
-        self.check({}, passed=1, says=["--pipe-logs cannot be written: ", "--failed will not know"], env={"CI": "1"})
+        self.check({}, passed=1, says=["the logs cannot be written: ", "--failed will not know"], env={"CI": "1"})
 
     def test_full_output(self):
         self.write({"test_x": PASS})
@@ -357,6 +357,17 @@ class TestReports(TreeCase):
                 self.assertEqual(self.code, 3)
                 last = self.err.splitlines()[-1]
                 self.assertEqual(last, "run_test.py: cannot continue: [Errno 28] No space left on device: 'stdout'")
+
+    def test_output_that_nobody_reads(self):
+        """As with ``run_test.py --list | head``: the command ends without a message, with the status of SIGPIPE."""
+        self.write({"test_x": PASS})
+        for what in ([], ["--list"], ["--dry-run"]):
+            with self.subTest(what):
+                reader, writer = os.pipe()
+                os.close(reader)
+                self.run_command(*what, stdout=writer)
+                os.close(writer)
+                self.assertEqual((self.code, self.err), (141, ""))
 
     def test_streams_that_the_caller_has_closed(self):
         """The output of the run is lost, but its verdict and its files are not."""
@@ -405,7 +416,7 @@ class TestReports(TreeCase):
 
         arguments = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         folder = re.escape(str(self.root / "r"))
-        says = [rf"(?m)^--report cannot be written: \[Errno 27\] File too large: '{folder}/report.\w+'$"]
+        says = [rf"(?m)^the report cannot be written: \[Errno 27\] File too large: '{folder}/report.\w+'$"]
         # Python 3.11 would leave the first part of a module's bytecode, and fail to read it from then on.
         limited: dict[str, Any] = {"preexec_fn": small_files, "env": {"PYTHONDONTWRITEBYTECODE": "1"}}
         self.check({"test_p": PASS}, arguments, passed=1, code=3, says=says, **limited)

@@ -73,6 +73,12 @@ class TestVerdicts(TreeCase):
             given = "--slow-tests slow.json --known-failures own.json"
             self.assertRegex(out, rf"(?m)^to repeat: {re.escape(name)} .*{given}$")
 
+    def test_repeat_command_has_the_settings_of_the_environment(self):
+        set_ones = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "TORCH_FSDP_TESTS_STRICT_LEAKS": "1"}
+        words = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 TORCH_FSDP_TESTS_STRICT_LEAKS=1"
+        says = [rf"(?m)^to repeat: {words} \S+ .* --strict-defects$"]
+        self.check({"test_f": FAIL}, ["--strict-defects"], failed=1, env=set_ones, says=says)
+
     def test_paths_are_shown_in_their_shorter_form(self):
         with unittest.mock.patch("os.getcwd", lambda: "/home/me/project/deep"):
             for path, shown in (
@@ -333,6 +339,13 @@ class TestSelecting(TreeCase):
                 self.run_command("-i", word)
                 self.assertEqual(self.code, 2, self.out + self.err)
                 self.assertRegex(self.err + self.out, f"unknown test.*{near}")
+
+    def test_paths_through_a_link(self):
+        self.write({"a/test_x": body("pass")})
+        (self.root / "link").symlink_to(self.tree)
+        for path in (self.root / "link/a/test_x.py", "link/a/test_x.py", self.root / "link/a"):
+            with self.subTest(path=path):
+                self.check({}, ["-i", path], passed=1, cwd=self.root)
 
     def test_list_and_plan(self):
         self.write(

@@ -246,6 +246,7 @@ class TestRefusals(VersionsCase):
         one = f"9.1.0={environment}"
         cases: list[tuple[list[object], str]] = [
             (["1.x=2.x"], "'2.x' is not a version such as 2.15.0"),
+            (["1.2.3.4.5x"], "'1.2.3.4.5x' is not a version such as 2.15.0"),
             ([f"1={self.root / 'empty'}"], "is not an environment"),
             ([one, one], "two versions are called 9.1.0"),
             ([one, "--again", "9.3.0"], "9.3.0 is not one of the versions 9.1.0"),

@@ -153,7 +153,8 @@ class TestWheel(TreeCase):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         done = self.installed("python", "-m", "torch_fsdp_tests.versions", "2.13.0")
         self.assertEqual((done.returncode, done.stdout), (2, ""))
-        self.assertIn("only a checkout has the tests", done.stderr)
+        self.assertIn("needs a checkout of the suite", done.stderr)
+        self.assertEqual(self.installed("python", "-m", "torch_fsdp_tests.versions", "--help").returncode, 0)
 
     def test_messages_name_the_program_that_was_called(self):
         self.write({"test_f": FAIL})

@@ -25,7 +25,7 @@ The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m torch_fsdp_tests.defects",
-        description="Try the known defects of torch's FSDP on the installed torch.",
+        description="Check the installed torch for known defects of FSDP.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,7 +2,7 @@
 
 It imports torch once and connects to rank 0's dispatcher. When the dispatcher says that a test of a file needs this
 rank, it forks one process for the file. That process follows the file's process at rank 0
-(:mod:`torch_fsdp_tests.ranks.launched`). The agent ends what is left of a file and reports how the file ended. It does
+(:mod:`torch_fsdp_tests.ranks.launched`). The agent cleans up after a file and reports how the file ended. It does
 not select, plan or print anything.
 """
 

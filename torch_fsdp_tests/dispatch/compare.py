@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import sys
@@ -258,13 +259,19 @@ def write(folder: Path, before: Report, after: Report) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Compare two reports: print the differences, and write the page if a path is given for it."""
-    if len(arguments) not in (2, 3):
-        print("usage: python -m torch_fsdp_tests.dispatch.compare BEFORE.json AFTER.json [PAGE.html]", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_fsdp_tests.dispatch.compare",
+        description="Print what differs between the report.json of two runs: tests that newly fail or pass, that came "
+        "or went, and that became slower or faster. The exit status is 0 even if something differs.",
+    )
+    parser.add_argument("before", type=Path, metavar="BEFORE.json", help="the report of the earlier run")
+    parser.add_argument("after", type=Path, metavar="AFTER.json", help="the report of the later run")
+    parser.add_argument("page", type=Path, nargs="?", metavar="PAGE.html", help="also write a page with both runs")
+    given = parser.parse_args(arguments)
     try:
-        before, after = (load(Path(name)) for name in arguments[:2])
-        if len(arguments) == 3:
-            write_text(Path(arguments[2]), render(before, after))
+        before, after = load(given.before), load(given.after)
+        if given.page is not None:
+            write_text(given.page, render(before, after))
     except (MalformedList, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

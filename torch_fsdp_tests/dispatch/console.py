@@ -32,6 +32,15 @@ SHOWN = 5  # names of files in a line
 QUIET = 30.0  # seconds of silence after which a log gets a progress line
 
 
+# Variables without an option that change what a test does, or whether it passes.
+REPEATED = (
+    "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT",
+    "PYTORCH_TEST_WITH_SLOW",
+    "TORCH_FSDP_TESTS_START",
+    "TORCH_FSDP_TESTS_STRICT_LEAKS",
+)
+
+
 def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
     """The command that repeats one test, class or file as it ran here. ``facts`` say what it was tested on."""
     words = installation.program_words()
@@ -56,9 +65,12 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
             words += [f"--{option}", installation.short_path(path)]
     if run.timeout is not None:
         words += ["--timeout", f"{run.timeout:g}"]
+    if run.strict_defects:
+        words += ["--strict-defects"]
     if run.arguments:
         words += ["--", *run.arguments]
-    return shlex.join(words)
+    set_ones = [f"{name}={shlex.quote(value)}" for name in REPEATED if (value := os.environ.get(name))]
+    return " ".join([*set_ones, shlex.join(words)])
 
 
 def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -137,7 +149,7 @@ class Console:
         self.say(f"{self._about_test()}, {', '.join(about)}")
 
     def file_done(self, file: FileResult) -> None:
-        """Print one line for each file, and the whole output of a file that failed."""
+        """Print one line for each file, and the full output of a file that failed."""
         self._clear()
         self._status = ""  # the status line about this file is outdated
         self._done += 1
@@ -183,7 +195,7 @@ class Console:
             self.say(f"{file.attempts[-1].output.rstrip()}\n")
 
     def _output(self, attempt: Attempt, tests: Iterable[TestResult], title: str) -> None:
-        """Print the whole output of a process, and then a line for each of these tests that failed."""
+        """Print the full output of a process, and then a line for each of these tests that failed."""
         self.say(f"{THIN_RULE}\n{title}\n{THIN_RULE}\n{attempt.output.rstrip()}\n{THIN_RULE}")
         for test in tests:
             if test.outcome.is_bad:

@@ -68,6 +68,8 @@ def parse_names(text: str) -> tuple[str, ...]:
         span = re.fullmatch(r"(\d+)-(\d+)", word)
         if span and (max(map(len, span.groups())) > 9 or int(span[2]) - int(span[1]) >= MOST_DEVICES):
             raise ValueError(f"{word[:40]!r} has more than {MOST_DEVICES} devices")
+        if span is None and re.fullmatch(r"\d*-\d*", word):
+            raise ValueError(f"{word!r} is not a range of devices, such as 0-7")
         if span and int(span[1]) > int(span[2]):
             raise ValueError(f"{word!r} counts backwards")
         names += map(str, range(int(span[1]), int(span[2]) + 1)) if span else [word]

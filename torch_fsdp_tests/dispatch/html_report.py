@@ -346,7 +346,7 @@ def _failures(data: Mapping[str, Any]) -> str:
         left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:
             parts.append(page.names("Not reached", left))
-        parts.append(page.folded("whole output of the file", page.pre(last["output"])))
+        parts.append(page.folded("full output of the file", page.pre(last["output"])))
         parts.append("</div>")
     return "".join(parts)
 

@@ -76,11 +76,13 @@ def _guarded(argv: Sequence[str], root: Path, agents: Agents | None) -> ExitStat
         return ExitStatus.REFUSED
     except KeyboardInterrupt:  # while planning; a run handles signals itself
         return ExitStatus.INTERRUPTED
+    except BrokenPipeError:  # as with "run_test.py --list | head"
+        host.drop_stdout()
+        return ExitStatus.NOT_READ
     except OSError as error:
         with contextlib.suppress(OSError):
             _remark(f"cannot continue: {error}")
-        # The rest of stdout's buffer cannot be written either. The interpreter must not try again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        host.drop_stdout()
         return ExitStatus.BROKEN
 
 
@@ -109,6 +111,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     entries = _entries(run)
     for words in known.remarks:
         _remark(words)
+    earlier = _earlier(run)
     device_set = devices.find(run.device, run.devices, os.environ)
     if agents is not None:
         device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
@@ -138,7 +141,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     elif not jobs:
         print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, jobs, device_set, pool, entries, agents)
+        return _run(run, jobs, device_set, pool, entries, earlier, agents)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
@@ -170,6 +173,15 @@ def _entries(run: RunTests) -> list[expectations.Entry]:
     if run.slow and _is_there(run.slow):
         entries += expectations.read_slow(run.slow)
     return entries + (expectations.read_own(run.known_failures) if run.known_failures else [])
+
+
+def _earlier(run: RunTests) -> Report | None:
+    """The report with which this run will be compared."""
+    if run.compare is None:
+        return None
+    from torch_fsdp_tests.dispatch import compare
+
+    return compare.load(run.compare)
 
 
 def _is_there(path: Path) -> bool:
@@ -214,16 +226,16 @@ def _run(
     device_set: DeviceSet,
     pool: DevicePool,
     entries: Sequence[expectations.Entry],
+    earlier: Report | None,
     agents: Agents | None,
 ) -> ExitStatus:
-    from torch_fsdp_tests.dispatch import compare, report
+    from torch_fsdp_tests.dispatch import report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
     if run.test_directory == run.default_directory and (lack := devices.lacking_packages()) is not None:
         raise ConfigurationError(lack)
     devices.check(device_set, run.device, run.backend, run.ranks)
-    earlier = None if run.compare is None else compare.load(run.compare)
     if run.save_times is not None:
         times.check(run.save_times, os.environ)
     if agents is not None:
@@ -288,33 +300,33 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
 
-    def attempt(option: str, wanted: object, write: Callable[[], str | None], must_be: bool = True) -> None:
+    def attempt(what: str, wanted: object, write: Callable[[], str | None], must_be: bool = True) -> None:
         nonlocal complete
         if not wanted:
             return
         try:
             said = write()
         except OSError as error:
-            complete, said = complete and not must_be, f"{option} cannot be written: {error}"
+            complete, said = complete and not must_be, f"{what} cannot be written: {error}"
         if said:
             remarks.append(said)
 
     last_failures.save(run.reports, results, remarks)
     attempt(
-        "--pipe-logs",
+        "the logs",
         run.pipe_logs,
         lambda: f"logs: {installation.short_path(report.write_logs(results))}",
         run.logs_must_be,
     )
-    attempt("--save-xml", run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
+    attempt("the JUnit report", run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
     attempt(
-        "--save-times",
+        "the times",
         run.save_times,
         lambda: times.save(run.save_times or Path(), *report.measured(results), os.environ),
     )
-    attempt("--save-map", run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
+    attempt("the map", run.save_map, lambda: reaching.save(run, run.save_map or Path(), results))
     attempt(
-        "--report",
+        "the report",
         run.report,
         lambda: f"report: {installation.short_path(report.write(run.report or Path(), results))}",
     )
@@ -322,7 +334,9 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
         pair = earlier, report.as_json(results)
         remarks += compare.lines(*pair)
         path = run.report or Path()
-        attempt("--compare", run.report, lambda: f"side by side: {installation.short_path(compare.write(path, *pair))}")
+        attempt(
+            "the comparison", run.report, lambda: f"side by side: {installation.short_path(compare.write(path, *pair))}"
+        )
     return remarks, complete
 
 

@@ -83,6 +83,12 @@ def _names(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _pattern(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty pattern would select every test; leave the option out")
+    return text
+
+
 def _seed(text: str) -> int:
     if text == "random":
         return int.from_bytes(os.urandom(4), "big")
@@ -117,13 +123,13 @@ def make_parser() -> _Parser:
 
     add = parser.add_argument_group("which tests").add_argument
     words = "files, folders, globs, file::Class or file::Class::test, relative to test/ or to the current folder, with "
-    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about a minute"
+    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about half a minute"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
     words = "the same as TEST"
     add("-i", "--include", **several, help=words)
     add("-x", "--exclude", **several, help="leave these out")
     words = "only tests whose name contains this text, or matches this glob; may be repeated"
-    add("-k", action="append", dest="patterns", metavar="PATTERN", help=words)
+    add("-k", action="append", type=_pattern, dest="patterns", metavar="PATTERN", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
     add("--failed", **flag, dest="failed_only", help="only tests that failed in the last run")
     words = (
@@ -184,7 +190,8 @@ def make_parser() -> _Parser:
         metavar="N",
         help="fail the run if fewer than N tests were executed",
     )
-    words = f"seed for the order of tests and for random numbers, or 'random' (default: source order, {RunTests.seed})"
+    words = "seed for the order of tests and for random numbers, or 'random' "
+    words += f"(default: unittest's order, and {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
     add("--showlocals", **flag, dest="show_locals", help="show local variables in tracebacks")
     words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py (in {REPORTS}/.coverage)"

@@ -81,10 +81,10 @@ def normalise(text: str, directory: Path) -> str:
     """The name that discovery gives a path, with or without the test directory before it and ``.py`` after it."""
     text = text.replace("\\", "/").strip()
     if Path(text).is_absolute():
-        try:
-            text = Path(text).relative_to(directory.resolve()).as_posix()
-        except ValueError:
+        path = _inside_of(directory, text)
+        if path is None:
             return text
+        text = path.as_posix()
     while text.startswith("./"):
         text = text[2:]
     text = text.rstrip("/").removesuffix(".py")
@@ -101,7 +101,17 @@ def _from_here(text: str, directory: Path) -> str | None:
     path, root = Path(os.path.abspath(text.strip())), directory.resolve()
     if path == root or (path in root.parents and _is_there(text)):
         return "."
-    return path.relative_to(root).as_posix().removesuffix(".py") if root in path.parents else None
+    found = _inside_of(directory, text.strip())
+    return None if found is None else found.as_posix().removesuffix(".py")
+
+
+def _inside_of(directory: Path, text: str) -> Path | None:
+    """The path relative to the directory, or None if it is elsewhere. Either may be reached through links."""
+    root = directory.resolve()
+    for path in (Path(os.path.abspath(text)), Path(os.path.realpath(text))):
+        if root in (path, *path.parents):
+            return path.relative_to(root)
+    return None
 
 
 def _is_there(text: str) -> bool:

@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> ExitStatus:
     except (NoPackage, MalformedMap, UnknownTest, ConfigurationError, ValueError) as error:
         _say(str(error))
         return ExitStatus.REFUSED
+    except BrokenPipeError:  # as with "--list | head"
+        host.drop_stdout()
+        return ExitStatus.NOT_READ
     except OSError as error:
         _say(f"cannot continue: {error}")
         return ExitStatus.BROKEN

@@ -1,7 +1,7 @@
 """The rank server, and the test process' handle for it: both ends of one protocol.
 
 The server is a process that has imported everything and has started nothing. On request it forks the ranks of a test.
-It reports how each of them ended, and ends what is left of them when the test process says so or is gone. It runs no
+It reports how each of them ended, and cleans up after them when the test process says so or is gone. It runs no
 tensor operation, because after an OpenMP region in a process, its children hang in their first one.
 
 It is forked from the test process before the first test runs, so it has all test modules without a second import. If

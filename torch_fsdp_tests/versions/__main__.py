@@ -40,6 +40,9 @@ def main(argv: Sequence[str]) -> ExitStatus:
         return ExitStatus(128 + stopped.number)  # as shells count it
     except KeyboardInterrupt:  # before there was anything to stop
         return ExitStatus.INTERRUPTED
+    except BrokenPipeError:  # as with "--list | head"
+        host.drop_stdout()
+        return ExitStatus.NOT_READ
     except OSError as error:
         _say(f"cannot continue: {error}")
         return ExitStatus.BROKEN

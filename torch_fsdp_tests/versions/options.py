@@ -108,10 +108,10 @@ def _parser() -> _Parser:
 
 def parse(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
     """Parse the arguments. Exits or raises :class:`Refusal` if they are wrong."""
-    if not REQUIREMENTS.is_file():
-        raise Refusal(f"only a checkout has the tests, and {CHECKOUT} is not one: start the command in a checkout")
     dashes = list(argv).index("--") if "--" in argv else len(argv)
     given = _parser().parse_args(argv[:dashes])
+    if not REQUIREMENTS.is_file():
+        raise Refusal(f"this command needs a checkout of the suite, and {CHECKOUT} is not one")
     versions = tuple(map(wanted.parse, given.versions))
     labels = [version.label for version in versions]
     for label in labels:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch_fsdp_tests.versions.refusal import Refusal
 
 NIGHTLY = "nightly"
-_RELEASE = re.compile(r"\d+\.\d+[\w.+]*")
+_RELEASE = re.compile(r"\d+\.\d+(\.\d+)?((a|b|rc|\.post|\.dev)\d+)?(\+[\w.]+)?")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _WHEEL = re.compile(r"torch-(?P<version>[^-]+)(-\d[^-]*)?-(?P<python>[^-]+)-[^-]+-[^-]+\.whl")
 
