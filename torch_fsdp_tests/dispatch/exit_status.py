@@ -25,6 +25,6 @@ class ExitStatus(enum.IntEnum):
     )
     NOTHING_RAN = 5, "nothing ran: the selection is empty, or none of its tests was executed"
     HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"
-    NOT_READ = 141, "the program that read the output ended (SIGPIPE)"
     INTERRUPTED = 130, "interrupted (SIGINT)"
+    NOT_READ = 141, "the program that read the output ended (SIGPIPE)"
     TERMINATED = 143, "terminated (SIGTERM)"

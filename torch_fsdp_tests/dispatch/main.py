@@ -229,7 +229,7 @@ def _run(
     earlier: Report | None,
     agents: Agents | None,
 ) -> ExitStatus:
-    from torch_fsdp_tests.dispatch import report
+    from torch_fsdp_tests.dispatch import compare, report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
