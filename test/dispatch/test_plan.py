@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests import vendors
-from torch_fsdp_tests.dispatch import devices, expectations, main, options, plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, last_failures, main, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import TestFile
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
@@ -26,9 +26,12 @@ from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situati
 from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How, TestResult
+from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.vendors import ConfigurationError, Vendor
+from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.version_ranges import version_fits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -552,13 +555,13 @@ class TestOptions(unittest.TestCase):
     def test_what_follows_from_an_option(self):
         found = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
         self.assertEqual((found.shard, found.num_shards, found.seed, found.shuffle), (2, 3, 7, True))
-        self.assertEqual((found.include, found.pipe_logs, found.logs_must_be), (("a", "b", "c"), True, True))
+        self.assertEqual((found.include, found.pipe_logs, found.logs_by_option), (("a", "b", "c"), True, True))
         run = options.parse(["--list", "--", "--locals", "--"], {}, ROOT)
         self.assertEqual(run.arguments, ("--locals", "--"))
 
     def test_variables(self):
         found = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
-        self.assertEqual((found.pipe_logs, found.logs_must_be, found.keep_going), (True, False, True))
+        self.assertEqual((found.pipe_logs, found.logs_by_option, found.keep_going), (True, False, True))
         self.assertEqual((found.show_locals, found.disabled, found.slow), (False, Path("a"), None))
         self.assertEqual(self.parse("--disabled-tests", "b", DISABLED_TESTS_FILE="a").disabled, Path("b"))
         self.assertFalse(self.parse(CI="1", VERBOSE_TEST_LOGS="1").pipe_logs)
@@ -598,6 +601,56 @@ class TestOptions(unittest.TestCase):
             with self.subTest(name=name, text=text):
                 self.assertRegex(self.refused(**{name: text}), rf"^run_test.py: {name} is '{text}': .*{words}\n$")
         self.assertEqual(self.parse("--seed", str(2**64 - 1)).seed, 2**64 - 1)
+
+
+class TestMemory(unittest.TestCase):
+    """What ``--failed`` remembers of a file after a run, by numbers."""
+
+    def of_run(
+        self, before: list[str] | None, outcomes: dict[str, str], *included: str, parts: int = 1, stopped: bool = False
+    ) -> list[str] | None:
+        tests = tuple(TestResult(name, State(outcome)) for name, outcome in outcomes.items())
+        job = Job(ShardedTest(TestRun("f", frozenset(included)), 1, parts), 0)
+        ending = Ending(How.STOPPED) if stopped else Ending(How.EXITED, 0)
+        file = FileResult((Attempt(job, ending, tests, 0.0, 1.0, matched=frozenset()),))
+        return last_failures.remembered(before, [file], is_narrowed=False)
+
+    def test_what_a_run_says_about_a_file(self):
+        good, bad = {"T.a": "passed"}, {"T.a": "failed", "T.b": "passed"}
+        for expected, run in {
+            "what failed": (["T.a"], self.of_run(None, bad)),
+            "what passed is forgotten": (None, self.of_run(["T.a"], good)),
+            "what is gone is forgotten": (None, self.of_run(["T.gone"], good)),
+            "what was named and is gone is forgotten": (None, self.of_run(["T.gone"], {}, "T.gone")),
+            "other tests are not": (["T.b"], self.of_run(["T.a", "T.b"], good, "T.a")),
+            "nor those of other parts": (["T.b"], self.of_run(["T.b"], good, parts=2)),
+            "nor those that a stop cut off": (["T.b"], self.of_run(["T.b"], good | {"T.b": "not run"}, stopped=True)),
+            "nor a whole file by a part of it": ([], self.of_run([], good, "T.a")),
+            "but by all of it": (None, self.of_run([], good)),
+            "a known failure is none": (None, self.of_run(["T.a"], {"T.a": "known failure"})),
+            "what a failure cut off failed too": (["T.a", "T.b"], self.of_run(None, bad | {"T.b": "not run"})),
+        }.items():
+            with self.subTest(expected):
+                self.assertEqual(*run)
+
+    def test_a_selection_is_narrowed_to_what_failed(self):
+        failed = {"f": ["T.a", "T.b", "U.c"], "whole": []}
+        everything = [TestRun("f"), TestRun("whole"), TestRun("passes")]
+        self.assertEqual(
+            last_failures.narrow(everything, failed), [TestRun("f", frozenset(failed["f"])), TestRun("whole")]
+        )
+        some = [TestRun("f", frozenset({"T"}), frozenset({"T.b"})), TestRun("passes")]
+        self.assertEqual(last_failures.narrow(some, failed), [TestRun("f", frozenset({"T.a"}))])
+        self.assertEqual(last_failures.narrow([TestRun("f", frozenset({"T.x"}))], failed), [])
+
+    def test_devices_have_separate_memories(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            (path / last_failures.FILE).write_text('{"cpu": {"f": ["T.a"]}, "foo": {"f": ["T.b"], "gone": []}}')
+            run = RunTests(path, path)
+            last_failures.save(path, "foo", ["f"], Results(run), [])
+            self.assertEqual([last_failures.load(path, each) for each in ("cpu", "foo", "bar")],
+                             [{"f": ["T.a"]}, {"f": ["T.b"]}, {}])  # fmt: skip
 
 
 class TestLists(unittest.TestCase):

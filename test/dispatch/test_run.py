@@ -642,7 +642,7 @@ class TestReruns(TreeCase):
         self.check({}, [], passed=1, failed=1)
         self.check({}, ["--failed"], passed=1)
         self.check({}, ["--failed"], code=5)
-        self.assertIn("nothing failed last time", self.err)
+        self.assertIn("nothing of this failed when it was last run here on ", self.err)
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
 
     def test_death_that_a_rerun_survives_is_flaky(self):
@@ -654,6 +654,17 @@ class TestReruns(TreeCase):
         self.check({"test_x": body("self.fail('again')")}, ["--reruns", "2", "--save-xml", self.root / "xml"], failed=1)
         (case,) = ET.parse(next((self.root / "xml/test_x").iterdir())).iter("testcase")
         self.assertEqual([child.tag for child in case], ["failure", "rerunFailure", "rerunFailure"])
+
+    def test_what_does_not_exist_any_more_is_forgotten(self):
+        """Neither a test that is gone nor a file that is gone is unknown to ``--failed``."""
+        self.check({"test_x": body("self.fail()", "self.fail()"), "test_y": FAIL}, ["--keep-going"], failed=3)
+        (self.tree / "test_y.py").unlink()
+        files = {"test_x": body("pass", "self.fail()").replace("test_1", "test_new")}
+        self.check(files, ["--failed"], failed=1)
+        self.assertNotIn("unknown", self.out)
+        (failed,) = json.loads((self.root / "test-reports/failed.json").read_text()).values()
+        self.assertEqual(failed, {"test_x": ["TestX.test_2"]})
+        self.check({}, ["--failed", "-i", "test_x::TestX::test_new"], code=5)
 
     def test_malformed_memory_is_named(self):
         (self.root / "test-reports").mkdir()

@@ -289,7 +289,7 @@ class TestStatesOfProcesses(StatesCase):
             "test_c": "0 tests",
         }
         self.assertEqual(dict(counted), wanted)
-        failed = json.loads((self.root / "test-reports/failed.json").read_text())
+        (failed,) = json.loads((self.root / "test-reports/failed.json").read_text()).values()
         self.assertEqual(failed, {"test_a": [], "test_b": [], "test_c": []})
 
     def test_a_fixture_that_a_rerun_survives_is_flaky(self):

@@ -55,7 +55,7 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
         for wanted in sorted(part.test.included):
             matches = named(wanted, names)
             found |= matches
-            if not matches and wanted not in part.test.order:
+            if not matches and wanted not in part.test.order and not run.failed_only:
                 import difflib  # not imported at the top: few runs have unknown names
 
                 near = difflib.get_close_matches(wanted, [*names, *{name.split(".")[0] for name in names}], n=3)

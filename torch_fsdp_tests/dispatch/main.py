@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,13 +106,13 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     def source(name: str) -> str:
         return sources.setdefault(name, files[name].source())
 
-    selection = _select(run, list(files.values()), source)
+    device_set = devices.find(run.device, run.devices, os.environ)
+    selection = _select(run, list(files.values()), source, device_set.type)
     known = times.load(run.test_times, os.environ)
     entries = _entries(run)
     for words in known.remarks:
         _remark(words)
     earlier = _earlier(run)
-    device_set = devices.find(run.device, run.devices, os.environ)
     if agents is not None:
         device_set = dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
     if run.devices is not None and device_set.lendable is None:
@@ -130,7 +130,8 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     names = {name: tests_by_class(text) for name, text in sources.items()}  # of files that the selection has read
     jobs, default = _plan(run, selection, known, names, devices_needed, pool, device_set)
     if not selection:
-        _remark("nothing failed last time" if run.failed_only else "nothing is selected")
+        nothing = f"nothing of this failed when it was last run here on {device_set.type}"
+        _remark(nothing if run.failed_only else "nothing is selected")
     elif not jobs:
         _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
     if run.list_files and not run.list_tests:
@@ -141,11 +142,11 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     elif not jobs:
         print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
     else:
-        return _run(run, jobs, device_set, pool, entries, earlier, agents)
+        return _run(run, files, jobs, device_set, pool, entries, earlier, agents)
     return ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
 
 
-def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[TestRun]:
+def _select(run: RunTests, files: Sequence[TestFile], source: Source, device: str) -> list[TestRun]:
     selection = select(files, run.include, run.exclude, run.test_directory, source)
     if run.distributed_only:
         below = set(matching("distributed", [file.name for file in files]))
@@ -153,8 +154,7 @@ def _select(run: RunTests, files: Sequence[TestFile], source: Source) -> list[Te
     if run.failed_only:
         from torch_fsdp_tests.dispatch import last_failures
 
-        failed = last_failures.load(run.reports)
-        selection = [last_failures.narrow(test, failed[test.file]) for test in selection if test.file in failed]
+        selection = last_failures.narrow(selection, last_failures.load(run.reports, device))
     if run.by_reach:
         from torch_fsdp_tests.dispatch import reaching
 
@@ -222,6 +222,7 @@ def _plan(
 
 def _run(
     run: RunTests,
+    files: Collection[str],
     jobs: Sequence[Job],
     device_set: DeviceSet,
     pool: DevicePool,
@@ -229,7 +230,7 @@ def _run(
     earlier: Report | None,
     agents: Agents | None,
 ) -> ExitStatus:
-    from torch_fsdp_tests.dispatch import compare, report
+    from torch_fsdp_tests.dispatch import compare, last_failures, report
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
@@ -259,6 +260,7 @@ def _run(
         results = runner.run()
         if run.list_tests:
             return _print_tests(results)
+        last_failures.save(run.reports, device_set.type, files, results, results.remarks)
         remarks, all_written = _record(run, results, earlier)
         console.end(results, remarks)
     return results.exit_code() or (ExitStatus.OK if all_written else ExitStatus.BROKEN)
@@ -291,32 +293,30 @@ def _print_tests(results: Results) -> ExitStatus:
 
 
 def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[list[str], bool]:
-    """Write the requested reports, and what ``--failed`` will read. Returns remarks, and whether all could be written.
+    """Write the requested reports. Returns remarks, and whether all could be written.
 
     If something cannot be written, the rest is still written.
     """
-    from torch_fsdp_tests.dispatch import compare, junit, last_failures, reaching, report
+    from torch_fsdp_tests.dispatch import compare, junit, reaching, report
 
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
     complete = True
 
-    def attempt(what: str, wanted: object, write: Callable[[], str | None], must_be: bool = True) -> None:
+    def attempt(what: str, wanted: object, write: Callable[[], str | None]) -> None:
         nonlocal complete
         if not wanted:
             return
         try:
             said = write()
         except OSError as error:
-            complete, said = complete and not must_be, f"{what} cannot be written: {error}"
+            complete, said = False, f"{what} cannot be written: {error}"
         if said:
             remarks.append(said)
 
-    last_failures.save(run.reports, results, remarks)
     attempt(
-        "the logs",
+        "the logs" if run.logs_by_option else "the logs (because CI is set)",
         run.pipe_logs,
         lambda: f"logs: {installation.short_path(report.write_logs(results))}",
-        run.logs_must_be,
     )
     attempt("the JUnit report", run.save_xml, lambda: junit.write(run.save_xml or Path(), results))
     attempt(

@@ -131,7 +131,12 @@ def make_parser() -> _Parser:
     words = "only tests whose name contains this text, or matches this glob; may be repeated"
     add("-k", action="append", type=_pattern, dest="patterns", metavar="PATTERN", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
-    add("--failed", **flag, dest="failed_only", help="only tests that failed in the last run")
+    add(
+        "--failed",
+        **flag,
+        dest="failed_only",
+        help="only tests that failed when they were last run here, on this device",
+    )
     words = (
         "tests that reach a function, class, module, file, FILE:LINES, diff (- for stdin), or another torch's folder"
     )
@@ -268,7 +273,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         "default_directory": default_directory,
         "arguments": tuple(argv[dashes + 1 :]),
         "shuffle": "seed" in given,
-        "logs_must_be": "pipe_logs" in given,
+        "logs_by_option": "pipe_logs" in given,
     }
     if "fail_fast" in given and "keep_going" not in given:
         fields["keep_going"] = False  # overrides the variable
@@ -339,7 +344,7 @@ def _unwritable(run: RunTests) -> str | None:
         ("--save-xml", run.save_xml),
         ("--report", run.report),
         ("--save-times", run.save_times),
-        ("--pipe-logs", run.reports / "logs" if run.logs_must_be else None),
+        ("--pipe-logs", run.reports / "logs" if run.logs_by_option else None),
         ("--coverage", run.reports if run.coverage else None),
         ("--save-map", run.save_map.parent if run.save_map else None),
     ):
