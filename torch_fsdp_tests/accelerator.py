@@ -128,7 +128,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     if count == 0:
         raise ConfigurationError(
             f"the device {device_type!r} was requested, but this torch ({torch.__version__}) sees none: "
-            f"check the driver and the variable that restricts visibility, or ask for another with {DEVICE_VARIABLE}"
+            f"check the driver and the variable that restricts visibility, or name another with --device or {DEVICE_VARIABLE}"
         )
     ranks = ranks or max(count, 2)
     if count < ranks and asked is None and "shared_device" not in facts["capabilities"]:
@@ -160,17 +160,17 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
         if backend is None:
             raise ConfigurationError(
                 f"no backend is known for the device {device_type!r}: this torch ({torch.__version__}) knows "
-                f"{', '.join(sorted(known))}; name one with {BACKEND_VARIABLE}, or install the vendor's extension"
+                f"{', '.join(sorted(known))}; name one with --backend or {BACKEND_VARIABLE}, or install the vendor's extension"
             )
     if backend in _HOLLOW_BACKENDS:
         raise ConfigurationError(
             f"the backend {backend!r} moves no data between processes, so a test over it proves nothing: "
-            f"name another with {BACKEND_VARIABLE}"
+            f"name another with --backend or {BACKEND_VARIABLE}"
         )
     if backend not in dist.Backend.backend_list:
         raise ConfigurationError(
-            f"unknown backend {backend!r}: this torch knows {', '.join(sorted(set(dist.Backend.backend_list)))}; "
-            f"name one of these with {BACKEND_VARIABLE}"
+            f"unknown backend {backend!r}: this torch offers {', '.join(_usable_backends())}; "
+            f"name one of these with --backend or {BACKEND_VARIABLE}"
         )
     if not dist.is_backend_available(backend):
         raise ConfigurationError(
@@ -178,6 +178,12 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
             f"({torch.__version__}) was built without {backend!r}"
         )
     return backend
+
+
+def _usable_backends() -> list[str]:
+    """The backends of this torch that move data between processes."""
+    known = sorted(set(dist.Backend.backend_list) - _HOLLOW_BACKENDS)
+    return [backend for backend in known if dist.is_backend_available(backend)]
 
 
 _local_ranks: list[int] = []  # each rank's local rank on its machine, if a launcher made the ranks
