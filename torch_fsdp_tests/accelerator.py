@@ -128,7 +128,8 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     if count == 0:
         raise ConfigurationError(
             f"the device {device_type!r} was requested, but this torch ({torch.__version__}) sees none: "
-            f"check the driver and the variable that restricts visibility, or name another with --device or {DEVICE_VARIABLE}"
+            "check the driver and the variable that restricts visibility, or name another with --device or "
+            f"{DEVICE_VARIABLE}"
         )
     ranks = ranks or max(count, 2)
     if count < ranks and asked is None and "shared_device" not in facts["capabilities"]:
@@ -160,7 +161,8 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
         if backend is None:
             raise ConfigurationError(
                 f"no backend is known for the device {device_type!r}: this torch ({torch.__version__}) knows "
-                f"{', '.join(sorted(known))}; name one with --backend or {BACKEND_VARIABLE}, or install the vendor's extension"
+                f"{', '.join(sorted(known))}; name one with --backend or {BACKEND_VARIABLE}, or install the "
+                "vendor's extension"
             )
     if backend in _HOLLOW_BACKENDS:
         raise ConfigurationError(
