@@ -35,8 +35,9 @@ def states_may_be_synced() -> AbstractContextManager[None]:
 def to_host_is_a_copy() -> AbstractContextManager[Any]:
     """Moving a whole flat parameter to the host copies it, even if it is there already.
 
-    Without the copy, FSDP frees what it has just moved (with ``offload_to_cpu`` for a state dict). A test in this
-    context shows what FSDP does with the copy, but not that FSDP makes one. For ranks that are processes.
+    A way round the defect ``fsdp1_offloading_on_the_host_frees_parameters``: without the copy, FSDP frees what it has
+    just moved (with ``offload_to_cpu`` for a state dict). A test in this context shows what FSDP does with the copy,
+    but not that FSDP makes one. For ranks that are processes.
     """
     if accelerator.current().has("device_memory"):
         return contextlib.nullcontext()

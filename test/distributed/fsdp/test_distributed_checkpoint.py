@@ -369,6 +369,26 @@ class TestCheckpointOnDisk(FSDPTest):
         except CheckpointException as error:  # a BaseException, which would end the rank
             self.fail(str(error))
 
+    @torch_defect("fsdp1_ignored_optim_state_is_loaded_sharded")
+    @requires_world_size(2)
+    @with_temp_dir
+    def test_optimizer_of_ignored_parameters(self):
+        """Beyond upstream: the state of a parameter that FSDP ignores is loaded whole."""
+        plain = layers(0, self.device, hidden=4, outputs=4)
+        model = FSDP(plain, ignored_states=[plain[2]])
+        optim = torch.optim.Adam(model.parameters())
+        self._step(model, optim, 0, self.rank, self.world_size)
+        with mode(model, SHARDED):
+            dcp.save({"optim": FSDP.optim_state_dict(model, optim)}, checkpoint_id=self.temp_dir)
+            reader = FileSystemReader(self.temp_dir)
+            loaded = dcp.load_sharded_optimizer_state_dict(model.state_dict(), "optim", reader)
+            loaded_by = torch.optim.Adam(model.parameters())
+            loaded_by.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded_by, loaded["optim"]))
+        found = loaded_by.state[plain[2].weight]["exp_avg"]
+        self.assertIs(type(found), torch.Tensor)
+        self.assertEqual(found.shape, plain[2].weight.shape)
+        loaded_by.step()
+
     # Damage.
 
     @requires_world_size(2)

@@ -224,6 +224,30 @@ class TestFSDPFineTune(FSDPTest):
         seq(torch.ones(2, 5, device=device)).sum().backward()
         self.assertEqual(self._gathered(seq), [False] * self.NUM_LINEARS)
 
+    def _test_frozen_root_keeps_its_parameters(
+        self, device: str, sharding_strategy: ShardingStrategy, inp_requires_grad: bool
+    ) -> None:
+        layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).to(device)
+        layers[0].requires_grad_(False)
+        names = [name for name, _ in layers.named_parameters()]
+        layers[1] = FSDP(layers[1], sharding_strategy=sharding_strategy, use_orig_params=True)
+        model = FSDP(layers, sharding_strategy=sharding_strategy, use_orig_params=True)
+        model(torch.ones(2, 5, device=device, requires_grad=inp_requires_grad)).sum().backward()
+        has_no_hook = sharding_strategy is NO_SHARD and not inp_requires_grad
+        with torch_defect("fsdp1_frozen_replica_loses_its_parameters", when=has_no_hook):
+            self.assertEqual(list(named(model)), names)
+        with torch_defect("fsdp1_frozen_replica_loses_its_parameters", when=has_no_hook):
+            self.assertEqual(list(model.state_dict()), names)
+
+    @skip_if_lt_x_gpu(2)
+    def test_frozen_root_keeps_its_parameters(self, device):
+        """Beyond upstream: after backward a frozen root has its original parameters."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "inp_requires_grad": [False, True]},
+            self._test_frozen_root_keeps_its_parameters,
+            device=device,
+        )
+
     def _check_parity(
         self,
         module: nn.Module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from enum import Enum
@@ -19,6 +20,7 @@ from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_full_params
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average_gradients
@@ -279,6 +281,21 @@ class TestFreezingWeights(FSDPTest):
         self.assertEqual(found, list(plain.parameters()))
         changed = [not torch.equal(param, old) for param, old in zip(found, initial.parameters())]
         self.assertEqual(changed, trainable)
+
+    @torch_defect("fsdp1_freezing_drops_gradients")
+    @skip_if_lt_x_gpu(2)
+    def test_freezing_between_microbatches(self):
+        """Beyond upstream: a parameter that is frozen for one microbatch keeps its gradient of the others."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(self.device)
+        model = FSDP(copy.deepcopy(plain), use_orig_params=True)
+        for each in (plain, model):
+            for requires_grad in (True, False, True):
+                next(each.parameters()).requires_grad_(requires_grad)
+                each(torch.ones(1, 4, device=self.device)).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = [param.grad.clone() for param in model.parameters()]
+        self.assertEqual(found, [param.grad for param in plain.parameters()])
 
 
 instantiate_parametrized_tests(TestFreezingWeights)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
@@ -41,6 +42,17 @@ class _GradAccConfigs:
 
     def __repr__(self) -> str:
         return "+".join(map(repr, self.configs))
+
+
+class OneOf(nn.Module):
+    """Runs the branch that the caller chooses."""
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](x)
 
 
 def _in_turns(first: bool) -> _GradAccConfigs:
@@ -270,6 +282,73 @@ class TestGradAcc(FSDPTest):
             rounds = sharding_strategy is ShardingStrategy.NO_SHARD and not use_no_sync
             tolerance = 1e-6 if rounds else 0
             self.assertEqual(gradients(), [2 * grad for grad in once], rtol=tolerance, atol=tolerance)
+
+    def _mine(self, features: int) -> torch.Tensor:
+        """One row of input. The mean of the ranks' values is 1.5."""
+        return torch.full((1, features), self.rank + 1.0, device=self.device)
+
+    @skip_if_lt_x_gpu(2)
+    def test_unit_that_is_used_only_in_no_sync(self):
+        """Beyond upstream: the next synchronization includes a unit that only ran in ``no_sync()``."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
+            self._test_unit_that_is_used_only_in_no_sync,
+        )
+
+    def _test_unit_that_is_used_only_in_no_sync(self, **fsdp_kwargs: Any) -> None:
+        branches = [FSDP(nn.Linear(1, 2, bias=False, device=self.device), **fsdp_kwargs) for _ in range(2)]
+        model = FSDP(OneOf(*branches), **fsdp_kwargs)
+        with model.no_sync():
+            model(self._mine(1), 0).sum().backward()
+        with torch_defect("fsdp1_gradient_of_no_sync_is_not_reduced"):
+            model(self._mine(1), 1).sum().backward()
+            found = [internals.flat_param_of(branch).grad.unique().tolist() for branch in branches]
+            self.assertEqual(found, [[1.5], [1.5]])
+
+    @skip_if_lt_x_gpu(2)
+    def test_unit_of_one_element(self):
+        """Beyond upstream: gradients add up if a unit has fewer elements than there are ranks."""
+        self.run_subtests(
+            {
+                "sharding_strategy": STRATEGIES,
+                "use_orig_params": [False, True],
+                "second_in_no_sync": [False, True],
+            },
+            self._test_unit_of_one_element,
+        )
+
+    def _test_unit_of_one_element(
+        self, second_in_no_sync: bool, sharding_strategy: ShardingStrategy, use_orig_params: bool
+    ) -> None:
+        layer = nn.Linear(1, 1, bias=False, device=self.device)
+        model = FSDP(layer, sharding_strategy=sharding_strategy, use_orig_params=use_orig_params)
+        for use_no_sync in (False, second_in_no_sync, False):
+            with model.no_sync() if use_no_sync else contextlib.nullcontext():
+                model(self._mine(1)).sum().backward()
+        if self.rank == 0:  # the other rank has only padding, except under NO_SHARD
+            shares_size = sharding_strategy is not ShardingStrategy.NO_SHARD and not use_orig_params
+            with torch_defect("fsdp1_accumulation_of_one_element_is_wrong", when=shares_size):
+                self.assertEqual(internals.flat_param_of(model).grad[0].item(), 3 * 1.5)
+
+    @skip_if_lt_x_gpu(2)
+    def test_microbatch_without_a_gradient(self):
+        """Beyond upstream: a unit keeps its gradient if its next backward computes none for its parameters."""
+        self.run_subtests(
+            {"sharding_strategy": STRATEGIES, "use_orig_params": [False, True]},
+            self._test_microbatch_without_a_gradient,
+        )
+
+    def _test_microbatch_without_a_gradient(self, **fsdp_kwargs: Any) -> None:
+        unit = FSDP(OneOf(nn.Linear(2, 2, bias=False, device=self.device), nn.Identity()), **fsdp_kwargs)
+        (param,) = unit.parameters()
+        before_it = nn.Linear(2, 2, bias=False, device=self.device)
+        unit(self._mine(2), 0).sum().backward()
+        self.assertEqual(param.grad.unique().tolist(), [1.5])
+        unit(before_it(self._mine(2)), 1).sum().backward()
+        sharded = fsdp_kwargs["sharding_strategy"] is not ShardingStrategy.NO_SHARD
+        with torch_defect("fsdp1_accumulated_gradient_is_lost", when=sharded and not fsdp_kwargs["use_orig_params"]):
+            self.assertIsNotNone(param.grad)
+            self.assertEqual(param.grad.unique().tolist(), [1.5])
 
 
 instantiate_parametrized_tests(TestGradAcc)

@@ -370,6 +370,25 @@ class TestFSDPIgnoredModules(FSDPTest):
         self.assertEqual([name for name, param in model.named_parameters() if param.is_meta], ["layer1.2.weight"])
 
     @skip_if_lt_x_gpu(2)
+    def test_ignored_parameter_beside_parameters_on_meta(self):
+        """Beyond upstream: FSDP manages no ignored parameter, although it materializes the parameter beside it."""
+        self.run_subtests(
+            {"use_orig_params": [False, True], "has_values": [False, True]},
+            self._test_ignored_parameter_beside_parameters_on_meta,
+        )
+
+    def _test_ignored_parameter_beside_parameters_on_meta(self, use_orig_params: bool, has_values: bool) -> None:
+        layer = nn.Linear(4, 4, device="meta")
+        if has_values:
+            layer.weight = nn.Parameter(torch.ones(4, 4, device=self.device))
+        model = FSDP(layer, ignored_states=[layer.weight], use_orig_params=use_orig_params)
+        with torch_defect("fsdp1_ignored_meta_parameter_is_managed", when=not has_values):
+            self.assertEqual(internals.names_in(internals.flat_param_of(model)), ("bias",))
+        if has_values:
+            with torch_defect("fsdp1_materialization_loses_values"):
+                self.assertEqual(layer.weight.detach(), torch.ones(4, 4, device=self.device))
+
+    @skip_if_lt_x_gpu(2)
     def test_ignored_buffers_keep_their_dtype(self):
         """Beyond upstream: mixed precision for buffers does not change the buffers of ignored modules."""
         self.run_subtests({"nested": [False, True]}, self._test_ignored_buffers_keep_their_dtype)

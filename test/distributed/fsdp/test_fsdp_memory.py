@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_fsdp_tests import accelerator, common_cuda, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import bytes_of
 
@@ -323,6 +325,25 @@ class TestFSDPMemory(FSDPTest):
         self.assertEqual(len(read), 2)
         for storage in read:
             self.assertIn((storage, current), told)
+
+    @skip_if_lt_x_gpu(2)
+    def test_deleted_model_is_freed(self):
+        """Beyond upstream: nothing of a deleted model stays in memory."""
+        self.run_subtests(
+            {"runs": [False, True], "use_orig_params": [False, True]},
+            self._test_deleted_model_is_freed,
+        )
+
+    def _test_deleted_model_is_freed(self, runs: bool, use_orig_params: bool) -> None:
+        model = FSDP(nn.Linear(4, 4, device=self.device), use_orig_params=use_orig_params)
+        if runs:
+            model(torch.ones(1, 4, device=self.device)).sum().backward()
+        parts = {"instance": model, "module": model.module, "parameter": next(model.parameters())}
+        alive = {name: weakref.ref(part) for name, part in parts.items()}
+        del model, parts
+        gc.collect()
+        with torch_defect("fsdp1_flat_model_is_never_freed", when=not use_orig_params):
+            self.assertEqual([name for name, part in alive.items() if part() is not None], [])
 
 
 instantiate_parametrized_tests(TestFSDPMemory)

@@ -20,7 +20,9 @@ from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_devtype
 from torch_fsdp_tests.common_fsdp.substitutes import states_may_be_synced
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.references import full_parameters
 
 META = torch.device("meta")
 Init = Callable[[nn.Module], None]
@@ -341,6 +343,23 @@ class TestFSDPWithMetaDevice(FSDPTest):
         with self.assertWarnsRegex(UserWarning, r"(?s)^Unable to call `reset_parameters\(\)`.*OwnWeight"):
             with self.assertRaisesRegex(AttributeError, "reset_parameters"):
                 FSDP(model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_module_beside_one_on_meta(self):
+        """Beyond upstream: a module that has values keeps them, although a module beside it is on meta."""
+        self.run_subtests(
+            {"use_orig_params": [False, True], "in_own_unit": [False, True]},
+            self._test_module_beside_one_on_meta,
+        )
+
+    def _test_module_beside_one_on_meta(self, use_orig_params: bool, in_own_unit: bool) -> None:
+        loaded = nn.Linear(3, 2, bias=False, device=self.device)
+        nn.init.constant_(loaded.weight, 5.0)
+        first = FSDP(loaded, use_orig_params=use_orig_params) if in_own_unit else loaded
+        model = FSDP(nn.Sequential(first, MyLinear(2, 3, device=META)), use_orig_params=use_orig_params)
+        found = list(full_parameters(model).values())[0]
+        with torch_defect("fsdp1_materialization_loses_values", when=not in_own_unit):
+            self.assertEqual(found, torch.full((2, 3), 5.0, device=self.device))
 
 
 instantiate_parametrized_tests(TestFSDPWithMetaDevice)

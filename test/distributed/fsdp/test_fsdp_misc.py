@@ -41,6 +41,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from torch_fsdp_tests import accelerator, torch_names
@@ -636,6 +637,22 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         self.assertEqual(list(model.buffers()), expected_buffers)
         # Beyond upstream: the parameters, too, are those that rank 0 began with.
         self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
+
+    @torch_defect("fsdp1_model_is_not_copied")
+    @skip_if_lt_x_gpu(2)
+    def test_averaged_model(self):
+        """Beyond upstream: ``AveragedModel`` copies the model and averages its shards."""
+        model = FSDP(nn.Linear(4, 4, bias=False, device=self.device), use_orig_params=True)
+        averaged = AveragedModel(model)
+        before = full_parameters(model)["weight"]
+        with torch.no_grad():
+            for _ in range(2):
+                for param in model.parameters():
+                    param.add_(1.0)
+                averaged.update_parameters(model)
+        with FSDP.summon_full_params(averaged.module):
+            self.assertEqual(averaged.module.module.weight.detach(), before + 1.5)
+        self.assertEqual(full_parameters(model)["weight"], before + 2.0)
 
 
 class TestFSDPMiscMultiThread(FSDPTestMultiThread):

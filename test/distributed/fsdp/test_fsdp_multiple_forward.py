@@ -15,6 +15,7 @@ from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import get_devtype, get_full_params
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest
 from torch_fsdp_tests.fsdp.collectives import recorded
@@ -116,6 +117,23 @@ class TestMultiForward(FewRanksTest):
                     self.assertEqual(gathers, expected)
                     units = [call.args[1] for call in hook.call_args_list]
                     self.assertEqual([units.count(handle) for handle in internals.handles(model)], [1, 1])
+
+    @torch_defect("fsdp1_second_backward_raises")
+    @skip_if_lt_x_gpu(2)
+    def test_two_forwards_then_two_backwards(self):
+        """Beyond upstream: gradients of two losses add up if both forwards ran before the backwards.
+
+        Other combinations than this one may kill the process.
+        """
+        model, reference = FSDP(Model(wrap_fsdp=False), use_orig_params=True), Model(wrap_fsdp=False)
+        for each in (model, reference):
+            losses = [each(torch.full((1, 4), x + self.rank, device=get_devtype())).square().sum() for x in (1.0, 2.0)]
+            for loss in losses:
+                loss.backward()
+        average_gradients(reference)
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = [param.grad.clone() for param in model.parameters()]
+        self.assertEqual(found, [param.grad for param in reference.parameters()])
 
 
 instantiate_device_type_tests(TestMultiForward, globals(), allow_xpu=True)

@@ -340,6 +340,23 @@ class TestTPFSDPIntegration(FSDPTest):
         inp = self._input(seed=1)
         self.assertEqual(model(inp), self._model()(inp))
 
+    @torch_defect("fsdp1_uneven_tp_shard_has_a_wrong_shape")
+    @skip_if_lt_x_gpu(4)
+    def test_sharded_state_dict_of_uneven_columns(self):
+        """Beyond upstream: a DTensor has the parameter's shape, also if tensor parallelism splits it unevenly.
+
+        Uneven columns need no communication. With uneven rows ranks would disagree and hang.
+        """
+        mesh = self._mesh()
+        model = nn.Sequential(nn.Linear(3, 2, bias=False, device=self.device))
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+        whole = model[0].weight.full_tensor()
+        model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            found = model.state_dict()["0.weight"]
+        self.assertEqual(found.shape, whole.shape)
+        self.assertEqual(found.full_tensor(), whole, rtol=0, atol=0)
+
     def _trained_with_reference(self, mesh: DeviceMesh, **kwargs: Any) -> tuple[Trained, Trained]:
         """A model and its Adam after two steps, and the same for a single model that trains on all batches."""
         model, reference = self._tp_fsdp_model(mesh, **kwargs), self._model()

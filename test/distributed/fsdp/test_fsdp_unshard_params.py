@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch_fsdp_tests.common_fsdp import (
 )
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named, of_all_ranks, room_in
 from torch_fsdp_tests.fsdp.shards import owners
@@ -49,10 +51,10 @@ def _cpu_offloads() -> list[CPUOffload]:
 
 @contextlib.contextmanager
 def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
-    """``summon_full_params`` under ``no_grad``, since ``offload_to_cpu`` fails the second time without it.
+    """``summon_full_params`` with ways round the defect ``fsdp1_offloading_on_the_host_frees_parameters``.
 
     Values that come back from host memory bring their autograd history into the gathered tensor. The next all-gather on
-    the host writes to views of that tensor and refuses.
+    the host writes to views of that tensor and refuses, unless the context was under ``no_grad``.
     """
     with torch.no_grad(), to_host_is_a_copy(), FSDP.summon_full_params(model, **kwargs):
         yield
@@ -630,6 +632,49 @@ class TestUnshardParams(TestUnshardParamsBase):
         model.zero_grad(set_to_none=True)
         self._assert_no_grads(model)
         self.assertEqual([flat_param.grad for flat_param in internals.flat_params(model)], [None] * 2)
+
+    @torch_defect("fsdp1_low_gradients_are_not_shown")
+    @skip_if_lt_x_gpu(2)
+    def test_low_precision_grads(self):
+        """Beyond upstream: gradients that are kept in low precision are shown unsharded, and training goes on."""
+        config = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+        model = FSDP(nn.Linear(4, 3, bias=False, device=self.device), mixed_precision=config, use_orig_params=True)
+        inputs = torch.arange(4.0, device=self.device).view(1, 4)
+        for _ in range(2):
+            model(inputs * (self.rank + 1)).sum().backward()
+            grads = _get_fsdp_grads(model)
+            self.assertEqual(grads, {"weight": (inputs * 1.5).expand(3, 4).bfloat16()}, rtol=0, atol=0)
+            model.zero_grad()
+
+    @torch_defect("fsdp1_missing_gradient_is_float32")
+    @skip_if_lt_x_gpu(2)
+    def test_grads_of_another_dtype_on_some_ranks(self):
+        """Beyond upstream: a rank without gradients contributes zeros of the gradients' dtype.
+
+        Nothing is exchanged, because messages of different sizes would abort a rank or hang.
+        """
+        model = FSDP(nn.Linear(1, 1, bias=False, device=self.device, dtype=torch.bfloat16), use_orig_params=True)
+        model(torch.ones(1, 1, device=self.device, dtype=torch.bfloat16)).sum().backward()
+        self.assertEqual(model.module.weight.grad is None, self.rank == 1)
+        (handle,) = internals.handles(model)
+        with FSDP.summon_full_params(model, writeback=False):
+            gather = mock.Mock(side_effect=InterruptedError)
+            with mock.patch.object(dist, torch_facts.all_gather_name(), gather), self.assertRaises(InterruptedError):
+                handle.unshard_grad()
+        output, contribution, *_ = gather.call_args.args
+        self.assertEqual([output.dtype, contribution.dtype], [torch.bfloat16] * 2)
+
+    @torch_defect("fsdp1_offloading_on_the_host_frees_parameters")
+    @skip_if_lt_x_gpu(2)
+    def test_offloaded_parameters_have_memory(self):
+        """Beyond upstream: parameters that are moved to the host can be read there.
+
+        Their values are compared where :func:`to_host_is_a_copy` makes reading them safe.
+        """
+        model = self._two_layers(use_orig_params=True)
+        with FSDP.summon_full_params(model, offload_to_cpu=True, writeback=False):
+            found = [param.untyped_storage().nbytes() >= param.nbytes for param in model.parameters()]
+        self.assertEqual(found, [True] * 2)
 
 
 class TestUnshardParamsSubgroups(TestUnshardParamsBase):

@@ -5,7 +5,9 @@ Most replace some text in the source of a function. The text must be as in torch
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from editing import edit
 from torch import nn
 from torch.distributed import utils
 from torch.distributed._shard import sharded_tensor
-from torch.distributed.checkpoint import _sharded_tensor_utils, format_utils
+from torch.distributed.checkpoint import _sharded_tensor_utils, format_utils, optimizer
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     _flat_param,
@@ -30,6 +32,7 @@ from torch.distributed.fsdp import (
     sharded_grad_scaler,
     wrap,
 )
+from torch.distributed.tensor.parallel import fsdp as parallel_fsdp
 
 
 def undo_lazy_initialization_also_after_an_exception() -> None:
@@ -120,6 +123,156 @@ FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS = partial(
 )
 
 
+def keep_ignored_parameters_ignored() -> None:
+    """Make a materialized parameter ignored if the one before it was."""
+    edit(
+        _init_utils,
+        "_init_param_handle_from_module",
+        (
+            "    # Materialize the module if needed\n",
+            """    places = [
+        (each, name)
+        for each in fully_sharded_module.modules()
+        for name, param in each.named_parameters(recurse=False)
+        if param in state._ignored_params
+    ]
+""",
+        ),
+        (
+            "    ignored_buffers = {\n",
+            "    state._ignored_params.update(getattr(each, name) for each, name in places)\n    ignored_buffers = {\n",
+        ),
+    )
+
+
+def keep_values_beside_those_on_meta() -> None:
+    former = _init_utils._materialize_meta_module
+
+    def repaired(root_module: nn.Module, device: Any, ignored_modules: set[nn.Module], *args: Any) -> None:
+        modules = _init_utils._get_modules_to_materialize(root_module, ignored_modules)
+        kept = [
+            (module, name, state.detach().clone())
+            for module in modules
+            for name, state in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            if not state.is_meta
+        ]
+        former(root_module, device, ignored_modules, *args)
+        for module, name, value in kept:
+            getattr(module, name).data.copy_(value)
+
+    _init_utils._materialize_meta_module = repaired
+
+
+class WeakInfo:
+    """Takes the place of ``ParamInfo`` and ``SharedParamInfo``, which hold modules."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = [weakref.ref(value) if isinstance(value, nn.Module) else value for value in values]
+
+    def __iter__(self) -> Any:
+        return (value() if isinstance(value, weakref.ref) else value for value in self._values)
+
+    module = property(lambda self: list(self)[1])
+    module_name = property(lambda self: self._values[2])
+    param_name = property(lambda self: self._values[0])
+
+
+def hold_modules_weakly() -> None:
+    _flat_param.ParamInfo = _flat_param.SharedParamInfo = WeakInfo
+    edit(
+        _flat_param.FlatParameter,
+        "_init_metadata",
+        (
+            """self._modules = {pi.module for pi in self._param_infos}.union(
+        {spi.module for spi in self._shared_param_infos}
+    )""",
+            "",
+        ),
+    )
+
+
+def show_low_gradients() -> None:
+    """Make FSDP1 assign a gradient of another dtype to ``grad.data``, where the parameter's dtype does not matter."""
+
+    def set_grad(flat_param: Any, grad: torch.Tensor | None) -> None:
+        flat_param.grad = None if grad is None else torch.empty_like(flat_param)
+        if grad is not None:
+            flat_param.grad.data = grad
+
+    vars(_flat_param)["set_grad"] = set_grad
+    edit(
+        _flat_param.FlatParamHandle,
+        "unshard_grad",
+        (
+            """flat_param.grad = padded_unsharded_grad[: unsharded_size.numel()].view(
+        unsharded_size
+    )""",
+            "set_grad(flat_param, padded_unsharded_grad[: unsharded_size.numel()].view(unsharded_size))",
+        ),
+    )
+    edit(
+        _flat_param.FlatParamHandle,
+        "reshard_grad",
+        (
+            "self.flat_param.grad = self.flat_param._saved_grad_shard",
+            "set_grad(self.flat_param, self.flat_param._saved_grad_shard)",
+        ),
+    )
+
+
+# Whether a gradient was reduced, which its size does not tell.
+REMEMBER_WHAT_IS_REDUCED = partial(
+    edit,
+    _runtime_utils,
+    "_post_backward_hook",
+    (
+        "        if not state._sync_gradients:\n",
+        "        flat_param._unreduced = not state._sync_gradients\n        if not state._sync_gradients:\n",
+    ),
+)
+
+
+def reduce_what_is_left() -> None:
+    REMEMBER_WHAT_IS_REDUCED()
+    edit(
+        _runtime_utils,
+        "_finalize_params",
+        (
+            "        if not handle._has_optim_in_backward:\n",
+            """        if getattr(flat_param, "_unreduced", False):
+            flat_param._unreduced, before = False, state.training_state
+            state.training_state = TrainingState.FORWARD_BACKWARD
+            handle._training_state = HandleTrainingState.BACKWARD_POST
+            (_reduce_grad if handle.uses_sharded_strategy else _reduce_grad_no_shard)(state, handle)
+            state.training_state = before
+        if not handle._has_optim_in_backward:
+""",
+        ),
+    )
+
+
+def save_gradients_that_are_reduced() -> None:
+    REMEMBER_WHAT_IS_REDUCED()
+    edit(
+        _flat_param.FlatParamHandle,
+        "prepare_gradient_for_backward",
+        (
+            "or flat_param.grad.device != flat_param.device",
+            "or (self.uses_sharded_strategy and not getattr(flat_param, '_unreduced', False))\n"
+            "        or flat_param.grad.device != flat_param.device",
+        ),
+    )
+
+
+def keep_memory_on_the_host() -> None:
+    to_cpu = _flat_param.FlatParamHandle.to_cpu
+
+    def repaired(self: Any) -> Any:
+        return contextlib.nullcontext() if self.flat_param.device.type == "cpu" else to_cpu(self)
+
+    _flat_param.FlatParamHandle.to_cpu = repaired
+
+
 def part_of_this_rank(whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """This rank's part of a state under tensor parallelism, if that is the last dimension of the mesh."""
     for dim, size in enumerate(shape):
@@ -138,6 +291,16 @@ def load_the_part_of_this_rank() -> None:
 
 
 REPAIRS: dict[str, Callable[[], None]] = {
+    "fsdp1_accumulated_gradient_is_lost": partial(
+        edit,
+        _flat_param.FlatParamHandle,
+        "prepare_gradient_for_optim",
+        (
+            "if flat_param._post_backward_called:",
+            "if flat_param._post_backward_called or flat_param._saved_grad_shard is not None:",
+        ),
+    ),
+    "fsdp1_accumulation_of_one_element_is_wrong": save_gradients_that_are_reduced,
     "fsdp1_apply_leaves_an_inner_root": undo_lazy_initialization_also_after_an_exception,
     "fsdp1_checkpoint_of_empty_shards_is_not_loaded": partial(
         edit,
@@ -186,6 +349,13 @@ REPAIRS: dict[str, Callable[[], None]] = {
         ("dev = torch.device(torch.cuda.current_device())", "dev = self_st._get_preferred_device()"),
     ),
     "fsdp1_evaluation_before_step_trains_old_weights": FREE_AFTER_A_FORWARD_WITHOUT_GRADIENTS,
+    "fsdp1_flat_model_is_never_freed": hold_modules_weakly,
+    "fsdp1_frozen_replica_loses_its_parameters": partial(
+        edit,
+        _runtime_utils,
+        "_catch_all_reshard",
+        ("if already_resharded:", "if already_resharded and state._handle.uses_sharded_strategy:"),
+    ),
     "fsdp1_frozen_unit_stays_gathered": RESHARD_ALL_THAT_IS_GATHERED,
     "fsdp1_full_optim_state_stays_split_by_tp": partial(
         edit,
@@ -193,6 +363,7 @@ REPAIRS: dict[str, Callable[[], None]] = {
         "_unflatten_orig_param_states",
         ("value.redistribute(placements=(Replicate(),))", "value = value.redistribute(placements=(Replicate(),))"),
     ),
+    "fsdp1_gradient_of_no_sync_is_not_reduced": reduce_what_is_left,
     "fsdp1_grad_scaler_refuses_a_vector_of_one": partial(
         edit,
         sharded_grad_scaler.ShardedGradScaler,
@@ -209,6 +380,16 @@ REPAIRS: dict[str, Callable[[], None]] = {
             "all_ignored_buffer_names.update(optional_fsdp_state._ignored_buffer_names)",
             "all_ignored_buffer_names.update(clean_tensor_name(f'{path}.{name}' if path else name)"
             " for name in optional_fsdp_state._ignored_buffer_names)",
+        ),
+    ),
+    "fsdp1_ignored_meta_parameter_is_managed": keep_ignored_parameters_ignored,
+    "fsdp1_ignored_optim_state_is_loaded_sharded": partial(
+        edit,
+        optimizer,
+        "load_sharded_optimizer_state_dict",
+        (
+            "if value.size.numel() == 1:",
+            "if value.size.numel() == 1 or type(model_state_dict.get(key_path[2])) is torch.Tensor:",
         ),
     ),
     "fsdp1_inf_norm_only_grows": partial(
@@ -250,6 +431,17 @@ REPAIRS: dict[str, Callable[[], None]] = {
         "prepare_gradient_for_optim",
         ("flat_param.grad = flat_param._cpu_grad", "flat_param.grad = flat_param._cpu_grad.clone()"),
     ),
+    "fsdp1_low_gradients_are_not_shown": show_low_gradients,
+    "fsdp1_materialization_loses_values": keep_values_beside_those_on_meta,
+    "fsdp1_missing_gradient_is_float32": partial(
+        edit,
+        _flat_param.FlatParamHandle,
+        "unshard_grad",
+        (
+            "flat_param._sharded_size, device=self.device)",
+            "flat_param._sharded_size, dtype=flat_param.dtype, device=self.device)",
+        ),
+    ),
     "fsdp1_mixed_precision_override_changes_arguments": partial(
         edit,
         wrap,
@@ -259,6 +451,7 @@ REPAIRS: dict[str, Callable[[], None]] = {
     "fsdp1_offloaded_optim_states_are_one": partial(
         edit, _optim_utils, "_unflatten_orig_param_states", ("elif not cpu_offload:", "else:")
     ),
+    "fsdp1_offloading_on_the_host_frees_parameters": keep_memory_on_the_host,
     "fsdp1_optim_state_is_loaded_wrong_with_tp": load_the_part_of_this_rank,
     "fsdp1_packed_sequences_are_not_cast": partial(
         edit,
@@ -322,6 +515,22 @@ REPAIRS: dict[str, Callable[[], None]] = {
         if torch.is_tensor(value) and value.dim() > 0 and value.shape != flat_param._shapes[param_idx]:
             raise ValueError(f"{fqn} has a state of shape {value.shape}")
     if not shard_param_info.in_shard:""",
+        ),
+    ),
+    "fsdp1_uneven_tp_shard_has_a_wrong_shape": partial(
+        edit,
+        parallel_fsdp,
+        "_chunk_dtensor",
+        ("tensor = tensor.to_local()", "shape, stride, tensor = tensor.shape, tensor.stride(), tensor.to_local()"),
+        (
+            """shard_placements[-1] = tp_placement  # type: ignore[call-overload]
+
+        return DTensor.from_local(
+            tensor, root_mesh, replicate_placements, run_check=False""",
+            """shard_placements[-1] = tp_placement
+
+        return DTensor.from_local(
+            tensor, root_mesh, replicate_placements, run_check=False, shape=shape, stride=stride""",
         ),
     ),
     "fsdp1_unused_forward_costs_gradients": REDUCE_AT_THE_END,

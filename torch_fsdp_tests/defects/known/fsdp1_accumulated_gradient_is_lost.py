@@ -1,0 +1,46 @@
+"""A backward that computes no gradient for a unit drops the gradient that the unit has accumulated.
+
+Before backward FSDP1 takes the unit's sharded gradient out of ``grad``, to add it to the next one. It puts it back
+only if the unit's parameters got a gradient in this backward. If the unit ran, but its parameters were not used or
+are frozen now, the earlier gradient is gone. Only flat parameters are affected: with ``use_orig_params`` the original
+parameters still have their views of the gradient, from which it is restored.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_grad_acc::TestGradAcc::test_microbatch_without_a_gradient",),
+)
+
+
+class Skippable(nn.Linear):
+    def forward(self, x, skip):
+        return x if skip else super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False, device=device)
+        self.second = FSDP(Skippable(2, 2, bias=False, device=device), device_id=device)
+        nn.init.ones_(self.first.weight)
+
+    def forward(self, x, skip=False):
+        return self.second(self.first(x), skip)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(Model(device), device_id=device)
+    x = torch.ones(1, 2, device=device)
+    model(x).sum().backward()
+    model(x, skip=True).sum().backward()
+    grad = next(model.module.second.parameters()).grad
+    return None if grad is None else grad.tolist(), [2.0, 2.0]

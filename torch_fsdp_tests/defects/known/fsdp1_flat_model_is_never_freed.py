@@ -1,0 +1,35 @@
+"""A model with flat parameters stays in memory after it is deleted.
+
+With ``use_orig_params=False`` the wrapped modules hold views of the flat parameter, and the flat parameter holds the
+wrapped modules (``_param_infos`` and ``_modules``). The views hold the flat parameter in C++, where Python's garbage
+collector does not look. So the model, its parameters and its modules are never freed, whether it has run or not.
+With ``use_orig_params`` there are no such views between iterations, and the model is freed.
+"""
+
+import gc
+import weakref
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._flat_param.FlatParameter._init_metadata",
+    broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/pull/183211",
+        "https://github.com/pytorch/pytorch/pull/182774",
+    ),
+    tests=("distributed/fsdp/test_fsdp_memory::TestFSDPMemory::test_deleted_model_is_freed",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(4, 4, device=device), device_id=device)
+    weak = {"module": weakref.ref(model.module), "parameter": weakref.ref(next(model.parameters()))}
+    del model
+    gc.collect()
+    return {name: "freed" if each() is None else "alive" for name, each in weak.items()}, dict.fromkeys(weak, "freed")

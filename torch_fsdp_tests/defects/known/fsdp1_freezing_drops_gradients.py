@@ -1,0 +1,34 @@
+"""A parameter that is frozen after its backward loses its gradient at the next forward or backward.
+
+FSDP1 shows the gradients of original parameters as views of the flat gradient, and shows none for a parameter that
+requires no gradient. The next backward then writes zeros where the gradient was. In a plain module a gradient
+stays until it is cleared, so accumulation goes on when the parameter is trained again, and an optimizer still uses it.
+With flat parameters a frozen unit loses its gradient, too (``fsdp1_accumulated_gradient_is_lost``).
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_grad_views",
+    broken=">=2.9",
+    arguable="FSDP1's own comments say that a parameter that requires no gradient has none.",
+    tests=("distributed/fsdp/test_fsdp_freezing_weights::TestFreezingWeights::test_freezing_between_microbatches",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    model = FSDP(layers, use_orig_params=True, device_id=device)
+    for requires_grad in (True, False, True):
+        layers[0].weight.requires_grad_(requires_grad)
+        model(torch.ones(1, 2, device=device)).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        return layers[0].weight.grad.tolist(), [[4.0, 4.0], [4.0, 4.0]]

@@ -1,0 +1,34 @@
+"""After backward, a frozen unit under NO_SHARD has no parameters, and no state dict can be made.
+
+Before backward FSDP1 replaces the original parameters by views, which are not registered. The hook after backward that
+registers them again does not run if the unit is frozen and its input needs no gradient. Then ``_catch_all_reshard`` has
+to do it. But it takes a unit for resharded if the flat parameter points to the shard, and under NO_SHARD it always
+does. So ``parameters()`` leaves them out, and ``state_dict()`` raises an AssertionError. FSDP1 of one rank, and hybrid
+sharding over one rank, are NO_SHARD, too. Only ``use_orig_params=True`` is affected.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/83956",),
+    tests=("distributed/fsdp/test_fsdp_fine_tune::TestFSDPFineTune::test_frozen_root_keeps_its_parameters",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    layers[0].requires_grad_(False)
+    how = {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True, "device_id": device}
+    layers[1] = FSDP(layers[1], **how)
+    model = FSDP(layers, **how)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    return len(list(model.parameters())), 2

@@ -1,0 +1,35 @@
+"""``summon_full_params(with_grads=True)`` raises if gradients are kept in low precision.
+
+With ``keep_low_precision_grads`` the shard of the gradient has the dtype in which the unit computes, and the parameter
+has its own. FSDP1 gathers the gradient and assigns it to ``grad``, which takes only the parameter's dtype. Elsewhere
+it assigns such a gradient to ``grad.data``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_unshard_params::TestUnshardParams::test_low_precision_grads",),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    config = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    model = FSDP(layer, mixed_precision=config, use_orig_params=True, device_id=device)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    try:
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = layer.weight.grad.tolist()
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {str(error).partition(' a tensor')[0]}"
+    return found, [[1.0, 1.0], [1.0, 1.0]]

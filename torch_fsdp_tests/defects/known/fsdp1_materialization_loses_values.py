@@ -1,0 +1,33 @@
+"""Something on the meta device makes FSDP1 reset what is beside it, and loaded values are lost.
+
+``param_init_fn`` and ``reset_parameters`` are documented for the modules that are on the meta device. If anything of an
+instance is on meta, even only a buffer, FSDP1 gives each of its modules new memory with ``to_empty`` and calls
+``reset_parameters``. So weights that were loaded already are lost without a warning, ignored parameters too. Modules
+with FSDP of their own, and ignored modules, are left out. A ``param_init_fn`` is called for each module as well, and
+has to look for itself.
+"""
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.fsdp._init_utils._materialize_meta_module",
+    broken=">=2.9",
+    tests=(
+        "distributed/fsdp/test_fsdp_ignored_modules::TestFSDPIgnoredModules"
+        "::test_ignored_parameter_beside_parameters_on_meta",
+        "distributed/fsdp/test_fsdp_meta::TestFSDPWithMetaDevice::test_module_beside_one_on_meta",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    loaded = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.constant_(loaded.weight, 5.0)
+    model = FSDP(nn.Sequential(loaded, nn.Linear(1, 1, device="meta")), use_orig_params=True, device_id=device)
+    with FSDP.summon_full_params(model):
+        return [round(value, 4) for value in loaded.weight.flatten().tolist()], [5.0, 5.0]

@@ -1,0 +1,45 @@
+"""``summon_full_params(with_grads=True)`` gathers tensors of different dtypes if a rank has no gradients.
+
+A rank without a gradient contributes zeros, in torch's default dtype. The other ranks contribute gradients in the dtype
+of their parameters. In a model of another dtype, such as bfloat16, the all-gather then receives messages of the wrong
+size: a rank raises, is aborted, or hangs. A rank has no gradients if its shard of a unit is only padding, or has only
+frozen parameters.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.HANG,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_unshard_params::TestUnshardParams::test_grads_of_another_dtype_on_some_ranks",),
+)
+
+
+class Contributed(Exception):
+    """Takes the place of an exchange of tensors that do not fit."""
+
+
+def contribute(output, shard, *args, **kwargs):
+    raise Contributed(shard.dtype)
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(1, 1, bias=False, device=device, dtype=torch.bfloat16)  # the second rank has only padding
+    model = FSDP(layer, use_orig_params=True, device_id=device)
+    model(torch.ones(1, 1, device=device, dtype=torch.bfloat16)).sum().backward()
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    found = "nothing"
+    with FSDP.summon_full_params(model, writeback=False):  # the weights are gathered now
+        setattr(dist, gather, contribute)
+        try:
+            model._handle.unshard_grad()  # with_grads=True does this
+        except Contributed as contributed:
+            found = str(contributed)
+    return found, "torch.bfloat16"

@@ -1,0 +1,41 @@
+"""An FSDP1 model cannot be copied, and the error does not say so.
+
+``copy.deepcopy`` fails at whatever it meets first: at the views of the flat parameter, which are no leaves
+(``use_orig_params=False``), or at the module of the device that each instance holds. ``AveragedModel`` copies the model
+that it gets, so it fails too. FSDP2 refuses a copy with a message that names the way to go.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._common_utils._FSDPState",
+    broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/149138",
+        "https://github.com/pytorch/pytorch/issues/82070",
+    ),
+    arguable="FSDP1 nowhere promises a copy. One can wrap a copy of the plain model, and load the state dict into it.",
+    tests=("distributed/fsdp/test_fsdp_misc::TestFSDPMiscMultiProcess::test_averaged_model",),
+    fails_with=("RuntimeError", "TypeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    found = {}
+    for use_orig_params in (True, False):
+        model = FSDP(nn.Linear(2, 2, device=device), use_orig_params=use_orig_params, device_id=device)
+        with torch.no_grad():
+            model(torch.ones(1, 2, device=device))
+        try:
+            found[use_orig_params] = type(copy.deepcopy(model)).__name__
+        except (RuntimeError, TypeError) as error:
+            found[use_orig_params] = f"{type(error).__name__}: {str(error).partition(' at ')[0]}"
+    return found, dict.fromkeys((True, False), FSDP.__name__)

@@ -1,0 +1,34 @@
+"""On the host, ``offload_to_cpu`` frees the parameters that it is to show.
+
+``FlatParamHandle.to_cpu`` moves the gathered parameters to the host and then frees the memory on the device. If the
+device is the host, moving returns the same tensor, so its memory is freed. In ``summon_full_params`` the parameters
+cannot be read: that raises or crashes. Afterwards ``writeback``, which is the default, writes memory without values
+to the shards. A full state dict with ``offload_to_cpu`` crashes or raises in the same way.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.LOST_DATA,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu",
+    broken=">=2.9,<2.14",
+    place=Place.HOST,
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/188989",
+        "https://github.com/pytorch/pytorch/pull/188990",
+    ),
+    tests=("distributed/fsdp/test_fsdp_unshard_params::TestUnshardParams::test_offloaded_parameters_have_memory",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    model = FSDP(layer, use_orig_params=True, device_id=device)
+    with FSDP.summon_full_params(model, offload_to_cpu=True, writeback=False):
+        found = layer.weight.untyped_storage().nbytes()  # without memory, the weight must not be read
+    return f"{found} bytes", f"{4 * torch.finfo(torch.float32).bits // 8} bytes"

@@ -1,0 +1,43 @@
+"""A second backward through the same unit raises or crashes unless a forward came between.
+
+After the first backward the unit's parameters are sharded and its hooks are gone. The hook that gathers the parameters
+for backward runs only once after a forward. So the second backward, through the graph of an earlier forward or with
+``retain_graph``, computes with views of memory that was freed. That raises an error about ``setStorage``, or
+kills the process. FSDP2 gathers its parameters again.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
+    broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/136861",
+        "https://github.com/pytorch/pytorch/issues/106637",
+    ),
+    arguable="FSDP1's documentation says that it does not work with double backwards, for example of one graph.",
+    tests=("distributed/fsdp/test_fsdp_multiple_forward::TestMultiForward::test_two_forwards_then_two_backwards",),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    for layer in layers:
+        nn.init.eye_(layer.weight)
+    model = FSDP(layers, use_orig_params=True, device_id=device)
+    losses = [model(torch.full((1, 2), value, device=device)).sum() for value in (1.0, 2.0)]
+    try:
+        for loss in losses:
+            loss.backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            found = layers[1].weight.grad.tolist()
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {str(error).partition(':')[0]}"
+    return found, [[3.0, 3.0], [3.0, 3.0]]

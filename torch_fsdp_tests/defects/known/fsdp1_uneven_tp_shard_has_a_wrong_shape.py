@@ -1,0 +1,38 @@
+"""A sharded state dict has wrong shapes where tensor parallelism splits a dimension unevenly.
+
+To shard a parameter further, FSDP1 makes a DTensor of this rank's part with ``DTensor.from_local``, without its global
+shape. ``from_local`` assumes parts of one size, so ranks of tensor parallelism give the same parameter different
+shapes. A checkpoint of it is refused, because its parts overlap. With rows that are split unevenly,
+``state_dict`` redistributes the DTensor over tensor parallelism, and ranks with unlike shapes raise, abort or hang. The
+older ``_get_box_for`` of the same module, for sharded tensors, has wrong offsets because it rounds the size of a part
+down.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.tensor.parallel.fsdp._chunk_dtensor",
+    broken=">=2.9",
+    world_size=4,
+    upstream=("https://github.com/pytorch/pytorch/pull/188947",),
+    tests=(
+        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_sharded_state_dict_of_uneven_columns",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(3, 2, bias=False, device=device))
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+    model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return tuple(model.state_dict()["0.weight"].shape), (2, 3)
