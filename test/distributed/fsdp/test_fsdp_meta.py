@@ -227,7 +227,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     def _test_bad_arg(self, model: nn.Module) -> None:
         with self.assertRaisesRegex(ValueError, "to be callable"):
-            FSDP(model, auto_wrap_policy=always_wrap_policy, param_init_fn=42)
+            FSDP(model, param_init_fn=42)
 
     @needs_torchdistx
     @skip_if_lt_x_gpu(2)

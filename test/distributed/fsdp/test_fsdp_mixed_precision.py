@@ -107,7 +107,7 @@ class Dtypes(NamedTuple):
 
 
 class LinearMixedPrecision(nn.Module):
-    """A layer without bias, and a buffer with its own dtype. Input and output are a tensor in a tuple."""
+    """A layer without bias, and a buffer with its own dtype. Input and output are a tuple of a tensor and anything."""
 
     def __init__(self, param_dtype: torch.dtype, buffer_name: str = "buffer") -> None:
         super().__init__()
@@ -115,9 +115,9 @@ class LinearMixedPrecision(nn.Module):
         self.buffer_name = buffer_name
         self.register_buffer(buffer_name, torch.randn((1, 2), dtype=BUFFER_DTYPE))
 
-    def forward(self, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        (x,) = inputs
-        return (self.lin(x),)
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = inputs
+        return self.lin(x), *others
 
 
 class TestFSDPMixedPrecision(FSDPTest):
@@ -181,7 +181,9 @@ class TestFSDPMixedPrecision(FSDPTest):
         for _ in range(ITERATIONS):
             before = [param.detach().clone() for param in model.parameters()]
             with recorded() as calls:
-                (output,) = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full),))
+                others = [object(), torch.float64, config]  # no tensors, so FSDP hands them on
+                output, *found = model((torch.randn(3, 10, device=self.device, dtype=dtypes.full), *others))
+                self.assertListEqual(found, others)
                 self._check_low_shards_and_buffers(model, dtypes)
                 loss = scaler.scale(output.sum())
                 self.assertEqual(loss.dtype, dtypes.param)
@@ -208,7 +210,7 @@ class TestFSDPMixedPrecision(FSDPTest):
                 self.assertEqual(value.dtype, BUFFER_DTYPE if name in buffers else dtypes.full, msg=name)
             self._check_low_shards_and_buffers(model, dtypes)
 
-    def _check_forward(self, model: FSDP, layer: nn.Module, inputs: tuple[torch.Tensor], dtypes: Dtypes) -> None:
+    def _check_forward(self, model: FSDP, layer: nn.Module, inputs: tuple[Any, ...], dtypes: Dtypes) -> None:
         """The layer computes in low dtypes. Gathered flat parameters have the low dtype, the others the full one."""
         found = inputs[0].dtype, layer.lin.weight.dtype, getattr(layer, layer.buffer_name).dtype
         self.assertEqual(found, (dtypes.param, dtypes.param, dtypes.buffer))

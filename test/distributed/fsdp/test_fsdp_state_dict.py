@@ -163,13 +163,17 @@ def make_nonzero(model: nn.Module) -> None:
             tensor.copy_(values / 100 if tensor.is_floating_point() else values)
 
 
-def shards_to(value: Any, device: torch.device) -> Any:
-    """Move a tensor, or the shards of a sharded tensor, to another device. The metadata keep the old device."""
+def shards_to(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """A copy of a tensor, or of a sharded tensor with its metadata, on another device."""
     if not isinstance(value, sharded_tensors.ShardedTensor):
         return value.to(device)
-    for shard in value.local_shards():
-        shard.tensor = shard.tensor.to(device)
-    return value
+    shards = [
+        sharded_tensors.Shard.from_tensor_and_offsets(
+            shard.tensor.detach().to(device), shard.metadata.shard_offsets, dist.get_rank()
+        )
+        for shard in value.local_shards()
+    ]
+    return sharded_tensors.init_from_local_shards(shards, value.size(), process_group=group)
 
 
 def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
@@ -811,7 +815,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                 for param in model.parameters():
                     param.detach().zero_()
                 if load_cpu:
-                    state_dict = {name: shards_to(value, HOST) for name, value in state_dict.items()}
+                    state_dict = {name: shards_to(value, HOST, group) for name, value in state_dict.items()}
                 self._load(model, "sharded_state_dict", state_dict)
                 self.assertEqual(summoned(model), before)
         dist.destroy_process_group(group)
