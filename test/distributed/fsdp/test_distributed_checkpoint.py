@@ -183,12 +183,12 @@ class TestCheckpointOnDisk(FSDPTest):
         group = model.process_group
         with mode(model, kind, **config):
             state_dict = model.state_dict()
-            with torch.no_grad():  # local state dicts hold live shards, which need gradients after training
+            with torch.no_grad():  # a way round the defect fsdp1_local_state_dict_is_not_copied
                 dcp.load(state_dict, storage_reader=FileSystemReader(f"{path}/model"), process_group=group)
             model.load_state_dict(state_dict)
         with mode(model, LOCAL if kind is LOCAL else SHARDED):
             state_dict = FSDP.optim_state_dict(model, optim, group=group)
-            # test_optimizer_of_empty_shards says why the planner needs this argument.
+            # A way round the defect fsdp1_checkpoint_of_empty_shards_is_not_loaded.
             planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
             reader = FileSystemReader(f"{path}/optim")
             dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=group)

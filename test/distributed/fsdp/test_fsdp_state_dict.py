@@ -179,7 +179,7 @@ def shards_to(value: Any, device: torch.device, group: dist.ProcessGroup | None 
 def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
     """Join sharded tensors by their offsets. Elements that no rank has become NaN."""
     sharded = {name: value for name, value in state_dict.items() if isinstance(value, sharded_tensors.ShardedTensor)}
-    # Flat shards are views of parameters, created without autograd. Autograd allows no copy of them after a step.
+    # A way round the defect fsdp1_local_state_dict_is_not_copied: flat shards are detached.
     mine = {
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()
@@ -845,6 +845,17 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         """
         flat = [form for form in FORMS if form[0] == "local_state_dict"]
         self.run_subtests({"form": flat, "offload_to_cpu": [True]}, self._test_trained_state_dict)
+
+    @torch_defect("fsdp1_local_state_dict_is_not_copied")
+    @skip_if_lt_x_gpu(2)
+    def test_copy_of_a_local_state_dict(self):
+        """Beyond upstream: a local state dict can be copied after a step. It has the new values."""
+        model = self._wrapped(self._uneven_layers())
+        state_dict = self._save(model, "local_state_dict")
+        self._step(model, torch.optim.SGD(model.parameters(), lr=0.1), step=0)
+        copied = copy.deepcopy(state_dict)
+        wanted = self._save(model, "local_state_dict")
+        self.assertEqual(gathered(copied, self.device), gathered(wanted, self.device), rtol=0, atol=0)
 
     def _test_trained_state_dict(self, form: tuple[str, bool], offload_to_cpu: bool) -> None:
         kind, use_orig_params = form

@@ -3,7 +3,8 @@
 ``FlatParamHandle.to_cpu`` moves the gathered parameters to the host and then frees the memory on the device. If the
 device is the host, moving returns the same tensor, so its memory is freed. In ``summon_full_params`` the parameters
 cannot be read: that raises or crashes. Afterwards ``writeback``, which is the default, writes memory without values
-to the shards. A full state dict with ``offload_to_cpu`` crashes or raises in the same way.
+to the shards. A full state dict with ``offload_to_cpu`` crashes or raises in the same way. Outside ``no_grad`` the
+values that come back also bring autograd history into the gathered tensor, and the next forward raises.
 """
 
 import torch

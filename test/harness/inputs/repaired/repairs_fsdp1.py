@@ -273,6 +273,14 @@ def keep_memory_on_the_host() -> None:
     _flat_param.FlatParamHandle.to_cpu = repaired
 
 
+DETACH_LOCAL_SHARDS = partial(
+    edit,
+    _state_dict_utils,
+    "_local_post_state_dict_hook",
+    (".view(valid_data_size)", ".view(valid_data_size).detach()"),
+)
+
+
 def part_of_this_rank(whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """This rank's part of a state under tensor parallelism, if that is the last dimension of the mesh."""
     for dim, size in enumerate(shape):
@@ -405,12 +413,8 @@ REPAIRS: dict[str, Callable[[], None]] = {
             return made""",
         ),
     ),
-    "fsdp1_local_state_dict_is_not_offloaded": partial(
-        edit,
-        _state_dict_utils,
-        "_local_post_state_dict_hook",
-        (".view(valid_data_size)", ".view(valid_data_size).detach()"),
-    ),
+    "fsdp1_local_state_dict_is_not_copied": DETACH_LOCAL_SHARDS,
+    "fsdp1_local_state_dict_is_not_offloaded": DETACH_LOCAL_SHARDS,
     "fsdp1_lost_shard_becomes_zeros": partial(
         edit,
         _state_dict_utils,

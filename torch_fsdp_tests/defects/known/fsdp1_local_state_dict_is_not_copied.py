@@ -1,0 +1,38 @@
+"""A local state dict cannot be copied after the next optimizer step, nor loaded from several pieces.
+
+A local state dict has the shards themselves, as views of the flat parameters. FSDP1 makes these views under ``no_grad``
+but does not detach them, although tensors in a state dict are detached. Autograd forbids an operation on such a view
+once its base was changed in place. So ``copy.deepcopy`` raises after an optimizer step, and ``dcp.load`` raises when it
+has filled one part of a shard and cuts out the next. ``fsdp1_local_state_dict_is_not_offloaded`` has the same cause.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
+    broken=">=2.9",
+    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_copy_of_a_local_state_dict",),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(2, 2, device=device), device_id=device)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        state = model.state_dict()
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    try:
+        found = ", ".join(copy.deepcopy(state))
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {str(error).partition(' and ')[0]}"
+    return found, "_flat_param"
