@@ -374,7 +374,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
     # Reductions of gradients.
 
     @skip_if_lt_x_gpu(2)
-    @subtests(factor=[None, 1.0, 4.0])
+    @subtests(factor=[None, 0.5, 1.0, 3.0, 4.0])
     def test_gradient_divide_factor(self, factor):
         """Beyond upstream: the sum over the replicas is divided by the factor, or by the number of replicas."""
         model: Any = replicate(nn.Linear(2, 1, bias=False, device=self.device))

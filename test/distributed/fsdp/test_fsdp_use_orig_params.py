@@ -36,7 +36,7 @@ from torch_fsdp_tests.common_utils import (
 )
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
+from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named, of_all_ranks
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
@@ -647,14 +647,24 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     def _layer(self, model: nn.Module, first: bool) -> nn.Linear:
         return model.module.lin1 if first else model.module.lin2
 
-    @skip_if_lt_x_gpu(2)
-    @subtests(change_first_weight=[True, False], change_data=[True, False])
-    def test_param_writeback(self, change_first_weight, change_data):
-        """A new parameter, or new data of the old parameter, replaces the old values."""
-        models = self._models()
+    def _test_param_writeback(
+        self,
+        sharding_strategy: ShardingStrategy,
+        change_first_weight: bool,
+        change_data: bool,
+        dtype: torch.dtype,
+        after_step: bool,
+        offload_params: bool = False,
+    ) -> None:
+        """A new parameter, or new data of the old parameter, replaces the old values, also in another dtype."""
+        models = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(offload_params))
+        if after_step:
+            for model in models:
+                self._loss(model).backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
         for model in models:
             layer = self._layer(model, change_first_weight)
-            twos = torch.full_like(layer.weight, 2.0)
+            twos = torch.full_like(layer.weight, 2.0, dtype=dtype if model is models[1] else None)
             if change_data:
                 layer.weight.data = twos
             else:
@@ -666,7 +676,31 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         if layer.weight.numel() > 0:
             self.assertIs(layer.weight, changed)
             self.assertEqual(layer.weight.untyped_storage().data_ptr(), flat_param.untyped_storage().data_ptr())
+            self.assertEqual(layer.weight.dtype, flat_param.dtype)
         self.assertEqual(self._loss(models[1]), self._loss(models[0]))
+
+    @skip_if_lt_x_gpu(2)
+    @pairwise_subtests(
+        sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD],
+        change_first_weight=[True, False],
+        change_data=[True, False],
+        dtype=[torch.float32, torch.float64],
+        after_step=[False, True],
+    )
+    def test_param_writeback(self, **case):
+        self._test_param_writeback(**case)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], change_data=[True, False])
+    def test_param_writeback_with_offload(self, sharding_strategy, change_data):
+        self._test_param_writeback(sharding_strategy, False, change_data, torch.float32, True, offload_params=True)
+
+    @torch_defect("fsdp1_replaced_offloaded_parameter_is_lost")
+    @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+    def test_param_writeback_before_use_with_offload(self, sharding_strategy):
+        """Like :meth:`test_param_writeback_with_offload`, if nothing has gathered the parameters before."""
+        self._test_param_writeback(sharding_strategy, False, True, torch.float32, False, offload_params=True)
 
     @skip_if_lt_x_gpu(2)
     @subtests(change_first_weight_grad=[False, True], change_data=[False, True], set_to_none=[False, True])

@@ -489,6 +489,25 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
 
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        factor=[0.25, 0.75, 1.0, 3.0, 6.0], dtype=[None, torch.bfloat16, torch.float16], shape=[(4,), (2, 2), (1, 4)]
+    )
+    def test_any_divide_factor(self, factor, dtype, shape):
+        """The sum over all ranks is divided by the factor: below one, one, or a number that is no power of two.
+
+        A forced sum is divided afterwards. Only a reduction in float16 is also divided before.
+        """
+        model: Any = nn.Linear(8, 4, bias=False, device=self.device)
+        fully_shard(model, mesh=self._mesh(*shape), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(dtype is not torch.float16)
+        model(torch.full((1, 8), 1.0 + self.rank, device=self.device)).sum().backward()
+        grad = model.weight.grad.to_local()
+        # The sum is exact in each dtype, and the quotient is rounded once.
+        expected = (torch.tensor(10.0, dtype=dtype, device=self.device) / factor).float()
+        self.assertEqual(grad, expected.expand_as(grad), rtol=0, atol=0)
+
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
         """A factor of 2 halves the sum over the replicas."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
@@ -653,7 +672,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(len({buffer for gather, _ in comms.values() for buffer in gather.buffers}), 2)
 
     @skip_if_lt_x_gpu(2)
-    def test_divide_factor_of_a_custom_reduction(self):
+    @subtests(factor=[8.0, 3.0, 0.5])
+    def test_divide_factor_of_a_custom_reduction(self, factor):
         """Beyond upstream: without a forced sum, the reduction itself multiplies by the reciprocal of the factor."""
         model: Any = nn.Linear(6, 8, bias=False, device=self.device)
         fully_shard(model, mesh=self._mesh(self.world_size))
@@ -674,11 +694,11 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
                 return super().__call__(output_tensor, input_tensor * factor, group, dist.ReduceOp.SUM)
 
         model.set_custom_reduce_scatter(Summing(48))
-        model.set_gradient_divide_factor(8.0)
+        model.set_gradient_divide_factor(factor)
         model(torch.full((1, 6), 1.0 + self.rank, device=self.device)).sum().backward()
-        self.assertEqual(factors, [1 / 8])
+        self.assertEqual(factors, [1 / factor])
         total = sum(range(1, self.world_size + 1))
-        self.assertEqual(model.weight.grad.to_local(), torch.full_like(model.weight.grad.to_local(), total / 8))
+        self.assertEqual(model.weight.grad.to_local(), torch.full_like(model.weight.grad.to_local(), total / factor))
 
     @needs(torch_facts.HAS_COPY_FUNCTIONS_PER_GROUP)
     @skip_if_lt_x_gpu(4)
@@ -1512,7 +1532,7 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     def test_singleton_copy_division(self):
         # Older versions of torch reduce the gradient by PREMUL_SUM, or by a sum that is divided afterwards.
         force_sum = not torch_facts.SKIPS_REDUCTION_OVER_ONE_RANK and bool(accelerator.current().lacks("premul_sum"))
-        self.run_subtests({"divide_factor": [None, 1.0, 2.0]}, self._test_singleton, force_sum=force_sum)
+        self.run_subtests({"divide_factor": [None, 0.5, 1.0, 2.0]}, self._test_singleton, force_sum=force_sum)
 
     @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(1)

@@ -17,15 +17,17 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity, patch_register_post_backward_hook_backward
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
-from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
+from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
-from torch_fsdp_tests.fsdp.references import average_gradients, replicated
+from torch_fsdp_tests.fsdp.references import average_gradients, full, replicated
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 
 ITERATIONS = 4  # the first has no gradients; both ways to zero them follow
@@ -282,6 +284,64 @@ class TestFullyShardFrozen(FSDPTest):
                 self.assertEqual(found, set(trainable))
                 take_step(optims)
             check_sharded_parity(self, ref_model, model)
+
+    def _test_requires_grad(self, reshard_after_forward: bool | int) -> None:
+        """A parameter requires gradients in each state of its group, or in none. The choice may change in between."""
+        layer: Any = nn.Linear(4, 4, device=self.device)
+        fully_shard(layer, reshard_after_forward=reshard_after_forward)
+        seen: list[list[bool]] = []
+
+        def look(*unused: Any) -> None:
+            seen.append([param.requires_grad for param in layer.parameters()])
+
+        layer.register_forward_hook(look)
+        for trainable in ((True, False), (False, True), (True, True), (True, False)):
+            for param, requires_grad in zip(layer.parameters(), trainable):
+                param.requires_grad_(requires_grad)
+            output = layer(self._inputs(0, 2, 4))
+            look()
+            output.sum().backward()
+            look()
+            layer.unshard()
+            look()
+            layer.reshard()
+            self.assertEqual(seen, [list(trainable)] * 4)
+            seen.clear()
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(reshard_after_forward=[True, False])
+    def test_requires_grad_in_each_state(self, reshard_after_forward):
+        self._test_requires_grad(reshard_after_forward)
+
+    @torch_defect("fsdp2_frozen_looks_trainable_on_smaller_mesh")
+    @skip_if_lt_x_gpu(4)
+    def test_requires_grad_on_smaller_mesh(self):
+        self._test_requires_grad(2)
+
+    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
+    @skip_if_lt_x_gpu(4)
+    @pairwise_subtests(
+        dtype=[torch.int64, torch.int8, torch.bool, torch.complex64, torch.bfloat16],
+        reshard_after_forward=[True, False, 2],
+        shape=[(4,), (1, 4)],
+    )
+    def test_frozen_parameter_of_any_dtype(self, dtype, reshard_after_forward, shape):
+        """A frozen parameter of any dtype is whole in forward and after it, beside a trained one."""
+        layer: Any = nn.Linear(4, 4, bias=False, device=self.device)
+        values = torch.arange(32, device=self.device).view(8, 4).remainder(5).to(dtype)
+        layer.table = nn.Parameter(values.clone(), requires_grad=False)
+        seen: list[torch.Tensor] = []
+        layer.register_forward_hook(lambda module, args, output: seen.append(module.table.detach().clone()))
+        mesh = make_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        for _ in range(2):
+            output = layer(self._inputs(0, 2, 4))
+            self.assertEqual((layer.table.dtype, layer.table.requires_grad), (dtype, False))
+            self.assertTrue(torch.equal(full(layer.table.detach()), values))
+            output.sum().backward()
+            self.assertIsNone(layer.table.grad)
+            self.assertTrue(torch.equal(full(layer.table.detach()), values))
+            self.assertTrue(torch.equal(seen.pop(), values))
 
     def _reduces_in_float32_after(self, first_is_frozen: bool) -> None:
         """Train a layer in bfloat16 after a forward in which it was frozen or not."""

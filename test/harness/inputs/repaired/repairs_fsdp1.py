@@ -470,6 +470,15 @@ REPAIRS: dict[str, Callable[[], None]] = {
         "_create_chunk_sharded_tensor",
         ("(local_shard, offsets, rank)", "(local_shard, offsets, dist.get_rank())"),
     ),
+    "fsdp1_replaced_offloaded_parameter_is_lost": partial(
+        edit,
+        _flat_param.FlatParamHandle,
+        "init_flat_param_attributes",
+        (
+            "flat_param._local_shard = flat_param._local_shard.pin_memory()",
+            "flat_param.data = flat_param._local_shard = flat_param._local_shard.pin_memory()",
+        ),
+    ),
     "fsdp1_shards_of_a_group_are_not_gathered": partial(
         edit,
         sharded_tensor.ShardedTensor,

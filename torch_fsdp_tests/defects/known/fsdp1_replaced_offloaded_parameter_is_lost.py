@@ -1,0 +1,39 @@
+"""A parameter that is replaced before the first forward gets its old values back if parameters are offloaded.
+
+With original parameters, FSDP copies the data of a replaced parameter into the flat parameter before it gathers it. The
+first forward also pins the flat parameter's memory. It pins a copy, to which the flat parameter changes after it was
+gathered, but the new data went into the memory from before. So only the first use sees the new values.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
+    broken=">=2.9",
+    tests=(
+        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsWriteback"
+        "::test_param_writeback_before_use_with_offload",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    if device.type == "cpu":  # it has no pinned memory and no stream to wait for
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()
+        torch.cpu.Stream.synchronize = lambda stream: None
+    offload = CPUOffload(offload_params=True)
+    layer = nn.Linear(2, 1, bias=False, device=device)
+    model = FSDP(layer, cpu_offload=offload, use_orig_params=True, device_id=device)
+    layer.weight.data = torch.full_like(layer.weight, 7.0)
+    found = []
+    for _ in range(2):
+        with FSDP.summon_full_params(model, writeback=False):
+            found.append(layer.weight.tolist())
+    return found, [[[7.0, 7.0]]] * 2

@@ -1,0 +1,34 @@
+"""Frozen parameters look trainable between forward and backward if they reshard to a smaller mesh.
+
+With a number as ``reshard_after_forward``, FSDP2 registers parameters over a smaller mesh after forward. It makes them as
+new parameters and does not copy ``requires_grad``, so that each of them claims to require gradients. Whoever looks for
+the trainable parameters between forward and backward finds all of them. An integer parameter, which cannot require
+gradients, makes the forward raise.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
+    broken="<2.12",
+    world_size=4,
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_frozen::TestFullyShardFrozen::test_requires_grad_on_smaller_mesh",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(4, 4, device=device)
+    model.bias.requires_grad_(False)
+    fully_shard(model, reshard_after_forward=2)
+    model(torch.ones(1, 4, device=device))
+
+    found = model.bias.requires_grad
+    return found, False
