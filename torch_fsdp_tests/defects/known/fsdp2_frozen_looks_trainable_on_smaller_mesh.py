@@ -1,8 +1,8 @@
 """Frozen parameters look trainable between forward and backward if they reshard to a smaller mesh.
 
-With a number as ``reshard_after_forward``, FSDP2 registers parameters over a smaller mesh after forward. It makes them as
-new parameters and does not copy ``requires_grad``, so that each of them claims to require gradients. Whoever looks for
-the trainable parameters between forward and backward finds all of them. An integer parameter, which cannot require
+With a number as ``reshard_after_forward``, FSDP2 registers parameters over a smaller mesh after forward. It makes new
+parameters and does not copy ``requires_grad``, so that each of them claims to require gradients. Who looks for the
+trainable parameters between forward and backward finds all of them. An integer parameter, which cannot require
 gradients, makes the forward raise.
 """
 
