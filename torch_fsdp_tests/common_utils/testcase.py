@@ -176,9 +176,10 @@ class TestCase(expecttest.TestCase):
             error = self.failureException(words)
             setattr(error, VERDICT, Verdict(State.UNEXPECTED_SUCCESS, words, Phase.BODY))
             raise error
-        for ids, tests in ((known, shown), (missed, repaired)):
-            for id in ids:
-                tests.setdefault(id, []).append(self.id())
+        for id in known:
+            shown.setdefault(id, []).append(self.id())
+        for id, facts in missed.items():
+            repaired.setdefault(id, []).append(" at ".join([self.id(), *facts["places"]]))
 
     @contextlib.contextmanager
     def subTest(self, msg: Any = None, **params: Any) -> Iterator[None]:

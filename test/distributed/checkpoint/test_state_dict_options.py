@@ -13,6 +13,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ from torch_fsdp_tests.fsdp.training import shard_each, train
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ADAMS = [torch.optim.Adam, torch.optim.AdamW]
+NOTHING = contextlib.nullcontext()
 BACKEND = "eager"  # the names of parameters do not depend on the backend, and this one is fast
 
 
@@ -203,53 +205,49 @@ class TestStateDictOptions(StateDictTest):
                 self.assertEqual(list(unexpected), [key] if hears else [])
                 self.assertEqual(found, wanted, **EXACT)
 
-    @torch_defect("fsdp2_full_load_ignores_missing_keys")
     @skip_if_lt_x_gpu(2)
     def test_missing_key_of_full_state_dict(self):
-        state_dict = self._plain(1).state_dict()
+        model, state_dict = self._layers(self._plain()), self._plain(1).state_dict()
         del state_dict["1.bias"]
-        with self.assertRaisesRegex(RuntimeError, "Missing key.*1.bias"):
-            set_model_state_dict(self._layers(self._plain()), state_dict, options=FULL)
+        with (
+            torch_defect("fsdp2_full_load_ignores_missing_keys"),
+            self.assertRaisesRegex(RuntimeError, "Missing key.*1.bias"),
+        ):
+            set_model_state_dict(model, state_dict, options=FULL)
 
-    @torch_defect("fsdp2_offloaded_broadcast_of_unknown_key_raises")
     @skip_if_lt_x_gpu(2)
-    def test_unexpected_key_with_offload(self):
+    @subtests(cpu_offload=[False, True])
+    def test_unexpected_key_with_offload(self, cpu_offload):
         model = self._layers(self._plain())
         wanted = self._plain(1).state_dict()
-        options = dataclasses.replace(FROM_RANK_0, strict=False, cpu_offload=True)
-        set_model_state_dict(model, self._on_rank_0({**wanted, "unknown": torch.zeros(2)}), options=options)
-        self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
+        given = self._on_rank_0({**wanted, "unknown": torch.zeros(2)})
+        options = dataclasses.replace(FROM_RANK_0, strict=False, cpu_offload=cpu_offload)
+        with torch_defect("fsdp2_offloaded_broadcast_of_unknown_key_raises", when=cpu_offload):
+            set_model_state_dict(model, given, options=options)
+            self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(rows=[1, 3, 5])
-    def test_wrong_shape_of_full_state_dict(self, rows):
-        self._test_wrong_shape(rows, FULL)
-
-    @torch_defect("fsdp2_broadcast_of_wrong_shape_is_loaded")
-    @skip_if_lt_x_gpu(2)
-    @subtests(rows=[1, 3, 5])
-    def test_wrong_shape_is_refused(self, rows):
-        self._test_wrong_shape(rows, FROM_RANK_0)
-
-    def _test_wrong_shape(self, rows: int, options: StateDictOptions) -> None:
+    @subtests(rows=[1, 3, 5], options=[FULL, FROM_RANK_0])
+    def test_wrong_shape_is_refused(self, rows, options):
         """Each rank refuses a bias that does not have four rows. It comes last, so no rank waits for later keys."""
         model = self._layers(self._plain())
         state_dict = {**self._plain(1).state_dict(), "1.bias": torch.full((rows,), 9.0, device=self.device)}
         given = self._given(state_dict, options)
         refused = self._agreed(lambda: set_model_state_dict(model, given, options=options))
-        self.assertEqual(refused, "RuntimeError")
+        with torch_defect("fsdp2_broadcast_of_wrong_shape_is_loaded", when=options.broadcast_from_rank0):
+            self.assertEqual(refused, "RuntimeError")
 
-    @torch_defect("fsdp2_load_changes_the_callers_dict")
     @skip_if_lt_x_gpu(2)
     @subtests(options=[FULL, FROM_RANK_0])
     def test_callers_dict_stays(self, options):
-        state_dict = self._given(self._plain(1).state_dict(), options)
-        wanted = copy.deepcopy(state_dict)
-        set_model_state_dict(self._layers(self._plain()), state_dict, options=options)
-        self.assertFalse(any(map(is_sharded, state_dict.values())))
-        self.assertEqual(state_dict, wanted, **EXACT)
+        model, wanted = self._layers(self._plain()), self._plain(1).state_dict()
+        state_dict = copy.deepcopy(self._given(wanted, options))
+        set_model_state_dict(model, state_dict, options=options)
+        with torch_defect("fsdp2_load_changes_the_callers_dict"):
+            self.assertFalse(any(map(is_sharded, state_dict.values())))
+            self.assertEqual(state_dict, self._given(wanted, options), **EXACT)
+        self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
 
-    @torch_defect("fsdp2_refusal_by_one_rank_hangs")
     @skip_if_lt_x_gpu(2)
     def test_missing_key_of_compiled_model(self):
         model = torch.compile(self._layers(self._plain()), backend=BACKEND)
@@ -257,7 +255,8 @@ class TestStateDictOptions(StateDictTest):
         del state_dict["1.bias"]
         given = self._on_rank_0(state_dict)
         refused = self._agreed(lambda: set_model_state_dict(model, given, options=FROM_RANK_0), broadcasts=True)
-        self.assertEqual(refused, "RuntimeError")
+        with torch_defect("fsdp2_refusal_by_one_rank_hangs"):
+            self.assertEqual(refused, "RuntimeError")
 
     # --- Which parameters, buffers and other states ---
 
@@ -271,15 +270,16 @@ class TestStateDictOptions(StateDictTest):
         set_model_state_dict(loading, given, options=options)
         self.assertEqual(loading.given, [{"count": 3}])
 
-    @torch_defect("fsdp2_missing_extra_state_is_made_up")
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(strict=False), dataclasses.replace(FULL, strict=False)])
     def test_missing_extra_state(self, options):
-        model = fully_shard(WithExtraState(3, self.device))
-        state_dict = dict(get_model_state_dict(model, options=options))
+        saving, loading = (fully_shard(WithExtraState(count, self.device)) for count in (3, 4))
+        state_dict = dict(get_model_state_dict(saving, options=options))
         del state_dict["_extra_state"]
-        set_model_state_dict(model, state_dict, options=options)
-        self.assertEqual(model.given, [])
+        set_model_state_dict(loading, dict(state_dict), options=options)
+        with torch_defect("fsdp2_missing_extra_state_is_made_up", when=options.full_state_dict):
+            self.assertEqual(loading.given, [])
+        self.assertEqual(whole(loading.weight), whole(saving.weight), **EXACT)
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL])
@@ -318,12 +318,12 @@ class TestStateDictOptions(StateDictTest):
         with self.assertRaisesRegex(AttributeError, "weight"):
             get_model_state_dict(self._embeddings(FusionEmbeddingWithHook, 0)[1])
 
-    @torch_defect("fsdp2_name_of_fqn_modifiers_is_ignored")
     @skip_if_lt_x_gpu(2)
     def test_fqn_modifiers_of_another_name(self):
         plain, model = self._embeddings(RenamedModifier, 0)
         options = StateDictOptions(dsd_fqn_modifiers="renamed")
-        self._verify_msd(plain.state_dict(), get_model_state_dict(model, options=options))
+        with torch_defect("fsdp2_name_of_fqn_modifiers_is_ignored"):
+            self._verify_msd(plain.state_dict(), get_model_state_dict(model, options=options))
 
     @skip_if_lt_x_gpu(2)
     @subtests(prefixes=[True, False])
@@ -382,17 +382,15 @@ class TestStateDictOptions(StateDictTest):
         self.assertEqual("1.bias" in found["state"], options.full_state_dict)
         self.assertEqual(whole_tree({**found["state"], "1.bias": None}), whole_tree({**osd["state"], "1.bias": None}))
 
-    @torch_defect("fsdp2_flattened_state_missing_in_silence")
     @skip_if_lt_x_gpu(2)
     def test_missing_state_of_flattened_optim_state(self):
         pair = self._small()
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         del osd["state.1.bias.exp_avg"]
-        with self.assertRaises((RuntimeError, KeyError)):
+        with torch_defect("fsdp2_flattened_state_missing_in_silence"), self.assertRaises((RuntimeError, KeyError)):
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
 
-    @torch_defect("fsdp1_flattened_load_by_some_ranks")
     @skip_if_lt_x_gpu(2)
     def test_flattened_load_after_a_step(self):
         """All ranks take the same states from a flattened state dict, and pass them to FSDP1, which gathers them."""
@@ -405,9 +403,10 @@ class TestStateDictOptions(StateDictTest):
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
         given = to_load.call_args.args[2]["state"]
         states = {name: sorted(state) for name, state in given.items()}
-        self.assertEqual(of_all_ranks(states), [{name: ["exp_avg", "exp_avg_sq", "step"] for name in given}] * 2)
+        found, wanted = of_all_ranks(states), {name: ["exp_avg", "exp_avg_sq", "step"] for name in given}
+        with torch_defect("fsdp1_flattened_load_by_some_ranks"):
+            self.assertEqual(found, [wanted] * 2)
 
-    @torch_defect("fsdp2_refusal_by_one_rank_hangs")
     @skip_if_lt_x_gpu(2)
     def test_missing_state_of_broadcast_optim_state(self):
         pair = self._small()
@@ -417,9 +416,9 @@ class TestStateDictOptions(StateDictTest):
         refused = self._agreed(
             lambda: set_optimizer_state_dict(pair.model, pair.optims, given, options=FROM_RANK_0), broadcasts=True
         )
-        self.assertEqual(refused, "RuntimeError")
+        with torch_defect("fsdp2_refusal_by_one_rank_hangs"):
+            self.assertEqual(refused, "RuntimeError")
 
-    @torch_defect("fsdp2_set_state_dict_does_not_broadcast")
     @skip_if_lt_x_gpu(2)
     def test_set_state_dict_broadcasts(self):
         pair = self._small()
@@ -428,9 +427,9 @@ class TestStateDictOptions(StateDictTest):
         # Without this replacement rank 0 would wait for the others.
         with torch_names.patched(internals.dsd, "_broadcast_state_dict") as broadcast:
             set_state_dict(pair.model, pair.optims, model_state_dict=msd, optim_state_dict=osd, options=FROM_RANK_0)
-        self.assertEqual(broadcast.call_count, 2)
+        with torch_defect("fsdp2_set_state_dict_does_not_broadcast"):
+            self.assertEqual(broadcast.call_count, 2)
 
-    @torch_defect("fsdp2_frozen_parameter_loses_its_state")
     @skip_if_lt_x_gpu(2)
     def test_state_of_frozen_parameter(self):
         """A parameter that was trained and is now frozen keeps its moments through a checkpoint."""
@@ -438,45 +437,58 @@ class TestStateDictOptions(StateDictTest):
         for model in (pair.model, other.model):
             model[1].requires_grad_(False)
         set_optimizer_state_dict(other.model, other.optims, get_optimizer_state_dict(pair.model, pair.optims))
-        self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+        found, wanted = (whole_tree(each.optims[0].state_dict()) for each in (other, pair))
+        with torch_defect("fsdp2_frozen_parameter_loses_its_state"):
+            self.assertEqual(sorted(found["state"]), [0, 1, 2, 3])
+            self.assertEqual([found["state"][number] for number in (2, 3)], [wanted["state"][2], wanted["state"][3]])
+        trained = {number: wanted["state"][number] for number in (0, 1)}
+        self.assertEqual({number: found["state"][number] for number in (0, 1)}, trained, **EXACT)
+        self.assertEqual(found["param_groups"], wanted["param_groups"])
 
-    @torch_defect("fsdp2_flattened_full_optim_state_is_not_loaded")
     @skip_if_lt_x_gpu(2)
     def test_flattened_full_optim_state(self):
         pair, other = self._small(0), self._small(1, trained=False)
         options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
         self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
-        set_optimizer_state_dict(other.model, other.optims, osd, options=options)
-        self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+        with torch_defect("fsdp2_flattened_full_optim_state_is_not_loaded"):
+            set_optimizer_state_dict(other.model, other.optims, osd, options=options)
+            self.assertEqual(whole_tree(other.optims[0].state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
 
-    @torch_defect("fsdp2_full_optim_state_loads_lists_for_tuples")
     @skip_if_lt_x_gpu(2)
     def test_tuples_among_settings(self):
         pair = self._small()
         before = copy.deepcopy(pair.optims[0].param_groups[0]["betas"])
         osd = get_optimizer_state_dict(pair.model, pair.optims, options=FULL)
         set_optimizer_state_dict(pair.model, pair.optims, osd, options=FULL)
-        self.assertEqual(repr(pair.optims[0].param_groups[0]["betas"]), repr(before))
+        found = pair.optims[0].param_groups[0]["betas"]
+        with torch_defect("fsdp2_full_optim_state_loads_lists_for_tuples"):
+            self.assertEqual(repr(found), repr(before))
+        self.assertEqual(tuple(found), before)
 
-    @torch_defect("fsdp2_asking_for_optim_state_is_a_step")
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=ADAMS)
     def test_asking_for_states_changes_nothing(self, optim_cls):
         """Asking for the states before the first step does not change the training."""
         pair = self._small(0, optim_cls, trained=False)
+        settings = copy.deepcopy(pair.optims[0].state_dict()["param_groups"])
         get_optimizer_state_dict(pair.model, pair.optims)
+        self._verify_msd(pair.ref_model.state_dict(), get_model_state_dict(pair.model), **EXACT)
+        self.assertEqual(pair.optims[0].state_dict()["param_groups"], settings)
+        self.assertEqual([param.grad for param in pair.model.parameters()], [None] * 4)
         pair.train(range(2))
-        self._verify_pair(pair, *pair.states())
+        states = pair.states()
+        with torch_defect("fsdp2_asking_for_optim_state_is_a_step"):
+            self._verify_pair(pair, *states)
 
-    @torch_defect("fsdp1_tp_full_optim_state_stays_split")
     @requires_world_size(4)
     def test_full_optim_state_of_fsdp1_and_tp(self):
         pair = self._with_tp(8, fsdp=1)
-        config = FullOptimStateDictConfig(rank0_only=False)
+        config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
         with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
             osd = FSDP.optim_state_dict(pair.model, pair.optims[0])
-        self.assertFalse(any(is_sharded(value) for state in osd["state"].values() for value in state.values()))
+        with torch_defect("fsdp1_full_optim_state_stays_split_by_tp"):
+            self.assertFalse(any(is_sharded(value) for state in osd["state"].values() for value in state.values()))
         self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
 
     @requires_world_size(4)
@@ -496,18 +508,19 @@ class TestStateDictOptions(StateDictTest):
     def test_broadcast_of_uneven_rows_to_fsdp2_and_tp(self):
         self._test_load_with_tp(6, FROM_RANK_0)
 
-    @torch_defect("fsdp2_tp_uneven_full_state_dict_is_not_loaded")
     @requires_world_size(4)
     def test_uneven_rows_of_fsdp2_and_tp(self):
-        self._test_load_with_tp(6, FULL)
+        self._test_load_with_tp(6, FULL, torch_defect("fsdp2_tp_uneven_full_state_dict_is_not_loaded"))
 
-    def _test_load_with_tp(self, rows: int, options: StateDictOptions) -> None:
+    def _test_load_with_tp(self, rows: int, options: StateDictOptions, shows: AbstractContextManager = NOTHING) -> None:
+        """``shows`` is the known defect that the load shows."""
         pair = self._with_tp(rows, fsdp=2)
         plain = self._with_tp(rows, fsdp=2, seed=1).ref_model
         state_dict = copy.deepcopy(plain.state_dict())
         given = self._given(state_dict, options)
-        set_model_state_dict(pair.model, given, options=options)
-        self._verify_msd(plain.state_dict(), get_model_state_dict(pair.model), **EXACT)
+        with shows:
+            set_model_state_dict(pair.model, given, options=options)
+            self._verify_msd(plain.state_dict(), get_model_state_dict(pair.model), **EXACT)
 
     def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> Pair:
         """A trained pair on a mesh of two dimensions: tensor parallelism shards ``rows``, and FSDP each half."""
@@ -527,44 +540,53 @@ class TestStateDictOptions(StateDictTest):
 
     # --- Groups of optimizers ---
 
-    def _test_groups(self, order: Callable[[list[Any]], list[Any]], options: StateDictOptions) -> None:
-        """The settings are loaded into the groups with the same parameters, even with an empty group among them."""
+    def _test_groups(
+        self,
+        order: Callable[[list[Any]], list[Any]],
+        options: StateDictOptions,
+        shows: AbstractContextManager = NOTHING,
+    ) -> None:
+        """The settings are loaded into the groups with the same parameters, even with an empty group among them.
+
+        ``shows`` is the known defect that this shows.
+        """
         pair, other = self._small(0), self._small(1, trained=False)
         for each, lrs in ((pair, (0.5, 0.1)), (other, (7.0, 7.0))):
             groups = [{"params": [], "lr": lrs[0]}, {"params": list(each.model.parameters()), "lr": lrs[1]}]
             each.optims = [torch.optim.Adam(order(groups))]
-        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
-        set_optimizer_state_dict(other.model, other.optims, osd, options=options)
-        found, wanted = ([group["lr"] for group in each.optims[0].param_groups] for each in (other, pair))
-        self.assertEqual(found, wanted)
+        with shows:
+            osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+            set_optimizer_state_dict(other.model, other.optims, osd, options=options)
+            found, wanted = ([group["lr"] for group in each.optims[0].param_groups] for each in (other, pair))
+            self.assertEqual(found, wanted)
 
     @skip_if_lt_x_gpu(2)
     @subtests(options=[StateDictOptions(), FULL])
     def test_empty_group_comes_last(self, options):
         self._test_groups(lambda groups: groups[::-1], options)
 
-    @torch_defect("fsdp2_settings_of_empty_group_are_not_loaded")
     @skip_if_lt_x_gpu(2)
     @subtests(options=[FULL, StateDictOptions()])
     def test_empty_group_comes_first(self, options):
-        self._test_groups(lambda groups: groups, options)
+        self._test_groups(lambda groups: groups, options, torch_defect("fsdp2_settings_of_empty_group_are_not_loaded"))
 
-    @torch_defect("fsdp2_settings_of_empty_group_are_not_loaded")
     @skip_if_lt_x_gpu(2)
     def test_empty_group_of_flattened_optim_state(self):
-        self._test_groups(lambda groups: groups[::-1], StateDictOptions(flatten_optimizer_state_dict=True))
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        shows = torch_defect("fsdp2_settings_of_empty_group_are_not_loaded")
+        self._test_groups(lambda groups: groups[::-1], options, shows)
 
-    @torch_defect("fsdp2_stateless_optimizers_are_mixed_up")
     @skip_if_lt_x_gpu(2)
     def test_groups_of_stateless_optimizer(self):
         """The settings are loaded into the groups with the same parameters, in any order of the groups."""
         model = self._layers(self._plain())
         saving = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)])
         loading = torch.optim.SGD([{"params": layer.parameters()} for layer in reversed(model)])
-        set_optimizer_state_dict(model, loading, get_optimizer_state_dict(model, saving))
-        self.assertEqual([group["lr"] for group in loading.param_groups], [0.2, 0.1])
+        osd = get_optimizer_state_dict(model, saving)
+        with torch_defect("fsdp2_stateless_optimizers_are_mixed_up"):
+            set_optimizer_state_dict(model, loading, osd)
+            self.assertEqual([group["lr"] for group in loading.param_groups], [0.2, 0.1])
 
-    @torch_defect("fsdp2_stateless_optimizers_are_mixed_up")
     @skip_if_lt_x_gpu(2)
     def test_several_stateless_optimizers(self):
         model = self._layers(self._plain())
@@ -572,17 +594,20 @@ class TestStateDictOptions(StateDictTest):
         osd = get_optimizer_state_dict(model, optims)
         for optim in optims:
             optim.param_groups[0]["lr"] = 7.0
-        set_optimizer_state_dict(model, optims, osd)
-        self.assertEqual([optim.param_groups[0]["lr"] for optim in optims], [0.1, 0.2])
+        with torch_defect("fsdp2_stateless_optimizers_are_mixed_up"):
+            set_optimizer_state_dict(model, optims, osd)
+            self.assertEqual([optim.param_groups[0]["lr"] for optim in optims], [0.1, 0.2])
 
-    @torch_defect("fsdp2_flattened_settings_are_not_compared")
     @skip_if_lt_x_gpu(2)
     def test_unlike_settings_of_flattened_optim_state(self):
         model = self._layers(self._plain())
         groups = [{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(model, 1)]
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         osd = get_optimizer_state_dict(model, torch.optim.Adam(groups), options=options)
-        with self.assertRaisesRegex(RuntimeError, "same saved param_group value"):
+        with (
+            torch_defect("fsdp2_flattened_settings_are_not_compared"),
+            self.assertRaisesRegex(RuntimeError, "same saved param_group value"),
+        ):
             set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), osd, options=options)
 
     # --- What is refused ---

@@ -22,7 +22,10 @@ DEFECT = Defect(
     broken=">=2.9",
     world_size=4,
     arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",
-    tests=("distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_full_optim_state_dict",),
+    tests=(
+        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_full_optim_state_of_fsdp1_and_tp",
+        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_full_optim_state_dict",
+    ),
 )
 
 
