@@ -5,6 +5,6 @@ holds the facts, and ``reproduce(rank, world_size, device)`` returns what torch 
 ``python -m torch_fsdp_tests.defects`` tries them all.
 """
 
-from torch_fsdp_tests.defects.in_tests import torch_defect
+from torch_fsdp_tests.defects.in_tests import NO_DEFECT, torch_defect
 
-__all__ = ["torch_defect"]
+__all__ = ["NO_DEFECT", "torch_defect"]

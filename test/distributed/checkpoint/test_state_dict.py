@@ -6,12 +6,10 @@ must be equal bit for bit, and training must continue like that of the reference
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from torch_fsdp_tests.common_dist_composable import CompositeParamModel, UnitMod
 from torch_fsdp_tests.common_distributed import requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
     Pair,
@@ -54,7 +52,6 @@ FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ADAMS = [torch.optim.Adam, torch.optim.AdamW]
-NOTHING = contextlib.nullcontext()
 BACKEND = "eager"  # the names of parameters do not depend on the backend, and this one is fast
 
 
@@ -80,7 +77,7 @@ class TestStateDict(StateDictTest):
         self,
         init: Callable[[int], Pair],
         flatten_optimizer: bool = False,
-        load_shows: AbstractContextManager = NOTHING,
+        load_shows: torch_defect = NO_DEFECT,
     ) -> None:
         """``init(seed)`` builds a pair; other seeds give other parameters. ``load_shows`` is a known defect."""
         options = StateDictOptions(flatten_optimizer_state_dict=flatten_optimizer)

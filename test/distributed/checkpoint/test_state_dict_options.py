@@ -13,7 +13,6 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.common_state_dict import (
     EXACT,
     FusionEmbeddingWithHook,
@@ -58,7 +57,6 @@ from torch_fsdp_tests.fsdp.training import shard_each, train
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 ADAMS = [torch.optim.Adam, torch.optim.AdamW]
-NOTHING = contextlib.nullcontext()
 BACKEND = "eager"  # the names of parameters do not depend on the backend, and this one is fast
 
 
@@ -512,7 +510,7 @@ class TestStateDictOptions(StateDictTest):
     def test_uneven_rows_of_fsdp2_and_tp(self):
         self._test_load_with_tp(6, FULL, torch_defect("fsdp2_tp_uneven_full_state_dict_is_not_loaded"))
 
-    def _test_load_with_tp(self, rows: int, options: StateDictOptions, shows: AbstractContextManager = NOTHING) -> None:
+    def _test_load_with_tp(self, rows: int, options: StateDictOptions, shows: torch_defect = NO_DEFECT) -> None:
         """``shows`` is the known defect that the load shows."""
         pair = self._with_tp(rows, fsdp=2)
         plain = self._with_tp(rows, fsdp=2, seed=1).ref_model
@@ -544,7 +542,7 @@ class TestStateDictOptions(StateDictTest):
         self,
         order: Callable[[list[Any]], list[Any]],
         options: StateDictOptions,
-        shows: AbstractContextManager = NOTHING,
+        shows: torch_defect = NO_DEFECT,
     ) -> None:
         """The settings are loaded into the groups with the same parameters, even with an empty group among them.
 

@@ -168,7 +168,6 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         for mlp, ref in zip(model, (before_inner, before_root)):
             self._check_params(True, mlp, ref)
 
-    @torch_defect("fsdp2_uneven_rows_shown_wrong")
     @skip_if_lt_x_gpu(1)
     @subtests(rows=[4, 5, 7])
     def test_param_registration_after_partial_reshard(self, rows):
@@ -187,8 +186,11 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
         model = broadcast_parameters(nn.Linear(2, rows, device=self.device))
         before = [param.detach().clone() for param in model.parameters()]
         fully_shard(model, reshard_after_forward=2)
-        model(self._inputs(2, 2))
+        output = model(self._inputs(2, 2))
         self.assertEqual({param.placements for param in model.parameters()}, {(Replicate(), Shard(0))})
+        with torch_defect("fsdp2_uneven_rows_shown_wrong", when=rows == 5):
+            self._check_params(True, model, before)
+        output.sum().backward()
         self._check_params(True, model, before)
 
     @skip_if_lt_x_gpu(1)
@@ -322,11 +324,21 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         config = {"lin_shapes": [[(32, 16), (16, 8)]], "use_shard_placement_fn": [True]}
         self.run_subtests(config, self._test_train_parity_single_group, optim_cls=torch.optim.Adam)
 
-    @torch_defect("fsdp2_smaller_mesh_with_columns_raises")
     @skip_if_lt_x_gpu(4)
     def test_train_parity_post_forward_shard_largest_dim(self):
         """Parameters sharded by columns reshard to a smaller mesh after forward, and backward unshards them from it."""
-        self._test_train_parity_single_group([(32, 16), (16, 8)], use_shard_placement_fn=True, reshard_after_forward=2)
+        manual_seed(42)
+        layer: Any = nn.Linear(16, 4)
+        ref_layer = self._replica(layer)
+        fully_shard(layer, shard_placement_fn=shard_largest_dim, reshard_after_forward=2)
+        for _ in range(2):
+            with torch.no_grad():
+                self.assertEqual(layer(inp := self._inputs(4, 16)), ref_layer(inp))
+            layer.reshard()
+        with torch_defect("fsdp2_smaller_mesh_with_columns_raises"):
+            self._test_train_parity_single_group(
+                [(32, 16), (16, 8)], use_shard_placement_fn=True, reshard_after_forward=2
+            )
 
     @skip_if_lt_x_gpu(2)
     @compiled_fsdp_test(compile_compute_on_module=Transformer)
@@ -920,9 +932,9 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         model = nn.Sequential(nn.Linear(8, 8), *(MLP(8) for _ in range(3))).to(self.device)
         return shard_each([*model[1:], model], **kwargs)
 
-    def _check_recovered(self, model: nn.Module, **kwargs: Any) -> None:
-        """After the reset no state of the failed iteration is left, and the model trains bitwise like a fresh one."""
-        comm, iteration = internals.comm_context(model), internals.iteration_context(model)
+    def _check_reset(self, model: nn.Module) -> None:
+        """After the reset no state of the failed iteration is left."""
+        comm = internals.comm_context(model)
         held: tuple[Any, ...] = comm.post_forward_order, comm.reduce_scatter_states, comm.all_gather_state
         self.assertEqual(held, ([], [], None))
         for group in internals.groups_of(model):
@@ -930,6 +942,11 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             held = internals.pending_gather(group), group._partial_reduce_output, group._all_reduce_state
             self.assertEqual(held, (None, None, None))
             self.assertEqual(internals.forward_positions(group), [])
+
+    def _check_recovered(self, model: nn.Module, **kwargs: Any) -> None:
+        """After the reset no state is left, and the model trains bitwise like a fresh one."""
+        self._check_reset(model)
+        iteration = internals.iteration_context(model)
         fresh = self._mlps(**kwargs)
         model.zero_grad()
         event = torch.get_device_module(self.device.type).Event()
@@ -1005,7 +1022,6 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         self._check_recovered(model)
 
     @needs_reset
-    @torch_defect("fsdp2_reset_keeps_unreduced_gradients")
     @skip_if_lt_x_gpu(2)
     @subtests(reduce_dtype=[None, torch.float32])
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
@@ -1029,10 +1045,11 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         model.set_requires_gradient_sync(False)
         loss_of(model(self._inputs(4, 8))).backward()
         self._break_off(model, "forward, between")
-        self._check_recovered(model, **kwargs)
+        self._check_reset(model)
+        with torch_defect("fsdp2_reset_keeps_unreduced_gradients"):
+            self._check_recovered(model, **kwargs)
 
     @needs_reset
-    @torch_defect("fsdp2_reset_keeps_gradients_of_broken_backward")
     @skip_if_lt_x_gpu(2)
     def test_reset_iter_state_drops_gradients_of_broken_backward(self):
         """Beyond upstream: if backward raises inside a module, a reset drops the gradients that the module already has.
@@ -1049,7 +1066,9 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         model = self._mlps()
         self._seed()
         self._break_off(model, "backward, inside")
-        self._check_recovered(model)
+        self._check_reset(model)
+        with torch_defect("fsdp2_reset_keeps_gradients_of_broken_backward"):
+            self._check_recovered(model)
 
 
 class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
@@ -1066,22 +1085,24 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._tokens(2, 16), optim_cls=ShardAdamW)
         check_full(self, ref_model, model)
 
-    @torch_defect("fsdp2_inference_mode_with_columns_raises")
     @skip_if_lt_x_gpu(2)
-    def test_first_evaluation_in_inference_mode(self):
+    @subtests(without_grad=[torch.inference_mode, torch.no_grad], placement_fn=[shard_largest_dim, None])
+    def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn):
         """Beyond upstream: the first forward may be in inference mode, also if parameters are sharded by columns."""
         manual_seed(42)
         model = nn.Linear(16, 4)
         ref_model = self._replica(model)
-        fully_shard(model, shard_placement_fn=shard_largest_dim, reshard_after_forward=True)
+        fully_shard(model, shard_placement_fn=placement_fn, reshard_after_forward=True)
         self._seed()
-        for _ in range(2):
-            inp = self._inputs(2, 16)
-            with torch.inference_mode():
-                self.assertEqual(model(inp), ref_model(inp))
-            with torch.no_grad():
-                for param in (*model.parameters(), *ref_model.parameters()):
-                    param.mul_(3)  # the second evaluation reads the new shards
+        raises = without_grad is torch.inference_mode and placement_fn is not None
+        with torch_defect("fsdp2_inference_mode_with_columns_raises", when=raises):
+            for _ in range(2):
+                inp = self._inputs(2, 16)
+                with without_grad():
+                    self.assertEqual(model(inp), ref_model(inp))
+                with torch.no_grad():
+                    for param in (*model.parameters(), *ref_model.parameters()):
+                        param.mul_(3)  # the second evaluation reads the new shards
 
 
 class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThread):
@@ -1367,7 +1388,6 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         model.set_requires_all_reduce(True)
         self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
 
-    @torch_defect("fsdp2_partial_reduction_reaches_another_parameter")
     @skip_if_lt_x_gpu(4)
     @subtests(
         microbatches=[("left", "right"), ("left", "both"), ("both", "right"), ("left", "right", "left")],
@@ -1375,14 +1395,15 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     )
     def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
         """Beyond upstream: microbatches with one all-reduce at the end may use different parameters of a group."""
-        self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
+        with torch_defect("fsdp2_partial_reduction_reaches_another_parameter"):
+            self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
 
-    @torch_defect("fsdp2_partial_reduction_of_unused_group_is_left")
     @skip_if_lt_x_gpu(4)
     @subtests(microbatches=[("both", "right"), ("left", "right")])
     def test_partial_reduction_of_unused_group(self, microbatches):
         """Beyond upstream: a group that the last microbatch does not use is all-reduced with the others."""
-        self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
+        with torch_defect("fsdp2_partial_reduction_of_unused_group_is_left"):
+            self._test_partial_reductions(microbatches, lambda model: [model.left, model.right, model])
 
     @skip_if_lt_x_gpu(4)
     @subtests(
@@ -1417,7 +1438,6 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         next_batch = lambda: self._inputs(len(microbatches), 2, 8).unbind()  # noqa: E731
         self._check_training(ref_model, model, next_batch, step=step)
 
-    @torch_defect("fsdp2_accumulation_of_later_parameter_raises")
     @skip_if_lt_x_gpu(4)
     @subtests(second=["right", "both"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
@@ -1438,10 +1458,13 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         for used, is_last in (("left", False), (second, True)):
             inp = torch.randint(-4, 5, (2, 8), device=self.device).float()
             model.set_requires_gradient_sync(is_last)
-            for each in (ref_model, model):
-                each(inp, *BRANCHES[used]).sum().backward()
-        average_gradients(ref_model)
-        check_parity(self, ref_model, model, what=("gradient",), rtol=0, atol=0)
+            loss = model(inp, *BRANCHES[used]).sum()
+            ref_model(inp, *BRANCHES[used]).sum().backward()
+            with torch_defect("fsdp2_accumulation_of_later_parameter_raises", when=is_last):
+                loss.backward()
+                if is_last:
+                    average_gradients(ref_model)
+                    check_parity(self, ref_model, model, what=("gradient",), rtol=0, atol=0)
 
     def _hsdp_mlps(self, reshard_after_forward: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
         manual_seed(42)
@@ -1534,9 +1557,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step)
         self.assertEqual(counts, counts[:1] * 3)
 
-    @torch_defect("fsdp2_inference_mode_breaks_training")
     @skip_if_lt_x_gpu(2)
-    def test_inference_before_first_step(self):
+    @subtests(reshard_after_forward=[True, False, None])
+    def test_inference_before_first_step(self, reshard_after_forward):
         """Beyond upstream: a model may be evaluated in inference mode before it is trained.
 
         It may not (seen in 2.9.1, 2.11.0 and 2.13.0). The first forward allocates the all-gather outputs, here as
@@ -1548,10 +1571,18 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 model(x)
             model(x).sum().backward()  # raises
         """
-        ref_model, model = self._two_mlps(reshard_after_forward=True)
-        with torch.inference_mode():
-            self.assertEqual(model(inp := self._inputs(2, 8)), ref_model(inp))
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+        ref_model, model = self._two_mlps(reshard_after_forward)
+        for _ in range(2):
+            with torch.inference_mode():
+                self.assertEqual(model(inp := self._inputs(2, 8)), ref_model(inp))
+            for module in internals.fsdp_modules(model):
+                module.reshard()
+            check_sharded_parity(self, ref_model, model)
+            with torch.no_grad():
+                for param in (*model.parameters(), *ref_model.parameters()):
+                    param.mul_(1.5)
+        with torch_defect("fsdp2_inference_mode_breaks_training"):
+            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, 2, None])
