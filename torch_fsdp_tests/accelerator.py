@@ -11,6 +11,7 @@ Nothing here initializes a device runtime in this process, because such a proces
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch_fsdp_tests import accelerator_probe, events, launcher, settings, vendors
 from torch_fsdp_tests.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
+from torch_fsdp_tests.verdict import in_one_line
 
 CPU_RANKS = 4
 # Backends that move no data between processes, so a test over them proves nothing.
@@ -46,6 +48,10 @@ class Accelerator:
     ranks: int
     capabilities: frozenset[str] = frozenset()
     vendor_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in sorted(set(self.capabilities) - CAPABILITIES.keys()):
+            raise ConfigurationError(_unknown_capability(name))
 
     @property
     def name(self) -> str:
@@ -86,7 +92,7 @@ class Accelerator:
     def has(self, capability: str) -> bool:
         """Whether the capability was found. Raises ``KeyError`` for a name that is not in ``CAPABILITIES``."""
         if capability not in CAPABILITIES:
-            raise KeyError(f"unknown capability {capability!r}; the known ones are {', '.join(sorted(CAPABILITIES))}")
+            raise KeyError(_unknown_capability(capability))
         return capability in self.capabilities
 
     def lacks(self, *capabilities: str) -> str | None:
@@ -110,6 +116,13 @@ class Accelerator:
             f"needs {world_size} {self.name} devices, but sees only {self.count}; "
             f"ranks that share a device cannot use {self.backend}"
         )
+
+
+def _unknown_capability(name: str) -> str:
+    near = difflib.get_close_matches(name, CAPABILITIES, n=1)
+    return f"unknown capability {name!r}; " + (
+        f"nearest: {near[0]}" if near else f"the known ones are {', '.join(sorted(CAPABILITIES))}"
+    )
 
 
 def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Accelerator:
@@ -238,20 +251,46 @@ def _asked_ranks() -> int | None:
 @functools.cache
 def _resolve(asked_type: str | None, backend: str | None, ranks: int | None) -> Accelerator:
     if asked_type is None:
+        vendors.load_all()  # a package that cannot be imported is an error, and no reason to test the CPU
         found = torch.accelerator.current_accelerator()
         asked_type = "cpu" if found is None or not _visible(found.type, backend) else found.type
     vendor = vendors.load(asked_type)
     if vendor is not None and vendor.describe is not None:
-        return pkgutil.resolve_name(vendor.describe)(backend=backend, ranks=ranks)
+        return _described(vendor, backend, ranks)
     try:
         torch.device(asked_type)
     except RuntimeError as error:
-        offered = sorted({"cpu", *vendors.installed(), *dist.Backend.default_device_backend_map})
-        raise ConfigurationError(
-            f"unknown device {asked_type!r} in {DEVICE_VARIABLE}: this torch and the installed extensions offer "
-            f"{', '.join(offered)}"
-        ) from error
+        raise ConfigurationError(_unknown_device(asked_type)) from error
     return from_torch(asked_type, backend, ranks)
+
+
+def _described(vendor: vendors.Vendor, backend: str | None, ranks: int | None) -> Accelerator:
+    """The description by the vendor's own function. Raises :class:`ConfigurationError` if it fails."""
+    what = f"the function {vendor.describe} that describes the device {vendor.device_type!r}"
+    try:
+        describe = pkgutil.resolve_name(vendor.describe or "")
+    except Exception as error:
+        remedy = "write it, or leave `describe` out of the Vendor, so that torch is asked"
+        raise ConfigurationError(f"{what} cannot be imported: {in_one_line(error)}; {remedy}") from error
+    try:
+        found = describe(backend=backend, ranks=ranks)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{what} says: {error}") from error
+    except Exception as error:
+        raise ConfigurationError(f"{what} failed: {in_one_line(error)}") from error
+    if not isinstance(found, Accelerator):
+        raise ConfigurationError(f"{what} returned a {type(found).__name__}; it must return an {Accelerator.__name__}")
+    return found
+
+
+def _unknown_device(name: str) -> str:
+    """A sentence about a device type that torch does not know. It offers what this build of torch has."""
+    if name in vendors.installed():
+        remedy = "install the extension of torch that brings it, or set `describe` in its Vendor"
+        return f"unknown device {name!r}: torch {torch.__version__} does not know it; {remedy}"
+    found = torch.accelerator.current_accelerator()
+    known = sorted({"cpu", *vendors.installed(), *([] if found is None else [found.type])})
+    return f"unknown device {name!r}: torch {torch.__version__} and the installed vendors know {', '.join(known)}"
 
 
 def _visible(device_type: str, backend: str | None) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fsdp_tests.verdict import in_one_line
+
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
@@ -33,7 +35,8 @@ class Vendor:
     """A vendor's declaration of a device type. Its module must not import torch.
 
     ``visibility_variables`` are the environment variables that restrict which devices a process sees; the first one is
-    set if the caller has set none. ``count_devices`` returns the number of devices if no variable is set.
+    set if the caller has set none. ``count_devices`` returns the number of devices if no variable is set. Without it
+    the number is unknown.
 
     ``describe`` names a function as ``package.module:function``. It is imported late, so it may import torch. It takes
     ``backend`` and ``ranks``, each of which may be None, and returns an
@@ -41,14 +44,50 @@ class Vendor:
 
     ``torch_build`` names what torch has to be built for, as in its ``version`` module; None for a device that an
     extension brings.
+
+    Raises :class:`ConfigurationError` for values of other types.
     """
 
     device_type: str
     visibility_variables: tuple[str, ...] = ()
-    count_devices: Callable[[], int] = lambda: 0
+    count_devices: Callable[[], int] | None = None
     backend: str | None = None
     describe: str | None = None
     torch_build: str | None = None
+
+    def __post_init__(self) -> None:
+        variables = self.visibility_variables
+        listed = isinstance(variables, (tuple, list)) and all(isinstance(name, str) and name for name in variables)
+        texts = {name: getattr(self, name) for name in ("device_type", "backend", "describe", "torch_build")}
+        wanted = {name: "a text" for name, text in texts.items() if not isinstance(text, str | None)}
+        if not texts["device_type"]:
+            wanted["device_type"] = "the name of a device type"
+        if not listed:
+            wanted["visibility_variables"] = "a tuple of names, with a comma: ('FOO_VISIBLE_DEVICES',)"
+        if self.count_devices is not None and not callable(self.count_devices):
+            wanted["count_devices"] = "a function without arguments"
+        if self.describe is not None and not _is_place(self.describe):
+            wanted["describe"] = "'package.module:function'"
+        for name, what in wanted.items():
+            raise ConfigurationError(f"{name} of the Vendor is {getattr(self, name)!r}; it must be {what}")
+
+    def devices_there(self) -> int:
+        """The number of devices. Raises :class:`ConfigurationError` if the vendor's function cannot tell."""
+        if self.count_devices is None:
+            return 0
+        of = f"count_devices of the vendor of {self.device_type!r}"
+        try:
+            count = self.count_devices()
+        except Exception as error:
+            raise ConfigurationError(f"{of} failed: {in_one_line(error)}") from error
+        if not isinstance(count, int) or count < 0:
+            raise ConfigurationError(f"{of} returned {count!r}; it must return the number of devices")
+        return count
+
+
+def _is_place(text: object) -> bool:
+    module, _, function = text.partition(":") if isinstance(text, str) else ("", "", "")
+    return bool(module and function)
 
 
 def _nodes(pattern: str) -> Callable[[], int]:
@@ -90,18 +129,25 @@ def _is_for_us(folder: str) -> bool:
 def load(device_type: str) -> Vendor | None:
     """The declaration of a device type by an installed package, or None.
 
-    Raises :class:`ConfigurationError` if the package cannot be imported or declares something else.
+    Raises :class:`ConfigurationError` if the package cannot be imported, or declares something else or another type.
     """
     entry = installed().get(device_type)
     if entry is None:
         return None
+    what = f"the entry point {entry.value} for {device_type!r}"
     try:
         vendor = entry.load()
-    except Exception as error:
-        raise ConfigurationError(f"the entry point {entry.value} for {device_type!r} failed: {error}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{what} is wrong: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{what} cannot be imported: {in_one_line(error)}") from error
     if not isinstance(vendor, Vendor):
-        raise ConfigurationError(
-            f"the entry point {entry.value} for {device_type!r} is a {type(vendor).__name__}; "
-            f"declare a {__name__}.Vendor there"
-        )
+        raise ConfigurationError(f"{what} is a {type(vendor).__name__}; declare a {__name__}.Vendor there")
+    if vendor.device_type != device_type:
+        raise ConfigurationError(f"{what} declares a Vendor of {vendor.device_type!r}; both must have the same name")
     return vendor
+
+
+def load_all() -> list[Vendor]:
+    """The declarations of all installed packages. Raises like :func:`load`, so that none is passed over silently."""
+    return list(filter(None, map(load, installed())))

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import random
+import re
 import tempfile
 import textwrap
 import time
@@ -291,9 +292,55 @@ class TestDevices(unittest.TestCase):
                     self.assertEqual([job["devices"] for job in json.loads(out.getvalue())["jobs"]], [3])
 
     def test_a_package_that_declares_no_vendor(self):
-        for value, words in ((print, "a builtin_function_or_method; declare"), (ImportError("gone"), "failed: gone")):
-            with self.declared({"foo": value}), self.assertRaisesRegex(ConfigurationError, words):
-                find("foo", None, {})
+        """The CPU is not tested instead, unless somebody names it."""
+        for value, words in (
+            (print, "is a builtin_function_or_method; declare"),
+            (ImportError("gone"), "cannot be imported: ImportError: gone"),
+            (SystemExit(3), "cannot be imported: SystemExit: 3"),
+            (ConfigurationError("a reason"), "is wrong: a reason"),
+            (Vendor("bar"), "declares a Vendor of 'bar'; both must have the same name"),
+        ):
+            for wish, autoload in (("foo", "1"), (None, "1"), (None, "0")):
+                with self.subTest(words, wish=wish), self.declared({"foo": value}, autoload), self.built_for(None):
+                    with self.assertRaisesRegex(ConfigurationError, f"^the entry point foo:VENDOR for 'foo' {words}"):
+                        find(wish, None, {})
+                    self.assertEqual(find("cpu", None, {}).type, "cpu")  # the CPU is the subject
+
+    def test_a_declaration_that_is_wrong(self):
+        for name, value, wanted in (
+            ("visibility_variables", 1, "with a comma"),
+            ("visibility_variables", ("FOO"), "with a comma"),
+            ("visibility_variables", ("",), "with a comma"),
+            ("device_type", "", "the name of a device type"),
+            ("device_type", None, "the name of a device type"),
+            ("count_devices", 2, "a function without arguments"),
+            ("backend", len, "a text"),
+            ("describe", "torch_foo.testing.describe", "'package.module:function'"),
+        ):
+            with self.subTest(name, value=value):
+                words = f"^{name} of the Vendor is {re.escape(repr(value))}; it must be .*{wanted}"
+                with self.assertRaisesRegex(ConfigurationError, words):
+                    fields: dict[str, Any] = {"device_type": "foo", name: value}
+                    Vendor(**fields)
+
+    def test_a_count_that_fails(self):
+        def fails() -> int:
+            raise OSError("no driver")
+
+        for count, words in ((fails, "failed: OSError: no driver"), (lambda: "2", "returned '2'"), (lambda: -1, "-1")):
+            with self.declared({"foo": Vendor("foo", ("FOO",), count)}):  # type: ignore[arg-type]
+                with self.subTest(words), self.assertRaisesRegex(ConfigurationError, f"count_devices .* {words}"):
+                    find("foo", None, {})
+
+    def test_no_device_is_there(self):
+        with self.declared({"foo": Vendor("foo", ("FOO",), lambda: 0), "bar": Vendor("bar")}):
+            for environment, words in (({}, "count_devices of its vendor returned 0"), ({"FOO": ""}, "FOO is ''")):
+                with self.subTest(words), unittest.mock.patch.dict("os.environ", environment):
+                    with self.assertRaisesRegex(ConfigurationError, words):
+                        devices.check(find("foo", None, environment), "foo", None, None)
+            with unittest.mock.patch.object(devices, "_ask_torch") as asked, self.built_for(None):
+                devices.check(find("bar", None, {}), "bar", None, None)  # its number is unknown
+        asked.assert_called_once_with("bar", None, None)
 
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
@@ -319,7 +366,8 @@ class TestDevices(unittest.TestCase):
             (gone, "xpu", None, True),
             (foo, "foo", "foocl", False),
         ):
-            with self.subTest(device=device, backend=backend), self.built_for("xpu"), self.declared({"foo": None}):
+            declared = self.declared({"foo": Vendor("foo")}, autoload="0")
+            with self.subTest(device=device, backend=backend), self.built_for("xpu"), declared:
                 with unittest.mock.patch.object(devices, "_ask_torch") as asked:
                     devices.check(found, device, backend, None)
                 self.assertEqual(asked.called, asks)
@@ -328,6 +376,27 @@ class TestDevices(unittest.TestCase):
             self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'"),
         ):
             devices.check(there, "xpu", None, None)
+
+        described = Vendor("foo", describe="torch_foo.testing:describe")
+        for vendor, autoload, loads_only in (
+            (described, "0", {}),
+            (Vendor("foo"), "1", {"only_whether_it_loads": True}),
+        ):
+            with self.declared({"foo": vendor}, autoload), self.built_for(None):
+                with unittest.mock.patch.object(devices, "_ask_torch") as asked:
+                    devices.check(foo, "foo", "foocl", 3)
+                asked.assert_called_once_with("foo", "foocl", 3, **loads_only)
+
+    @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
+    def test_what_cannot_be_imported_is_refused_before_the_first_test(self):
+        """An extension that torch imports, and the description of a device."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "torch.py").write_text("raise OSError('libfoo.so: no such file')")
+            with unittest.mock.patch.object(devices.sys, "path", [folder, *devices.sys.path]):
+                with self.assertRaisesRegex(
+                    ConfigurationError, "^torch cannot be imported: OSError: libfoo.so: no such"
+                ):
+                    devices._ask_torch(None, None, None, only_whether_it_loads=True)
 
     def test_by_hand(self):
         found = find("npu", ("0", "1"), {})

@@ -25,6 +25,10 @@ def describe(backend: str | None, ranks: int | None) -> Accelerator:
     return Accelerator("abacus", backend or "beads", 8, ranks or 8)
 
 
+def misspelt(backend: str | None, ranks: int | None) -> Accelerator:
+    return Accelerator("foo", "foocl", 2, 2, frozenset({"streems"}))
+
+
 def under_test(value: Accelerator) -> AbstractContextManager[object]:
     return unittest.mock.patch.object(accelerator, "current", lambda: value)
 
@@ -51,6 +55,11 @@ class TestValue(TestCase):
         with self.assertRaisesRegex(KeyError, "unknown capability 'steams'"):
             CLUSTER.has("steams")
 
+    def test_an_unknown_capability_is_refused(self):
+        """It would turn tests into skips."""
+        with self.assertRaisesRegex(ConfigurationError, "^unknown capability 'streems'; nearest: streams$"):
+            Accelerator("xpu", "xccl", 2, 2, frozenset({"streems", "fork"}))
+
     def test_every_capability_of_the_host_was_named(self):
         self.assertLessEqual(HOST.capabilities, set(accelerator.CAPABILITIES))
 
@@ -68,6 +77,25 @@ class TestChoice(TestCase):
         declared = {"abacus": vendors.Vendor("abacus", describe=f"{__name__}:describe")}
         self.assertEqual(self.chosen(declared, DEVICE="abacus").backend, "beads")
         self.assertEqual(self.chosen(declared, DEVICE="abacus", RANKS="3").ranks, 3)
+
+    def test_descriptions_that_fail(self):
+        for name, words in (
+            (
+                "no_such_module:describe",
+                "cannot be imported: ModuleNotFoundError: .*; write it, or leave `describe` out",
+            ),
+            (f"{__name__}:nothing", "cannot be imported: AttributeError: "),
+            ("builtins:dict", "returned a dict; it must return an Accelerator"),
+            ("builtins:len", "failed: TypeError: "),
+            (f"{__name__}:misspelt", "says: unknown capability 'streems'"),
+        ):
+            with self.subTest(name), self.assertRaisesRegex(ConfigurationError, f"describes the device 'foo' {words}"):
+                self.chosen({"foo": vendors.Vendor("foo", describe=name)}, DEVICE="foo")
+
+    def test_an_unknown_device_is_offered_what_this_torch_has(self):
+        with unittest.mock.patch.object(torch.accelerator, "current_accelerator", lambda: None):
+            with self.assertRaisesRegex(ConfigurationError, "^unknown device 'foo': torch .* know cpu$"):
+                self.chosen({}, DEVICE="foo")
 
     def test_vendor_that_leaves_the_description_to_torch(self):
         """The vendor's declaration counts if torch does not know the backend of the device."""

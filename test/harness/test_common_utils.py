@@ -429,7 +429,7 @@ class RunTestsTest(TestCase):
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT is 'abc': "),
             ("TORCH_FSDP_TESTS_START", "nope", "TORCH_FSDP_TESTS_START is 'nope': "),
             (SEED_VARIABLE, "abc", f"{SEED_VARIABLE} is 'abc': give an integer"),
-            (accelerator.DEVICE_VARIABLE, "absent", "unknown device 'absent' in TORCH_FSDP_TESTS_DEVICE: "),
+            (accelerator.DEVICE_VARIABLE, "absent", "unknown device 'absent': torch "),
             (accelerator.BACKEND_VARIABLE, "nope", "unknown backend 'nope': "),
         ):
             with self.subTest(variable):

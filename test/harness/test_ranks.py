@@ -347,7 +347,7 @@ class TestConfiguration(TestCase):
     def test_a_file_is_refused_before_its_first_test(self):
         done = Run(FAULTS, "ProcessDeaths.test_after_success", TORCH_FSDP_TESTS_DEVICE="abacus").end()
         self.assertEqual((done.code, done.outcomes), (2, {}), done.text)
-        self.assertRegex(done.text, r"^faults.py: unknown device 'abacus' [^\n]*\n")
+        self.assertRegex(done.text, r"^faults.py: unknown device 'abacus': [^\n]*\n")
         self.assertNotIn("Traceback", done.text)
 
     def test_spawned_ranks(self):

@@ -21,6 +21,24 @@ MOST_DEVICES = 10_000  # in one range of names
 _TORCHS_OWN = ("mps", "mtia")  # device types of torch itself that no vendor here declares
 _WHICH_BUILD = "https://pytorch.org/get-started says which build of torch fits a GPU"
 _CANNOT_BE_HAD = 42  # exit status if a device is not available
+# What a separate process runs to find out whether a device is available.
+_LOADS = f"""
+import sys
+from torch_fsdp_tests import vendors
+from torch_fsdp_tests.verdict import in_one_line
+try:
+    from torch_fsdp_tests import accelerator
+except Exception as error:
+    print("torch cannot be imported:", in_one_line(error))
+    sys.exit({_CANNOT_BE_HAD})
+"""
+_IS_AVAILABLE = f"""
+try:
+    accelerator.current()
+except vendors.ConfigurationError as error:
+    print(error)
+    sys.exit({_CANNOT_BE_HAD})
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,37 +135,54 @@ def _refuse_unknown(device: str, environment: Mapping[str, str]) -> None:
 def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks: int | None) -> None:
     """Raise :class:`ConfigurationError` if a run with these settings would fail.
 
-    If only torch knows, a separate process asks torch, which takes seconds.
+    If only torch or a vendor's code for torch knows, a separate process asks, which takes seconds.
     """
-    if (device is None and backend is None) or torch_version() is None:
+    declared = vendors.load(device_set.type)
+    if declared is not None and not device_set.names:
+        _refuse_absent(declared)
+    if torch_version() is None:
         return
     ours = [vendor.torch_build for vendor in vendors.BUILT_IN if vendor.device_type == device_set.type]
-    builds = [] if device_set.type in vendors.installed() else list(filter(None, ours))
+    builds = [] if declared is not None or device is None else list(filter(None, ours))
     if builds and not any(map(torch_is_built_for, builds)):
         raise ConfigurationError(
             f"the installed torch ({torch_version()}) was not built for the device type {device_set.type!r}: install a "
             f"build that was, or name another device with --device"
         )
     usual = backend in (None, "gloo", device_set.backend)
-    there = device_set.type == HOST or bool(device_set.names)
-    if not (usual and there):
+    there = device is None or device_set.type == HOST or bool(device_set.names)
+    described = declared is not None and declared.describe is not None
+    if described or not (usual and there):
         _ask_torch(device, backend, ranks)
+    elif loads_extensions(os.environ):
+        _ask_torch(device, backend, ranks, only_whether_it_loads=True)
 
 
-def _ask_torch(device: str | None, backend: str | None, ranks: int | None) -> None:
-    """Raise :class:`ConfigurationError` with the harness' message if this device and backend are not available."""
+def _refuse_absent(vendor: Vendor) -> None:
+    """Raise if a vendor that can count its devices finds none, or if a variable leaves none."""
+    if _visible(vendor, os.environ):
+        return
+    if (name := _variable(vendor, os.environ)) is not None:
+        raise ConfigurationError(f"{name} is {os.environ[name]!r}, which leaves no {vendor.device_type!r} device")
+    if vendor.count_devices is not None:
+        raise ConfigurationError(
+            f"there is no {vendor.device_type!r} device: count_devices of its vendor returned 0; check the driver"
+        )
+
+
+def _ask_torch(device: str | None, backend: str | None, ranks: int | None, only_whether_it_loads: bool = False) -> None:
+    """Raise :class:`ConfigurationError` with the harness' message if this device and backend are not available, or if
+    torch and its extensions cannot be imported.
+    """
     import subprocess
 
     wishes = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend, RANKS_VARIABLE: None if ranks is None else str(ranks)}
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     environment = {**os.environ, "PYTHONPATH": path} | {name: value for name, value in wishes.items() if value}
-    code = (
-        "import sys\nfrom torch_fsdp_tests import accelerator, vendors\ntry:\n    accelerator.current()\n"
-        f"except vendors.ConfigurationError as error:\n    print(error)\n    sys.exit({_CANNOT_BE_HAD})\n"
-    )
+    code = _LOADS if only_whether_it_loads else _LOADS + _IS_AVAILABLE
     done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode == _CANNOT_BE_HAD:
-        raise ConfigurationError(done.stdout.strip())
+        raise ConfigurationError(done.stdout.strip().rpartition("\n")[2])  # extensions may print, too
 
 
 def loads_extensions(environment: Mapping[str, str]) -> bool:
@@ -170,7 +205,7 @@ def _visible(vendor: Vendor, environment: Mapping[str, str]) -> tuple[str, ...]:
     """
     variable = _variable(vendor, environment)
     if variable is None:
-        return tuple(map(str, range(vendor.count_devices())))
+        return tuple(map(str, range(vendor.devices_there())))
     words = [word.strip() for word in environment[variable].split(",")]
     shown = itertools.takewhile(lambda w: w and w[0] != "-" and w.lower() not in ("all", "none", "void"), words)
     return tuple(dict.fromkeys(shown))
@@ -193,9 +228,9 @@ def _of_installed_torch(environment: Mapping[str, str]) -> Vendor | None:
 
 
 def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
-    declared = vendors.installed()
+    declared = vendors.load_all()  # also if none is picked, because a package that cannot be imported is an error
     if declared and loads_extensions(environment):
-        yield from filter(None, map(vendors.load, declared))
+        yield from declared
     for vendor in vendors.BUILT_IN:
         if _torch_versions().get(vendor.torch_build) if vendor.torch_build else _variable(vendor, environment):
             yield vendor
