@@ -21,6 +21,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
     broken=">=2.9",
     world_size=4,
+    upstream=("https://github.com/pytorch/pytorch/pull/188946",),
     arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",
     tests=(
         "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_full_optim_state_of_fsdp1_and_tp",

@@ -19,6 +19,7 @@ DEFECT = Defect(
     consequence=Consequence.WRONG_IN_SILENCE,
     where="torch.distributed.fsdp._init_utils._init_core_state",
     broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/154888",),
     tests=(
         "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
         "::test_replicas_of_one_rank",

@@ -17,6 +17,10 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     broken=">=2.9,<2.15",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/196996",
+        "https://github.com/pytorch/pytorch/pull/160279",
+    ),
     tests=(
         "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
         "::test_parameter_of_a_later_microbatch",

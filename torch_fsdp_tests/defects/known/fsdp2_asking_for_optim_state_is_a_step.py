@@ -18,6 +18,10 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
     broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/164929",
+        "https://github.com/pytorch/pytorch/pull/166362",
+    ),
     arguable="DSD loads into a new optimizer what must be there before, and says that it initializes the states.",
     tests=(
         "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_asking_for_states_changes_nothing",

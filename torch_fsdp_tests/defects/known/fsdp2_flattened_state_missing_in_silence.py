@@ -22,6 +22,10 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
     broken=">=2.11",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/192224",
+        "https://github.com/pytorch/pytorch/pull/192239",
+    ),
     tests=(
         "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_state_of_flattened_optim_state",
     ),

@@ -17,6 +17,10 @@ DEFECT = Defect(
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
     broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/192202",
+        "https://github.com/pytorch/pytorch/pull/192307",
+    ),
     arguable="A frozen parameter needs no state as long as it is frozen.",
     tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_state_of_frozen_parameter",),
 )

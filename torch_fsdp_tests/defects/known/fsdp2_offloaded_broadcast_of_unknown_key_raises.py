@@ -17,6 +17,10 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed._state_dict_utils._broadcast_state_dict",
     broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/149516",
+        "https://github.com/pytorch/pytorch/pull/150239",
+    ),
     tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_unexpected_key_with_offload",),
     fails_with=("KeyError",),
 )
