@@ -7,6 +7,7 @@ must be equal bit for bit, and training must continue like that of the reference
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -45,7 +46,7 @@ from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.training import shard_each
+from torch_fsdp_tests.fsdp.training import shard_each, train
 
 DIM = 7  # odd, so that two ranks have unequal shards
 FULL = StateDictOptions(full_state_dict=True)
@@ -502,6 +503,35 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     def test_setting_meta_device_model_broadcasting(self):
         self._test_meta(StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        on_meta=[0, 1], has_all=[True, False], shards=[True, False], options=[FULL, FROM_RANK_0], buffers=[True, False]
+    )
+    def test_part_on_meta_device(self, on_meta, has_all, shards, options, buffers):
+        """A full state dict is loaded into a model of which one layer has no memory yet, as with LoRA.
+
+        The other layer keeps its values if the state dict lacks them.
+        """
+
+        def init(seed: int) -> nn.Sequential:
+            manual_seed(seed)
+            model = nn.Sequential(nn.Linear(4, 5, device=self.device), nn.Linear(5, 4, device=self.device))
+            for layer in model if buffers else ():
+                layer.register_buffer("buffer", torch.full((3,), float(seed), device=self.device))
+            return model
+
+        source, model, before = init(1).state_dict(), init(0), init(0).state_dict()
+        state_dict = {name: value for name, value in source.items() if has_all or name.startswith(str(on_meta))}
+        model[on_meta].to("meta")
+        if shards:
+            shard_each((*model, model), mesh=make_mesh(self.world_size))
+        given = {} if options.broadcast_from_rank0 and self.rank > 0 else dict(state_dict)
+        loaded = set_model_state_dict(model, given, options=dataclasses.replace(options, strict=False))
+        self.assertEqual(loaded, ([], []))
+        self.assertEqual(whole_tree(model.state_dict()), {**before, **state_dict}, **EXACT)
+        self.assertTrue(all(param.requires_grad for param in model.parameters()))
+        train(model, uniform(2, 4, seed=self.rank))
 
     @requires_world_size(4)
     @subtests(

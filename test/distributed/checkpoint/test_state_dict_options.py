@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, requires_world_size, skip_if_lt_x_gpu
@@ -245,6 +246,33 @@ class TestStateDictOptions(StateDictTest):
             self.assertFalse(any(map(is_sharded, state_dict.values())))
             self.assertEqual(state_dict, self._given(wanted, options), **EXACT)
         self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
+
+    def _wrapped(self, wrapper: str, model: Any) -> Any:
+        if "FSDP2" in wrapper:
+            model = self._layers(model)
+        if "DDP" in wrapper:
+            model = DDP(model, device_ids=None if self.device.index is None else [self.device.index])
+        return torch.compile(model, backend=BACKEND) if "compiled" in wrapper else model
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        wrapper=["DDP", "compiled", "compiled DDP", "compiled FSDP2"], options=[StateDictOptions(), FULL, FROM_RANK_0]
+    )
+    def test_wrong_keys_under_wrappers(self, wrapper, options):
+        """A lenient load into DDP or ``torch.compile`` loads what there is. A strict one names what is missing."""
+        model, source = (self._wrapped(wrapper, self._plain(seed)) for seed in (0, 1))
+        state_dict = dict(get_model_state_dict(source, options=options))
+        wanted = whole_tree({**state_dict, "1.bias": self._plain().state_dict()["1.bias"]})
+        del state_dict["1.bias"]
+        if not options.broadcast_from_rank0:  # see test_missing_key_of_compiled_model
+            with self.assertRaisesRegex(RuntimeError, r"Missing key: 1\.bias"):
+                set_model_state_dict(model, dict(state_dict), options=options)
+        given = self._given({**state_dict, "unknown": state_dict["0.bias"]}, options)
+        missing, unexpected = set_model_state_dict(model, given, options=dataclasses.replace(options, strict=False))
+        self.assertEqual(whole_tree(get_model_state_dict(model)), wanted, **EXACT)
+        names = [name.replace("_orig_mod.", "").replace("module.", "") for name in missing]
+        self.assertEqual(names, [] if options.full_state_dict else ["1.bias"])  # filled with the model's own values
+        self.assertEqual(list(unexpected), ["unknown"] if given else [])
 
     @skip_if_lt_x_gpu(2)
     def test_missing_key_of_compiled_model(self):

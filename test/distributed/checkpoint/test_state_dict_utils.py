@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_fsdp_tests.common_distributed import requires_capability, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
-from torch_fsdp_tests.distributed.common_state_dict import EXACT
+from torch_fsdp_tests.distributed.common_state_dict import EXACT, is_sharded, whole_tree
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
-from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
-from torch_fsdp_tests.fsdp.training import shard_each
+from torch_fsdp_tests.fsdp.training import shard_each, train
 
 HOST = torch.device("cpu")  # the CPU is the subject
 
@@ -149,6 +150,54 @@ class TestStateDictUtils(DTensorTestBase):
         self.assertEqual(found.to_local(), self._rows(self.rank), **EXACT)
         state_dict["tensor"].to_local().fill_(-1)
         self.assertEqual(found.to_local(), self._rows(self.rank), **EXACT)
+
+    def _state_of_fsdp1(self, rows: int, steps: int = 1) -> dict[str, Any]:
+        """The state dicts of a layer with ``rows`` rows, and of its optimizer after some steps, as ShardedTensors."""
+        model = FSDP(filled(nn.Linear(2, rows, bias=False)).to(self.device))
+        optim = torch.optim.Adam(model.parameters())
+        for step in range(steps):
+            train(model, uniform(1, 2, seed=10 * step + self.rank))
+            optim.step()
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)}
+        self.assertTrue(all(map(is_sharded, (state["model"]["weight"], state["optim"]["state"]["weight"]["exp_avg"]))))
+        return state
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(rows=[4, 5, 2], share_memory=[False, True])
+    def test_copy_of_sharded_tensors(self, rows, share_memory):
+        """Beyond upstream: states of FSDP1 are copied into the same host memory again and again.
+
+        Ranks may have no shard. What happens to the state dict later does not change its copy.
+        """
+        utils = internals.state_dict_utils
+        cached = utils._create_cpu_state_dict(self._state_of_fsdp1(rows), share_memory=share_memory)
+        for steps in (1, 2):
+            state = self._state_of_fsdp1(rows, steps)
+            wanted = whole_tree(state)
+            copied = utils._copy_state_dict(state, cached)
+            for moment in (state["model"]["weight"], state["optim"]["state"]["weight"]["exp_avg"]):
+                for shard in moment.local_shards():
+                    shard.tensor.fill_(-1)
+            self.assertEqual(whole_tree(copied), wanted, **EXACT)
+            self.assertEqual(whole_tree(cached["model"]), wanted["model"], **EXACT)
+        shards = cached["model"]["weight"].local_shards()
+        self.assertEqual(len(shards), int(self.rank * -(-rows // self.world_size) < rows))
+        for shard in shards:
+            self.assertEqual((shard.tensor.device, shard.tensor.is_shared()), (HOST, share_memory))
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(rows=[4, 5, 2])
+    def test_gather_of_sharded_tensors(self, rows):
+        """Beyond upstream: states of FSDP1 are gathered, and they can be offloaded before that."""
+        utils, state = internals.state_dict_utils, self._state_of_fsdp1(rows)
+        wanted = whole_tree(state)
+        offloaded = utils._offload_state_dict_to_cpu(state)
+        self.assertEqual(offloaded["model"]["weight"].device, HOST)
+        for given in (state, offloaded):
+            self.assertEqual(utils._gather_state_dict(given), wanted, **EXACT)
 
     def _distribute(self, tensor: DTensor, full: torch.Tensor) -> DTensor:
         state_dict: dict[str, Any] = {"tensor": (tensor, full)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from torch_fsdp_tests import torch_names
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
@@ -78,6 +78,18 @@ class ByKeyword(nn.Module):
 
     def forward(self, *, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> torch.Tensor:
         return self.layer(x) * scale["by"]
+
+
+class WithoutInput(nn.Module):
+    """Multiplies its own vector by itself, and by the output of ``inner``, neither of which has an input."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.arange(1.0, 5.0))
+        self.inner = inner
+
+    def forward(self) -> torch.Tensor:
+        return self.vector.square() if self.inner is None else self.vector * self.inner()
 
 
 class Seen(nn.Module):
@@ -216,6 +228,22 @@ class TestInputSharded(_InputBase):
             return each(x=x, scale={"by": 2 * x.detach()})
 
         self._test_parity(self._pair(ByKeyword, device), call, device, steps=2)
+
+    @skip_if_lt_x_gpu(2)
+    def test_no_inputs(self, device):
+        """A root and an inner unit may have no inputs at all, also with mixed precision."""
+        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+        config = {"sharding_strategy": strategies, "mixed_precision": [None, MixedPrecision(torch.float16)]}
+        self.run_subtests(config, self._test_no_inputs, device=device)
+
+    def _test_no_inputs(self, device: str, **kwargs: Any) -> None:
+        reference = WithoutInput(WithoutInput()).to(device)
+        model = FSDP(WithoutInput(FSDP(WithoutInput().to(device), **kwargs)).to(device), **kwargs)
+        # The first step's values are exact in half precision.
+        steps = 3 if kwargs["mixed_precision"] is None else 1
+        self._test_parity((reference, model), lambda each, x: each().float() * x.mean(0), device, steps=steps)
+        if steps > 1:
+            self.assertEqual(model(), reference())
 
     @skip_if_lt_x_gpu(2)
     def test_cast_in_containers(self, device):

@@ -43,9 +43,9 @@ class SimpleModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net1 = nn.Linear(5, 8)
+        self.net1 = nn.Linear(5, 12)
         self.relu = nn.ReLU()
-        self.net2 = nn.Linear(8, 4)
+        self.net2 = nn.Linear(12, 4)
         self.net3 = nn.Linear(4, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,12 +90,15 @@ def set_state_dict_type(model: FSDP, kind: StateDictType) -> None:
     FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config(offload_to_cpu=False))
 
 
-class TestTPFSDPIntegration(FSDPTest):
+class TPTest(FSDPTest):
+    """Models that tensor parallelism splits and FSDP1 shards, and a single model that trains on all batches."""
+
     world_size = 4
 
     def _mesh(self) -> DeviceMesh:
-        """Ranks 0 and 1, and ranks 2 and 3, share a model. Ranks 0 and 2, and ranks 1 and 3, shard it."""
-        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("dp", "tp"))
+        """Each half of the ranks shares a model. A rank and its counterpart in the other half shard their part."""
+        shape = (2, self.world_size // 2)
+        return init_device_mesh(accelerator.current().type, shape, mesh_dim_names=("dp", "tp"))
 
     def _model(self) -> SimpleModel:
         torch.manual_seed(0)
@@ -171,6 +174,75 @@ class TestTPFSDPIntegration(FSDPTest):
         optim.step()
         return grads
 
+    def _trained_with_reference(self, mesh: DeviceMesh, **kwargs: Any) -> tuple[Trained, Trained]:
+        """A model and its Adam after two steps, and the same for a single model that trains on all batches."""
+        model, reference = self._tp_fsdp_model(mesh, **kwargs), self._model()
+        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=SGD_LR) for each in (model, reference))
+        for step in range(2):
+            optim.zero_grad()
+            model(self._input(seed=10 * step)).sum().backward()
+            self._sync_tp_grads(model, mesh.get_group("tp"))
+            optim.step()
+            self._reference_step(reference, ref_optim, seed=10 * step)
+        return (model, optim), (reference, ref_optim)
+
+    def _optim_state(self, trained: Trained, kind: StateDictType) -> dict[str, Any]:
+        model, optim = trained
+        set_state_dict_type(model, kind)
+        return FSDP.optim_state_dict(model, optim)
+
+    def _test_sharded_state_dict(self, use_orig_params: bool) -> None:
+        """A sharded state dict contains DTensors over both mesh dimensions, and can be loaded."""
+        mesh = self._mesh()
+        model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
+        reference = {name: param.detach() for name, param in self._model().named_parameters()}
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state_dict = copy.deepcopy(model.state_dict())
+            self.assertEqual(list(state_dict), list(reference))
+            for name, value in state_dict.items():
+                self.assertIsInstance(value, DTensor)
+                self.assertEqual(value.device_mesh.mesh_dim_names, ("dp", "tp"))
+                self.assertEqual(value.full_tensor(), reference[name], rtol=0, atol=0)
+                # Each rank has its own part of a split parameter, and half of any other.
+                parts = self.world_size if name in SimpleModel.get_sharded_param_names() else 2
+                self.assertEqual(value.to_local().numel() * parts, value.numel(), msg=name)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            model.load_state_dict(state_dict)
+        inp = self._input(seed=1)
+        self.assertEqual(model(inp), self._model()(inp))
+
+    def _test_optim_state_dict(self, kind: StateDictType, use_orig_params: bool) -> None:
+        """The joined states match those of a single model."""
+        trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
+        states = self._optim_state(trained, kind)["state"]
+        self.assertEqual(set(states), {name for name, _ in reference.named_parameters()})
+        for name, param in reference.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.assertEqual(full(states[name][moment]), ref_optim.state[param][moment], f"{moment} of {name}")
+
+    def _test_optim_state_dict_is_loaded(self, kind: StateDictType, use_orig_params: bool) -> None:
+        mesh = self._mesh()
+        trained, (reference, ref_optim) = self._trained_with_reference(mesh, use_orig_params=use_orig_params)
+        state_dict = self._optim_state(trained, kind)
+        model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
+        optim = torch.optim.Adam(model.parameters(), lr=SGD_LR)
+        for each in (trained[0], model):
+            set_state_dict_type(each, SHARDED)
+        model.load_state_dict(copy.deepcopy(trained[0].state_dict()))
+        set_state_dict_type(model, kind)
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state_dict))
+
+        model(self._input(seed=20)).sum().backward()
+        self._sync_tp_grads(model, mesh.get_group("tp"))
+        optim.step()
+        self._reference_step(reference, ref_optim, seed=20)
+        inp = self._input(seed=16)
+        self.assertEqual(model(inp), reference(inp))
+
+
+class TestTPFSDPIntegration(TPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(
         cpu_offload=[CPUOffload(offload_params=False), CPUOffload(offload_params=True)],
@@ -319,26 +391,7 @@ class TestTPFSDPIntegration(FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[False, True])
     def test_sharded_state_dict(self, use_orig_params):
-        """Beyond upstream: a sharded state dict contains DTensors over both mesh dimensions, and can be loaded."""
-        mesh = self._mesh()
-        model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
-        reference = {name: param.detach() for name, param in self._model().named_parameters()}
-        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            state_dict = copy.deepcopy(model.state_dict())
-            self.assertEqual(list(state_dict), list(reference))
-            for name, value in state_dict.items():
-                self.assertIsInstance(value, DTensor)
-                self.assertEqual(value.device_mesh.mesh_dim_names, ("dp", "tp"))
-                self.assertEqual(value.full_tensor(), reference[name], rtol=0, atol=0)
-                # Each rank has a quarter of a split parameter and half of any other.
-                parts = 4 if name in SimpleModel.get_sharded_param_names() else 2
-                self.assertEqual(value.to_local().numel() * parts, value.numel(), msg=name)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.zero_()
-            model.load_state_dict(state_dict)
-        inp = self._input(seed=1)
-        self.assertEqual(model(inp), self._model()(inp))
+        self._test_sharded_state_dict(use_orig_params)
 
     @torch_defect("fsdp1_uneven_tp_shard_has_a_wrong_shape")
     @skip_if_lt_x_gpu(4)
@@ -357,33 +410,10 @@ class TestTPFSDPIntegration(FSDPTest):
         self.assertEqual(found.shape, whole.shape)
         self.assertEqual(found.full_tensor(), whole, rtol=0, atol=0)
 
-    def _trained_with_reference(self, mesh: DeviceMesh, **kwargs: Any) -> tuple[Trained, Trained]:
-        """A model and its Adam after two steps, and the same for a single model that trains on all batches."""
-        model, reference = self._tp_fsdp_model(mesh, **kwargs), self._model()
-        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=SGD_LR) for each in (model, reference))
-        for step in range(2):
-            optim.zero_grad()
-            model(self._input(seed=10 * step)).sum().backward()
-            self._sync_tp_grads(model, mesh.get_group("tp"))
-            optim.step()
-            self._reference_step(reference, ref_optim, seed=10 * step)
-        return (model, optim), (reference, ref_optim)
-
-    def _optim_state(self, trained: Trained, kind: StateDictType) -> dict[str, Any]:
-        model, optim = trained
-        set_state_dict_type(model, kind)
-        return FSDP.optim_state_dict(model, optim)
-
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[FULL, SHARDED], use_orig_params=[True, False])
     def test_optim_state_dict(self, kind, use_orig_params):
-        """Beyond upstream: the joined states match those of a single model."""
-        trained, (reference, ref_optim) = self._trained_with_reference(self._mesh(), use_orig_params=use_orig_params)
-        states = self._optim_state(trained, kind)["state"]
-        self.assertEqual(set(states), {name for name, _ in reference.named_parameters()})
-        for name, param in reference.named_parameters():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                self.assertEqual(full(states[name][moment]), ref_optim.state[param][moment], f"{moment} of {name}")
+        self._test_optim_state_dict(kind, use_orig_params)
 
     @torch_defect("fsdp1_full_optim_state_stays_split_by_tp")
     @skip_if_lt_x_gpu(4)
@@ -410,24 +440,21 @@ class TestTPFSDPIntegration(FSDPTest):
         """Beyond upstream: the same if the optimizer steps flat parameters."""
         self._test_optim_state_dict_is_loaded(kind, use_orig_params=False)
 
-    def _test_optim_state_dict_is_loaded(self, kind: StateDictType, use_orig_params: bool) -> None:
-        mesh = self._mesh()
-        trained, (reference, ref_optim) = self._trained_with_reference(mesh, use_orig_params=use_orig_params)
-        state_dict = self._optim_state(trained, kind)
-        model = self._tp_fsdp_model(mesh, use_orig_params=use_orig_params)
-        optim = torch.optim.Adam(model.parameters(), lr=SGD_LR)
-        for each in (trained[0], model):
-            set_state_dict_type(each, SHARDED)
-        model.load_state_dict(copy.deepcopy(trained[0].state_dict()))
-        set_state_dict_type(model, kind)
-        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, state_dict))
 
-        model(self._input(seed=20)).sum().backward()
-        self._sync_tp_grads(model, mesh.get_group("tp"))
-        optim.step()
-        self._reference_step(reference, ref_optim, seed=20)
-        inp = self._input(seed=16)
-        self.assertEqual(model(inp), reference(inp))
+class TestTPFSDPOverThreeRanks(TPTest):
+    """Tensor parallelism over three ranks, so that no number of ranks is the same as another."""
+
+    world_size = 6
+
+    @skip_if_lt_x_gpu(6)
+    @subtests(use_orig_params=[False, True])
+    def test_sharded_state_dict(self, use_orig_params):
+        self._test_sharded_state_dict(use_orig_params)
+
+    @skip_if_lt_x_gpu(6)
+    @subtests(kind=[FULL, SHARDED], use_orig_params=[True, False])
+    def test_optim_state_dict(self, kind, use_orig_params):
+        self._test_optim_state_dict(kind, use_orig_params)
 
 
 if __name__ == "__main__":

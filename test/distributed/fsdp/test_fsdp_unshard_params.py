@@ -20,7 +20,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import torch_facts
+from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -33,6 +33,7 @@ from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named, of_all_ranks, room_in
 from torch_fsdp_tests.fsdp.shards import owners
 
@@ -618,6 +619,51 @@ class TestUnshardParams(TestUnshardParamsBase):
         self.assertEqual(found, [grad * owned for grad, owned in zip(grads, of_rank_0)], rtol=0, atol=0)
         kept = [param.grad is not None for param in model.parameters()]
         self.assertEqual(kept, [self.rank == 0] * 2)
+
+    def _linear_with_grads(self, dtype: torch.dtype, **fsdp_kwargs: Any) -> FSDP:
+        """A layer with three rows after a backward. Each element of its mean gradient is 1.5."""
+        layer = nn.Linear(5, 3, bias=False, dtype=dtype, device=self.device)
+        model = FSDP(layer, use_orig_params=True, **fsdp_kwargs)
+        model(torch.full((5,), self.rank + 1.0, dtype=dtype, device=self.device)).sum().backward()
+        return model
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(dtype=[torch.float16, torch.bfloat16, torch.float64], sharding_strategy=STRATEGIES)
+    def test_grads_of_any_dtype(self, dtype, sharding_strategy):
+        """Gradients have the model's dtype while they are summoned, and changes to them are written back."""
+        model = self._linear_with_grads(dtype, sharding_strategy=sharding_strategy)
+        for factor in (1, 2):
+            with FSDP.summon_full_params(model, with_grads=True):
+                (weight,) = model.parameters()
+                self.assertEqual(weight.grad, torch.full((3, 5), 1.5 * factor, dtype=dtype, device=self.device))
+                weight.grad.mul_(2)
+
+    @torch_defect("fsdp1_kept_low_gradients_are_not_summoned")
+    @skip_if_lt_x_gpu(2)
+    @subtests(dtype=[torch.float16, torch.bfloat16])
+    def test_grads_that_are_kept_in_low_precision(self, dtype):
+        config = MixedPrecision(param_dtype=dtype, keep_low_precision_grads=True)
+        model = self._linear_with_grads(torch.float32, mixed_precision=config)
+        self.assertEqual(_get_fsdp_grads(model), {"weight": torch.full((3, 5), 1.5, dtype=dtype, device=self.device)})
+
+    @torch_defect("fsdp1_missing_gradients_are_summoned_as_float32")
+    @skip_if_lt_x_gpu(2)
+    @subtests(dtype=[torch.bfloat16, torch.float64])
+    def test_grads_of_any_dtype_that_some_ranks_have(self, dtype):
+        """All ranks gather the same number of bytes. With different ones they would die or hang."""
+        model = self._linear_with_grads(dtype)
+        if self.rank == 1:
+            model.zero_grad()
+        gather = getattr(dist, torch_facts.all_gather_name())
+
+        def checked_gather(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            self.assertEqual(set(of_all_ranks(tensor.dtype)), {dtype})
+            gather(output, tensor, *args, **kwargs)
+
+        with torch_names.patched(dist, torch_facts.all_gather_name(), checked_gather):
+            grads = _get_fsdp_grads(model, writeback=False)
+        of_rank_0 = (self._owners(OUTER) == 0).view(3, 5)
+        self.assertEqual(grads, {"weight": torch.full_like(of_rank_0, 1.5, dtype=dtype) * of_rank_0})
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_gone_after_zero_grad(self):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FSDPModule, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -41,6 +41,7 @@ from torch_fsdp_tests.common_utils import (
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.distributed.common_state_dict import EXACT, whole_tree
 from torch_fsdp_tests.fsdp.checkpoints import (
     LAYOUTS,
     HostBackendMixin,
@@ -281,6 +282,38 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         run.load(path)
         self.assertEqual(run.full(), wanted, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), later, rtol=0, atol=0)
+
+    def _test_async_save_of_sharded_tensors(self, path: str, **kwargs: Any) -> None:
+        """FSDP1 without a mesh has ShardedTensors in its state dict. The last rank has none of three rows."""
+        model = FSDP(filled(nn.Linear(2, 3, bias=False)).to(rank_device()), use_orig_params=True)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": model.state_dict()}
+            wanted = whole_tree(state)
+            self._async_save(state, path, dist.new_group(), **kwargs).result()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            found = {"model": model.state_dict()}
+            self.assertNotEqual(whole_tree(found), wanted)
+            dcp.load(found, checkpoint_id=path)
+        self.assertEqual(whole_tree(found), wanted, **EXACT)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(cache_staged_state_dict=[False, True])
+    def test_async_save_of_sharded_tensors(self, cache_staged_state_dict):
+        """Beyond upstream: the writer copies the states of FSDP1 to the host."""
+        path = os.path.join(self.temp_dir, str(cache_staged_state_dict))
+        writer = FileSystemWriter(path, cache_staged_state_dict=cache_staged_state_dict)
+        self._test_async_save_of_sharded_tensors(path, storage_writer=writer)
+
+    @torch_defect("fsdp1_sharded_tensors_are_not_saved_asynchronously")
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_async_save_of_sharded_tensors_by_default(self):
+        self._test_async_save_of_sharded_tensors(self.temp_dir)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
