@@ -31,7 +31,7 @@ def reproduce(rank, world_size, device):
             dtypes = [None] * world_size
             dist.all_gather_object(dtypes, str(tensor.dtype))
             if len(set(dtypes)) > 1:
-                raise TypeError(f"the ranks send {' and '.join(dtypes)}")
+                raise TypeError(f"the ranks send {' and '.join(map(str, dtypes))}")
             return gather(output, tensor, group)
 
         return gather_if_alike
