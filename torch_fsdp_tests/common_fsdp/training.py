@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+LARGEST_LOSS = 1e3  # a mistake of a thousandth is still larger than float32's rounding of it
+LEAST_CHANGE = 1e-4  # of a loss, by a step; many times the tolerance with which losses are compared
 _LEARNING_RATE = 1e-2
 _HOST = torch.device("cpu")
 
@@ -40,6 +43,20 @@ def data_parallel(model: nn.Module, **kwargs: Any) -> DDP:
     """Wrap a model on this rank's device in DDP. ``kwargs`` are DDP's."""
     device = rank_device()
     return DDP(model, device_ids=None if device.index is None else [device.index], **kwargs)
+
+
+def check_losses(losses: Iterable[torch.Tensor]) -> None:
+    """Fail unless the losses of a reference, one for each step, are finite and moderate and differ from step to step.
+
+    Otherwise the reference proves nothing. A training that explodes ends in infinities, as any other that explodes
+    does, and a training that stands still does not show what a step did.
+    """
+    steps = [loss.detach().double().flatten() for loss in losses]
+    text = f"the losses of the reference are {[step.tolist() for step in steps]}"
+    if not all(bool((step.abs() <= LARGEST_LOSS).all()) for step in steps):
+        raise AssertionError(f"a loss is not finite or exceeds {LARGEST_LOSS:g}: {text}")
+    if any(torch.allclose(*pair, rtol=LEAST_CHANGE) for pair in itertools.pairwise(steps)):
+        raise AssertionError(f"a step changes the loss by less than {LEAST_CHANGE:g} of it: {text}")
 
 
 class FSDPTestMixin(_Base):
@@ -106,6 +123,7 @@ class FSDPTestMixin(_Base):
             **{"device": device_type, "enabled": enable_sharded_grad_scaler, **(sharded_grad_scaler_kwargs or {})}
         )
         optim = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        losses = []
         for _ in range(num_steps):
             optim.zero_grad()
             with torch.amp.autocast(device_type, dtype=low_dtype, enabled=autocast):
@@ -116,6 +134,7 @@ class FSDPTestMixin(_Base):
                 if offloads and reshards:
                     self._assert_on_host(model)
                 loss = module.get_loss(inputs, output).to(loss_device)
+            losses.append(loss.detach())
             loss = scaler.scale(loss)
             if not autocast:  # whether autocast promotes a sum depends on the device, and not on FSDP
                 self.assertEqual(loss.dtype, input_dtype or low_dtype or torch.float32)
@@ -129,6 +148,7 @@ class FSDPTestMixin(_Base):
                 _zero_model(model)
                 model.load_state_dict(saved)
 
+        check_losses(losses)
         if isinstance(model, FSDP):
             torch_names.attribute(model, "_assert_state")(_fsdp1_common.TrainingState.IDLE)
         return loss.detach()

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from torch_fsdp_tests.common_distributed import get_required_world_size
 from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import uniform
@@ -185,16 +186,19 @@ class Pair:
 
     def train(self, steps: range) -> None:
         """Train both. Each rank has its own batches, except that ranks with the same ``data_rank`` share them."""
+        ref_losses = []
         for step in steps:
             batch = uniform(4, self.width, seed=100 * step + self.data_rank)
             for model, optims in ((self.ref_model, [self.ref_optim]), (self.model, self.optims)):
                 for optim in optims:
                     optim.zero_grad()
-                train(model, batch)
+                loss = train(model, batch)
                 if model is self.ref_model:
+                    ref_losses.append(loss)
                     average_gradients(model)
                 for optim in optims:
                     optim.step()
+        check_losses(ref_losses)
 
     def states(self, options: StateDictOptions | None = None) -> tuple[StateDict, StateDict]:
         """Both state dicts of the distributed side."""

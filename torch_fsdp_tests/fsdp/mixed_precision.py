@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_fsdp_tests.common_distributed import SaveForwardInputsModel
 from torch_fsdp_tests.common_fsdp import check_sharded_parity
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.fsdp import collectives
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -105,21 +106,22 @@ class ReplicaMixin(_Base):
     ) -> collectives.Calls:
         """Train for some steps with this rank's own inputs. Returns the collectives that were called for the model."""
         manual_seed(42 + self.rank + 1)
-        calls = collectives.Calls()
+        calls, ref_losses = collectives.Calls(), []
         for _ in range(ITERATIONS):
             inp = torch.randn((4, DIM), device=self.device, dtype=inp_dtype)
-            ref_loss = replica.backward(inp)
+            ref_losses.append(replica.backward(inp))
             replica.reduce()
             with collectives.recorded() as now:
                 loss = replica.loss_of(model, inp)
                 loss.backward()
             calls += now
-            self._check_identical(loss.detach(), ref_loss)
+            self._check_identical(loss.detach(), ref_losses[-1])
             check_sharded_parity(self, replica.model, model)
             replica.step()
             optim.step()
             optim.zero_grad()
         check_sharded_parity(self, replica.model, model)
+        check_losses(ref_losses)
         self.assertTrue(replica.trained_all())
         return calls
 

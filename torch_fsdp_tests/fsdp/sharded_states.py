@@ -15,9 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor, Placement
 
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import full_parameters
+from torch_fsdp_tests.fsdp.training import backward
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase as _Base
@@ -87,13 +89,15 @@ def train_on_share(model: nn.Module, optim: torch.optim.Optimizer, steps: range,
     """
     source: Any = getattr(model, "module", model)
     device = next(model.parameters()).device
+    losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         parts = [source.get_input(generator).to(device) for _ in range(PARTS)]
         mine = parts[rank * PARTS // size : (rank + 1) * PARTS // size] if size > 1 else parts
         optim.zero_grad()
-        model(torch.cat(mine)).sum().div(len(mine)).backward()
+        losses.append(backward(model(torch.cat(mine)).sum().div(len(mine))))
         optim.step()
+    check_losses(losses)
 
 
 def use_sharded_state_dicts(model: nn.Module, offload_to_cpu: bool = False) -> None:

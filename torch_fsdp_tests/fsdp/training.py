@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import run_subtests
 from torch_fsdp_tests.common_fsdp import MLPStack
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, device_sleep, get_cycles_per_ms, manual_seed
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
@@ -248,17 +249,19 @@ class TrainingMixin(_Base):
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model, cls=optim_cls, **optim_kwargs)
         self._seed(data_rank)
+        ref_losses = []
         for iteration in range(iterations):
             batch = next_batch()
             for optim in optims:
                 optim.zero_grad(set_to_none=iteration % 2 == 0)
-            ref_loss = step(ref_model, batch)
+            ref_losses.append(step(ref_model, batch))
             average(ref_model)
-            self.assertEqual(step(model, batch), ref_loss)
+            self.assertEqual(step(model, batch), ref_losses[-1])
             compare(self, ref_model, model)
             for optim in optims:
                 optim.step()
         compare(self, ref_model, model)
+        check_losses(ref_losses)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")
 
     def _check_register_fsdp_forward_method(self, wrap_each: Callable[[Iterable[Any]], Any]) -> FeaturesModel:

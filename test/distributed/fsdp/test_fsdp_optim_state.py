@@ -48,6 +48,7 @@ from torch_fsdp_tests.common_distributed import (
     skip_if_lt_x_gpu,
 )
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import flags, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
@@ -406,6 +407,7 @@ class TestFSDPOptimState(FSDPTest):
             training.optim.step()
             training.iteration += 1
             losses.append(loss.detach())
+        check_losses(losses)
         return losses
 
     def _train_both(self, run: Training, reference: Training, iterations: int) -> None:

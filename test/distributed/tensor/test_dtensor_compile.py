@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, MLPModule, with_comms
 from torch_fsdp_tests.fsdp import internals
@@ -42,7 +43,7 @@ class TestDTensorCompileE2E(DTensorTestBase):
     world_size = 4
 
     def _model(self) -> SimpleModel:
-        return filled(SimpleModel(self.device))
+        return filled(SimpleModel(self.device), high=0.5)
 
     def _tensor_parallel(self, mesh: DeviceMesh) -> Any:
         plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
@@ -65,8 +66,8 @@ class TestDTensorCompileE2E(DTensorTestBase):
     def _check_losses(self, mesh: DeviceMesh, found: list[torch.Tensor]) -> None:
         plain = self._model()
         wanted = self._train(plain, plain, mesh, is_plain=True)
+        check_losses(wanted)
         self.assertEqual(found, wanted)
-        self.assertEqual(len({loss.item() for loss in wanted}), STEPS + 1)
 
     def _test_2d_fsdp_tp(self, checkpoints: bool) -> None:
         """An eager and a compiled model must train like a plain one."""
