@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
+import math
 import os
 import random
 import re
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
 import unittest.mock
 from pathlib import Path
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_fsdp_tests import accelerator, common_utils, host
+from torch_fsdp_tests import accelerator, common_utils, host, installation
 from torch_fsdp_tests.common_utils import (
     DeterministicGuard,
     SavedState,
@@ -38,6 +41,7 @@ from torch_fsdp_tests.common_utils import (
     set_rng_seed,
     skip_but_pass_in_sandcastle_if,
     skipIfTorchDynamo,
+    vacuous,
     wrapSwapTensorsTest,
 )
 from torch_fsdp_tests.common_utils.seed import SEED_VARIABLE
@@ -45,6 +49,7 @@ from torch_fsdp_tests.common_utils.state import STRICT_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
+as_test_of_fsdp = functools.partial(unittest.mock.patch.object, vacuous, "is_judged", return_value=True)
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -144,6 +149,82 @@ class EqualityTest(TestCase):
         self.assertEqual(self.failure(1, 2, msg=lambda text: f"<{text.splitlines()[0]}>"), "<Scalars are not equal!>")
         with self.assertRaises(ValueError):
             self.assertEqual(torch.ones(2), 1)
+
+    def test_comparisons_that_prove_nothing(self):
+        """They pass here, and fail in a test of FSDP, unless the call says that they are meant."""
+        one, inf = torch.ones(2), float("inf")
+        for kind, x, y in [
+            ("same", one, one),
+            ("same", one, one.view(2)),
+            ("same", one, one.detach()),
+            ("same", {"a": one}, {"a": one}),
+            ("same", ours := {"a": 1}, ours),
+            ("empty", list(""), list("")),
+            ("empty", set(""), set("")),
+            ("empty", {"a": {}}, {"a": {}}),
+            ("empty", {"a": torch.ones(0)}, {"a": torch.ones(0)}),
+            ("zero", [torch.zeros(2), torch.ones(0)], [torch.zeros(2), torch.ones(0)]),
+            ("zero", torch.tensor([0, 0]), torch.tensor([0, 0])),
+            ("zero", torch.tensor([False]), torch.tensor([False])),
+            ("zero", torch.zeros(2).to_sparse(), torch.zeros(2).to_sparse()),
+            ("small", torch.tensor([1e-6]), torch.tensor([0.0])),
+            ("small", [one, torch.tensor([1e-6])], [one + 0, torch.tensor([2e-6])]),
+            ("nonfinite", torch.tensor([1.0, inf]), torch.tensor([1.0, inf])),
+            ("nonfinite", torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])),
+            ("nonfinite", {"loss": inf}, {"loss": inf}),
+        ]:
+            with self.subTest(kind=kind, x=x):
+                self.assertEqual(x, y)
+                with as_test_of_fsdp():
+                    self.assertIn(f"may_be={kind!r}", self.failure(x, y))
+                    self.assertEqual(x, y, may_be=kind)
+                    self.assertEqual(x, y, may_be=tuple(vacuous.KINDS))
+                    with self.assertRaises(AssertionError):
+                        self.assertNotEqual(x, y)
+
+    def test_comparisons_that_prove_something(self):
+        module, one = torch.nn.Linear(1, 1), torch.ones(2)
+        with as_test_of_fsdp():
+            for x, y in [
+                ([torch.zeros(2), one], [torch.zeros(2), one + 0]),
+                ({"a": torch.ones(0), "b": one}, {"a": torch.ones(0), "b": one + 0}),
+                ({"a": {}, "b": 1}, {"a": {}, "b": 1}),
+                (one[:1], one[1:]),
+                (torch.tensor([1e-6, 1.0]), torch.tensor([1e-6, 1.0])),
+                (torch.tensor(0.0), 0.0),
+                (module, module),
+                ([0, None, ""], [0, None, ""]),
+                (one.to("meta"), one.to("meta")),
+                (torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, dtype=torch.float8_e4m3fn)),
+            ]:
+                self.assertEqual(x, y)
+
+    def test_the_call_has_the_expected_value(self):
+        nothing, zeros, infinite = list(""), torch.ones(2) - 1, 1e308 * 10
+        with as_test_of_fsdp():
+            self.assertEqual(nothing, [])
+            self.assertEqual((nothing, {}), ([], {}))
+            self.assertEqual(set(nothing), set())
+            self.assertEqual(nothing, [1] if zeros.any() else [])
+            self.assertEqual(zeros, torch.zeros(2))
+            self.assertEqual(zeros, torch.zeros_like(zeros), "in one line")
+            self.assertEqual(
+                torch.tensor(infinite),
+                torch.tensor(float("inf")),
+                "in four lines",
+            )
+            self.assertEqualBroadcasting(zeros, torch.zeros(1))
+            self.failure(zeros, torch.zeros(2))  # the comparison is in another function, which does not say so
+        with self.assertRaisesRegex(ValueError, "may_be has vacuous, and can only have same, empty, zero, small, nonf"):
+            self.assertEqual(1, 1, may_be=("same", "vacuous"))
+
+    def test_only_tests_of_fsdp_are_judged(self):
+        self.assertFalse(vacuous.is_judged(type(self)))
+        for path, expected in {"test/distributed/tensor/test_x.py": True, "test/dispatch/test_x.py": False}.items():
+            other = types.ModuleType("other")
+            other.__file__ = str(installation.ROOT / path)
+            with unittest.mock.patch.dict(sys.modules, other=other):
+                self.assertEqual(vacuous.is_judged(type("Other", (TestCase,), {"__module__": "other"})), expected)
 
     def test_other_assertions(self):
         ours = [1]

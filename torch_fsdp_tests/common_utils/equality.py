@@ -1,8 +1,9 @@
 """Compares two values, and says where and by how much they differ.
 
-:func:`differences` walks through two containers and compares every pair of leaves: numbers and tensors with the public
-:func:`torch.testing.assert_close`, text with unittest's comparison, and everything else with ``==``. Every difference
-is reported with its place, so that a failure in a state dict of a hundred tensors is as readable as one of two numbers.
+:func:`pairs` walks through two containers, and :func:`differences` compares every pair of leaves: numbers and tensors
+with the public :func:`torch.testing.assert_close`, text with unittest's comparison, and everything else with ``==``.
+Every difference is reported with its place, so that a failure in a state dict of a hundred tensors is as readable as
+one of two numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import enum
 import reprlib
 import unittest
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,28 +88,36 @@ class Difference:
     path: tuple[object, ...]
     message: str
 
-    @property
-    def place(self) -> str:
-        return "".join(f"[{key!r}]" for key in self.path)
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two leaves that are at the same place: the actual value and the expected one."""
+
+    path: tuple[object, ...]
+    x: Any
+    y: Any
 
 
-def describe(found: Sequence[Difference]) -> str:
-    """The message of a failure: the first difference in full, and the places of the others."""
-    first, *others = found
-    lines = [f"at {first.place}: {first.message}" if first.path else first.message]
+def place(path: tuple[object, ...]) -> str:
+    """How a message names a place: ``['layer'][1]``."""
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def describe(found: Iterable[Difference]) -> str:
+    """The message of a failure: the first difference in full, and the places of the others. Empty if there is none."""
+    if not (all_of_them := list(found)):
+        return ""
+    first, *others = all_of_them
+    lines = [f"at {place(first.path)}: {first.message}" if first.path else first.message]
     if others:
-        places = ", ".join(difference.place for difference in others[:_HOW_MANY_PLACES])
+        places = ", ".join(place(difference.path) for difference in others[:_HOW_MANY_PLACES])
         unnamed = len(others) - _HOW_MANY_PLACES
         lines.append(f"\n{len(others)} more differ: {places}{f' and {unnamed} others' if unnamed > 0 else ''}")
     return "\n".join(lines)
 
 
-def differences(x: Any, y: Any, how: Closeness, path: tuple[object, ...] = ()) -> Iterator[Difference]:
-    """Yield every place where ``x`` (the actual value) and ``y`` (the expected one) differ.
-
-    Raises ``ValueError`` if a tensor of several elements is compared with a number, and ``TypeError`` if a DTensor is
-    compared with another tensor. Neither comparison has an answer.
-    """
+def pairs(x: Any, y: Any, path: tuple[object, ...] = ()) -> Iterator[Pair | Difference]:
+    """Yield the leaves of ``x`` (the actual value) and ``y`` (the expected one), and where their containers differ."""
     x, y = _alike(x, y) if path == () else (_untyped(x), _untyped(y))
     if _are(_SEQUENCES, x, y) and not isinstance(x, _TEXT) and not isinstance(y, _TEXT):
         if len(x) != len(y):
@@ -116,19 +125,32 @@ def differences(x: Any, y: Any, how: Closeness, path: tuple[object, ...] = ()) -
             yield Difference(path, f"{lengths}\n{_SHORT.repr(x)} is not {_SHORT.repr(y)}")
             return
         for index in range(len(x)):
-            yield from differences(x[index], y[index], how, (*path, index))
+            yield from pairs(x[index], y[index], (*path, index))
     elif _are(_MAPPINGS, x, y):
         missing, additional = [k for k in y.keys() if k not in x], [k for k in x.keys() if k not in y]
         if missing or additional:
             yield Difference(path, f"The keys of the mappings do not match: missing {missing}, additional {additional}")
             return
         for key in x.keys():
-            yield from differences(x[key], y[key], how, (*path, key))
+            yield from pairs(x[key], y[key], (*path, key))
     else:
+        yield Pair(path, x, y)
+
+
+def differences(found: Iterable[Pair | Difference], how: Closeness) -> Iterator[Difference]:
+    """Yield every place where the values of :func:`pairs` differ.
+
+    Raises ``ValueError`` if a tensor of several elements is compared with a number, and ``TypeError`` if a DTensor is
+    compared with another tensor. Neither comparison has an answer.
+    """
+    for each in found:
+        if isinstance(each, Difference):
+            yield each
+            continue
         try:
-            _compare_leaves(x, y, how)
+            _compare_leaves(each.x, each.y, how)
         except AssertionError as error:
-            yield Difference(path, str(error))
+            yield Difference(each.path, str(error))
 
 
 def _are(kinds: tuple[type, ...], *values: object) -> bool:
@@ -228,7 +250,7 @@ def _compare_numbers(x: int | float | complex, y: int | float | complex, how: Cl
 def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
     # This copies, because torch refuses arrays with negative strides and warns about read-only ones.
     x, y = (torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value for value in (x, y))
-    x, y = _local_parts(x, y)
+    x, y = local_parts(x, y)
     if x.layout == y.layout == torch.sparse_coo and x.is_coalesced() != y.is_coalesced():
         if how.exact_is_coalesced:
             raise AssertionError(f"is_coalesced does not match: {x.is_coalesced()} != {y.is_coalesced()}")
@@ -245,7 +267,7 @@ def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
     )
 
 
-def _local_parts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def local_parts(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The local shards of two DTensors with the same layout, so that the comparison starts no collective."""
     if not dist.is_available():
         return x, y

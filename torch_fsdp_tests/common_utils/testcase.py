@@ -19,8 +19,8 @@ import torch
 from torch_fsdp_tests import events, settings
 from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, in_one_line
 
-from . import defect_blocks, state
-from .equality import Closeness, describe, differences
+from . import defect_blocks, state, vacuous
+from .equality import Closeness, describe, differences, pairs
 from .seed import set_rng_seed
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
@@ -204,6 +204,7 @@ class TestCase(expecttest.TestCase):
         exact_layout: bool = False,
         exact_stride: bool = False,
         exact_is_coalesced: bool = False,
+        may_be: str | tuple[str, ...] = (),
     ) -> None:
         """Fail unless ``x`` (actual) equals ``y`` (expected), element by element in nested containers.
 
@@ -213,9 +214,15 @@ class TestCase(expecttest.TestCase):
         placements and mesh, and their local shards are compared without a collective. Everything else is compared with
         ``==``.
 
+        In this suite's tests of FSDP a comparison also fails if it proves nothing: if ``x`` and ``y`` are one object or
+        share their memory ("same"), have no elements ("empty"), only zeros ("zero"), numbers below the tolerance
+        ("small"), or an infinity or NaN at the same place ("nonfinite"). A call that means such values says so, with
+        ``may_be="zero"`` or a tuple of these words, or by an expected value such as ``[]`` or ``torch.zeros(4)``. See
+        :mod:`.vacuous`.
+
         ``msg`` is added to the message, or, when callable, makes the message from the one given to it. Raises
-        ``ValueError`` if only one of ``atol`` and ``rtol`` is given or a number is compared with a larger tensor, and
-        ``TypeError`` if a DTensor is compared with another tensor.
+        ``ValueError`` if only one of ``atol`` and ``rtol`` is given, a number is compared with a larger tensor, or
+        ``may_be`` has an unknown word, and ``TypeError`` if a DTensor is compared with another tensor.
         """
         __tracebackhide__ = True
         how = Closeness(
@@ -230,10 +237,13 @@ class TestCase(expecttest.TestCase):
             exact_stride=exact_stride,
             exact_is_coalesced=exact_is_coalesced,
         )
-        found = list(differences(x, y, how))
-        if not found:
+        allowed = vacuous.kinds(may_be)
+        compared = list(pairs(x, y))
+        text = describe(differences(compared, how))
+        if not text and vacuous.is_judged(type(self)):
+            text = vacuous.complaint(x, y, compared, how, allowed)
+        if not text:
             return
-        text = describe(found)
         if callable(msg):
             raise self.failureException(msg(text))
         if msg is not None:
@@ -253,7 +263,7 @@ class TestCase(expecttest.TestCase):
         """Fail if :meth:`assertEqual` with the same arguments would pass."""
         __tracebackhide__ = True
         try:
-            self.assertEqual(x, y, atol=atol, rtol=rtol, **kwargs)
+            self.assertEqual(x, y, atol=atol, rtol=rtol, **{**kwargs, "may_be": tuple(vacuous.KINDS)})
         except self.failureException:
             return
         self.fail(self._formatMessage(msg, f"{x!r} == {y!r}"))

@@ -1,0 +1,167 @@
+"""Finds comparisons that pass and prove nothing, because of what is compared.
+
+Infinities, zeros and missing elements are equal to each other, however they came about, and a tensor is always equal to
+itself. A test that compares such values fails in :meth:`.TestCase.assertEqual`, unless the call says that they are its
+subject: by ``may_be``, or because the expected value is written in it, such as ``[]`` or ``torch.zeros(4)``.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_fsdp_tests import installation
+
+from .equality import Closeness, Pair, local_parts, place
+
+# What a call may give as ``may_be``, and what a failure says of the values.
+KINDS = {
+    "same": "both are one object or share their memory, so they cannot differ",
+    "empty": "neither has an element",
+    "zero": "both have only zeros, as if nothing had been computed",
+    "small": "both are smaller than the tolerance, so zeros would pass, too",
+    "nonfinite": "both have an infinity or a NaN, as after any mistake that lets numbers explode",
+}
+
+# The names, texts and calls that say so, where the expected value is written in a call.
+_WORDS = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), "zero"),
+    **dict.fromkeys(("inf", "-inf", "nan"), "nonfinite"),
+}
+_CONTAINERS = ("list", "tuple", "dict", "set", "frozenset", "Counter")
+
+_TESTS = installation.ROOT / "test" / "distributed" / "tensor"
+_HERE = Path(__file__).parent
+
+
+def is_judged(cls: type) -> bool:
+    """Whether a test case is one of this suite's tests of FSDP. Other files are not judged: those that were written for
+    upstream's classes, in any other folder, and the tests of the suite itself, which compare few tensors.
+    """
+    return _is_test_of_fsdp(getattr(sys.modules.get(cls.__module__), "__file__", None))
+
+
+@functools.cache
+def _is_test_of_fsdp(path: str | None) -> bool:
+    return path is not None and Path(path).resolve().is_relative_to(_TESTS)
+
+
+def kinds(may_be: str | tuple[str, ...]) -> set[str]:
+    """The kinds that a call gives as ``may_be``. Raises ``ValueError`` for a word that is none."""
+    given = {may_be} if isinstance(may_be, str) else set(may_be)
+    if unknown := given - KINDS.keys():
+        raise ValueError(f"may_be has {', '.join(sorted(unknown))}, and can only have {', '.join(KINDS)}")
+    return given
+
+
+def complaint(x: Any, y: Any, compared: Sequence[Any], how: Closeness, allowed: set[str]) -> str:
+    """The message of a failure, if a comparison without differences proves nothing and its call does not say so."""
+    pairs = [each for each in compared if isinstance(each, Pair)]
+    found = _reasons(x, y, pairs, how)
+    if found.keys() <= allowed or found.keys() <= allowed | _said_by_caller():
+        return ""
+    wrong = tuple(kind for kind in found if kind not in allowed | _said_by_caller())
+    lines = [f"at {found[kind]}: {KINDS[kind]}" if found[kind] else KINDS[kind] for kind in wrong]
+    remedy = f"If the test is about such values, give may_be={wrong if len(wrong) > 1 else wrong[0]!r}"
+    return "\n".join(["The values are equal, but that proves nothing:", *lines, remedy])
+
+
+def _reasons(x: Any, y: Any, pairs: Sequence[Pair], how: Closeness) -> dict[str, str]:
+    """Why a comparison without differences proves nothing: the kinds, each with the place of the first such pair.
+
+    One pair of tensors that are the same, not finite, or too small is enough. Elements, and numbers other than zero,
+    may be in any of the tensors, because a rank has no part of some parameters, and some gradients are zero. Of the
+    values that are not tensors, only containers can be the same or empty, and only numbers can be infinite.
+    """
+    found: dict[str, str] = {}
+    if x is y and isinstance(x, (Mapping, list, set)) and len(x):
+        found["same"] = ""
+    sizes, largest = [], []
+    for pair in pairs:
+        at = place(pair.path)
+        if isinstance(pair.x, torch.Tensor) and isinstance(pair.y, torch.Tensor):
+            both = local_parts(pair.x.detach(), pair.y.detach())
+            if pair.x is pair.y or _share_memory(*both):
+                found.setdefault("same", at)
+            sizes.append(both[0].numel())
+            if sizes[-1] and not both[0].is_meta:
+                largest.append(_largest(both[0]))
+                limit = how.tolerances(both[0].dtype, both[1].dtype)["atol"]
+                if not math.isfinite(largest[-1]):
+                    found.setdefault("nonfinite", at)
+                elif largest[-1] <= limit and 0 < max(largest[-1], _largest(both[1])) <= limit:
+                    found.setdefault("small", at)
+        elif isinstance(pair.x, float) and isinstance(pair.y, float) and not math.isfinite(pair.x):
+            found.setdefault("nonfinite", at)
+    if not sizes and all(isinstance(pair.x, (set, frozenset)) and not pair.x for pair in pairs):
+        found["empty"] = ""
+    if sizes and not any(sizes):
+        found["empty"] = ""
+    if largest and not any(largest):
+        found["zero"] = ""
+    return found
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value of a tensor with elements. It is NaN if one of them is."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.values() if tensor.is_nested else tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        tensor = tensor.to(torch.int64)
+    elif tensor.element_size() == 1:
+        tensor = tensor.to(torch.float32)  # torch does not compute with 8 bits
+    return float(tensor.abs().max().item())
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether both are the same part of one storage. Subclasses may have no storage of their own, so they never are."""
+    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) or each.layout is not torch.strided for each in (x, y)):
+        return False
+    same_part = x.shape == y.shape and x.stride() == y.stride() and x.device == y.device
+    return same_part and x.numel() > 0 and 0 != x.data_ptr() == y.data_ptr()
+
+
+def _said_by_caller() -> set[str]:
+    """The kinds that are written in the call of the assertion: in the statement of a test or of a helper that is
+    running now.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _HERE:
+        frame = frame.f_back
+    return _said(frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.cache
+def _calls(filename: str) -> list[ast.Call]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [call for call in calls if call.func.attr.startswith("assert")]  # type: ignore[attr-defined]
+
+
+def _said(filename: str, line: int) -> set[str]:
+    around = [call for call in _calls(filename) if call.lineno <= line <= (call.end_lineno or line)]
+    return {kind for call in around for node in ast.walk(call) if (kind := _kind_of(node))}
+
+
+def _kind_of(node: ast.AST) -> str | None:
+    match node:
+        case ast.List(elts=[]) | ast.Tuple(elts=[]) | ast.Dict(keys=[]):
+            return "empty"
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _CONTAINERS:
+            return "empty"
+        case ast.Name(id=word) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
+            return _WORDS.get(word)
+    return None
