@@ -138,12 +138,12 @@ def _fsdp2_method(name: str, since: tuple[int, int]) -> Fact:
 # --- FSDP1 and FSDP2 --------------------------------------------------------------------------------------------------
 
 FINDS_TENSORS_IN_DATACLASSES = Fact(
-    (2, 13),
+    (2, 12),
     "finds tensors inside dataclasses",
     _has("torch.distributed.fsdp._common_utils", "collect_grad_tensors"),
+    repairs=("fsdp2_outputs_in_dataclasses_raise",),
 )
 ASSERTIONS_HAVE_MESSAGES = Fact((2, 10), "explains what is wrong when an assertion of FSDP or of checkpoints fails")
-KEEPS_INPUTS_IN_PLACE = Fact((2, 14), "does not copy a container of inputs when nothing in it has to move")
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
@@ -160,30 +160,32 @@ RECORDS_STREAM_OF_UNSHARDED_COPIES = Fact(
 # --- FSDP2: wrapping --------------------------------------------------------------------------------------------------
 
 HAS_MESH_PER_PARAMETER = Fact(
-    (2, 13),
+    (2, 12),
     "lets shard_placement_fn name a mesh for each parameter",
     _has(_FSDP2 + "_fsdp_common", "ShardPlacementResult"),
 )
 HAS_DP_MESH_DIMS = Fact(
-    (2, 13), "has the argument dp_mesh_dims of fully_shard", _has("torch.distributed.fsdp", "DataParallelMeshDims")
+    (2, 12), "has the argument dp_mesh_dims of fully_shard", _has("torch.distributed.fsdp", "DataParallelMeshDims")
 )
 KEEPS_SPMD_TYPES = Fact(
     (2, 14),
     "keeps the annotations of the package spmd-types on FSDP2's parameters",
     _has(_FSDP2 + "_fsdp_param", "FSDPParam._restore_spmd_types"),
 )
-SHARDS_INTEGER_PARAMETERS = Fact((2, 12), "shards integer parameters with FSDP2")
-WRAPS_CONTAINERS_WITH_FORWARD = Fact((2, 12), "wraps a ModuleList or a ModuleDict that has its own forward")
-CHECKS_SHARED_PARAMETERS = Fact(
-    (2, 13),
-    "refuses a parameter that two FSDP2 groups share",
-    _has(_FSDP2 + "_fsdp_state", "FSDPState._validate_no_duplicate_params"),
+SHARDS_INTEGER_PARAMETERS = Fact(
+    (2, 12), "shards integer parameters with FSDP2", repairs=("fsdp2_integer_parameters_are_refused",)
 )
-GATHERS_UNEVEN_STRIDED_SHARDS = Fact((2, 10), "keeps the order of rows when FSDP2 and TP shard one dimension unevenly")
+WRAPS_CONTAINERS_WITH_FORWARD = Fact((2, 12), "wraps a ModuleList or a ModuleDict that has its own forward")
+GATHERS_UNEVEN_STRIDED_SHARDS = Fact(
+    (2, 10),
+    "keeps the order of rows when FSDP2 and TP shard one dimension unevenly",
+    repairs=("fsdp2_uneven_rows_with_tp_are_reordered",),
+)
 KEEPS_PADDED_STORAGE = Fact(
-    (2, 11),
+    (2, 10),
     "does not copy shards that are padded already when FSDP2 initializes lazily",
     lambda: "same_local_tensor" in _find(_FSDP2 + "_fsdp_param", "FSDPParam.reset_sharded_param").__code__.co_varnames,
+    repairs=("fsdp2_early_state_dict_goes_stale",),
 )
 
 # --- FSDP2: forward and backward --------------------------------------------------------------------------------------
@@ -192,15 +194,13 @@ RUNS_UNDER_FUNCTORCH = Fact(
     (2, 13),
     "lets FSDP2 run its first forward under a functorch transform",
     _has(_FSDP2 + "_fsdp_common", "_disable_functorch_if_active"),
+    repairs=("fsdp2_first_forward_in_jvp_raises",),
 )
-GROUPS_CAST_EACH_INPUT = Fact(
-    (2, 13),
-    "casts the inputs and outputs of each module of fully_shard([a, b])",
-    _takes(_FSDP2 + "_fsdp_state", "_register_group_forward_hooks", "cast_output_dtype"),
-)
-CASTS_RECOMPUTED_INPUTS = Fact((2, 12), "casts the inputs of an FSDP2 module during recomputation")
 KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION = Fact(
-    (2, 11), "keeps parameters unsharded during recomputation", _has(_FSDP2 + "_fsdp_common", "is_bw")
+    (2, 10),
+    "keeps parameters unsharded during recomputation",
+    _has(_FSDP2 + "_fsdp_common", "is_bw"),
+    repairs=("fsdp2_recomputation_gathers_again",),
 )
 CASTS_EACH_PARAMETER = Fact(
     (2, 15),
@@ -214,12 +214,23 @@ COMPLETES_PARTIAL_GROUPS = Fact(
     (2, 13),
     "completes a group of modules when only some of them ran",
     _has(_FSDP2 + "_fsdp_state", "FSDPState._force_complete_incomplete_states"),
+    repairs=(
+        "fsdp2_partial_group_loses_gradients",
+        "fsdp2_partial_group_stays_gathered",
+    ),
 )
 CAN_SHARE_COMM_CONTEXT = Fact((2, 10), "has share_comm_ctx", _has(_FSDP2 + "_fully_shard", "share_comm_ctx"))
 CAN_KEEP_UNSHARDED_STORAGE = _fsdp2_method("set_keep_unsharded_storage", (2, 15))
 HAS_RESET_ITER_STATE = _fsdp2_method("reset_iter_state", (2, 13))
 HAS_FINALIZE_BACKWARD = _fsdp2_method("finalize_backward", (2, 15))
-RESET_DROPS_ACCUMULATED_GRADIENTS = Fact((2, 15), "drops unreduced gradients in reset_iter_state")
+RESET_DROPS_ACCUMULATED_GRADIENTS = Fact(
+    (2, 15),
+    "drops unreduced gradients in reset_iter_state",
+    repairs=(
+        "fsdp2_reset_keeps_unreduced_gradients",
+        "fsdp2_reset_keeps_gradients_of_broken_backward",
+    ),
+)
 
 # --- FSDP2: reduction -------------------------------------------------------------------------------------------------
 
@@ -246,7 +257,6 @@ RECORDS_STREAM_OF_OUTPUT_GRADIENTS = Fact(
     "has the operator fsdp::record_grad_output_stream",
     _has(_FSDP2 + "_fsdp_collectives", "record_grad_output_stream"),
 )
-KEEPS_INPUT_OF_ALL_REDUCE_HOOK = Fact((2, 15), "keeps the input of an all-reduce hook alive until the hook is done")
 CASTS_GRADIENTS_BY_DTYPE = Fact(
     (2, 15),
     "casts reduced gradients separately for each dtype",
@@ -260,28 +270,15 @@ HAS_COPY_FUNCTIONS_PER_GROUP = Fact(
     "lets each group set its own copy-in and copy-out functions",
     _has(_FSDP2 + "_fsdp_collectives", "_default_all_gather_output_fn"),
 )
-FREES_ALL_GATHER_OF_PARTIAL_GROUPS = Fact(
-    (2, 15),
-    "frees the all-gather of a partial group even after a backward that is not the last",
-    _has(_FSDP2 + "_fsdp_param_group", "FSDPCommContext.release_all_gather_state_on_current_stream"),
-)
 EXTENSIONS_CAN_FREE_ALL_GATHER = Fact(
     (2, 15),
     "lets an extension free the all-gather outputs after its post-hook",
     _has(_FSDP2 + "_fsdp_param", "FSDPParam.free_all_gather_outputs"),
 )
-COPIES_EXTENSION_BYTES_ON_ONE_RANK = Fact(
-    (2, 15), "copies the bytes that an extension sends even if the group has one rank"
-)
 
 # --- Distributed state dicts ------------------------------------------------------------------------------------------
 
 _DSD = "torch.distributed.checkpoint.state_dict"
-REFUSES_MISSING_OPTIM_STATES = Fact(
-    (2, 10),
-    "names a missing optimizer state, and loads without it if strict is False",
-    lambda: "strict" in _find(_DSD, "_split_optim_state_dict").__code__.co_names,
-)
 FLATTENS_NESTED_STATES = Fact(
     (2, 10),
     "flattens optimizer states that are dicts",
@@ -296,11 +293,11 @@ FLATTENS_NESTED_STATES = Fact(
 
 REPLICATES_WITHOUT_SHARDS = Fact(
     (2, 11),
-    "accepts a one-dimensional mesh for FSDP2's replicate",
-    _has("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"),
+    "accepts a one-dimensional mesh without a name for FSDP2's replicate",
+    _has("torch.distributed._composable.replicate_with_fsdp", "_validate_mesh"),
 )
 REPLICATES_OVER_NAMED_DIMS = Fact(
-    (2, 13),
+    (2, 12),
     "has the argument dp_mesh_dims of replicate",
     _takes("torch.distributed._composable.replicate_with_fsdp", "replicate", "dp_mesh_dims"),
 )
@@ -318,7 +315,7 @@ FAKE_COLLECTIVES_CAN_RAISE = Fact(
     _has("torch._C._distributed_c10d", "FakeProcessGroup.Options.error_on_collective"),
 )
 LOCKS_FAKE_MODE = Fact(
-    (2, 13),
+    (2, 12),
     "locks the fake mode in which DTensor propagates shapes",
     _has("torch.distributed.tensor._sharding_prop", "ShardingPropagator._fake_mode_lock"),
 )
@@ -335,7 +332,7 @@ TP_KEEPS_REQUIRES_GRAD = Fact(
         in _find("torch.distributed.tensor.parallel", "ColwiseParallel._partition_linear_fn").__code__.co_names
     ),
 )
-HAS_ACCELERATOR_GRAPHS = Fact((2, 13), "has torch.accelerator.Graph", _has("torch.accelerator", "Graph"))
+HAS_ACCELERATOR_GRAPHS = Fact((2, 12), "has torch.accelerator.Graph", _has("torch.accelerator", "Graph"))
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -343,11 +340,7 @@ STATE_DICTS_USE_FSDP1_GROUP = Fact(
     (2, 13),
     "uses FSDP1's process group in get_state_dict and set_state_dict",
     _has("torch.distributed.checkpoint.state_dict", "_get_fsdp_process_group"),
-)
-LOADS_PARAMETERS_WITHOUT_STATE = Fact(
-    (2, 11),
-    "loads an optimizer state dict that lacks a parameter's state if strict is False",
-    lambda: "strict" in _find("torch.distributed.checkpoint.state_dict", "_split_optim_state_dict").__code__.co_names,
+    repairs=("fsdp1_state_dict_of_a_group_needs_all_ranks",),
 )
 
 # --- Pipelines --------------------------------------------------------------------------------------------------------
@@ -367,12 +360,12 @@ PIPELINE_START_MESSAGES_MATCH = Fact(
     (2, 10), "starts a pipeline with messages of the size that the receivers expect", _starts_pipelines_with_float32
 )
 PIPELINES_SEND_NOTHING_TO_THEMSELVES = Fact(
-    (2, 13),
+    (2, 12),
     "starts a pipeline without messages from a rank to itself",
     _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
 )
 PIPELINES_TRAIN_AFTER_EVALUATION = Fact(
-    (2, 13),
+    (2, 12),
     "prepares pipeline stages again when training follows evaluation",
     _has(_PIPELINING + "schedules", "PipelineScheduleMulti._initialize_pp_stages"),
 )

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import accelerator
+from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import __main__ as command
 from torch_fsdp_tests.defects import registry, texts, trial
@@ -100,6 +100,16 @@ class TestRegistry(TestCase):
         """The registry names, for each defect, exactly the tests that show it."""
         in_registry = {id: set(registry.entry(id).defect.tests) for id in registry.ids()}
         self.assertEqual(named_in_tests(), {id: tests for id, tests in in_registry.items() if tests})
+
+    def test_facts_name_the_defects_that_a_version_repaired(self):
+        """A fact that is true since a repair names its defect, whose range of versions ends there."""
+        named = {name: fact for name, fact in torch_facts.facts().items() if fact.repairs}
+        self.assertGreater(len(named), 5)
+        for name, fact in named.items():
+            for id in fact.repairs:
+                with self.subTest(f"{name}: {id}"):
+                    end = registry.entry(id).defect.broken.rpartition("<")[2]
+                    self.assertEqual(tuple(map(int, end.split("."))), fact.since)
 
     def test_no_expected_failure_is_without_a_defect(self):
         found = []

@@ -53,15 +53,15 @@ class TestRenamed(TestCase):
         self.assertIn("the installed torch has no ", renamed["text"])
         self.assertIn("torch_fsdp_tests/fsdp/internals.py uses: update that file", renamed["text"])
 
-    @needs(torch_facts.CHECKS_SHARED_PARAMETERS)
+    @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     def test_a_release_that_seems_to_lack_something_is_news(self):
         """The test that needs it runs all the same, and the run names the difference. In strict mode the test fails."""
         file = "distributed/_composable/fsdp/test_fully_shard_training"
-        test = f"{file}::TestFullyShardSharedParams::test_shared_params_separate_fsdp_groups_error"
-        words = "^this torch differs from release .*, which refuses a parameter that two FSDP2 groups share$"
+        test = f"{file}::TestFullyShard1DTrainingCompose::test_partial_group_casts_output_of_root"
+        words = "^this torch differs from release .*, which completes a group of modules when only some of them ran$"
         for option, passed in (("-v", 1), ("--strict-defects", 0)):
             with self.subTest(option):
-                found = self._run(test, "_validate_no_duplicate_params", option)
+                found = self._run(test, "_force_complete_incomplete_states", option)
                 self.assertEqual([found[each] for each in ("passed", "failed", "skipped")], [passed, 1 - passed, 0])
                 self.assertRegex(found["text"], f"(?m){words}")
 

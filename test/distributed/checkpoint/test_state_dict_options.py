@@ -393,7 +393,7 @@ class TestStateDictOptions(StateDictTest):
             get_optimizer_state_dict(pair.model, pair.optims, options=options)
 
     @skip_if_lt_x_gpu(2)
-    @needs(torch_facts.REFUSES_MISSING_OPTIM_STATES)
+    @torch_defect("fsdp2_missing_optim_state_raises_key_error")
     @subtests(options=[StateDictOptions(), FULL])
     def test_missing_optim_state(self, options):
         pair, other = self._small(0), self._small(1, trained=False)

@@ -18,7 +18,7 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.WRONG_IN_SILENCE,
     where="torch.distributed.pipelining.stage.PipelineStage._post_metadata_inference_cleanup",
-    broken=">=2.13",
+    broken=">=2.12",
     tests=("distributed/test_composability::ComposabilityTest::test_evaluation_keeps_gradients",),
 )
 

@@ -16,8 +16,8 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
-    since="2.13",
-    broken=">=2.13",
+    since="2.12",
+    broken=">=2.12",
     tests=(
         "distributed/_composable/fsdp/test_fully_shard_dtensor::TestFullyShardDTensor::test_second_of_equal_meshes",
     ),

@@ -17,7 +17,7 @@ DEFECT = Defect(
     family="FSDP2",
     consequence=Consequence.WRONG_IN_SILENCE,
     where="torch.distributed.pipelining.stage.PipelineStage.backward_weight_one_chunk",
-    since="2.13",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
+    since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
     broken="<2.15",
     tests=("distributed/test_composability::ComposabilityTest::test_split_backward_in_low_precision",),
 )

@@ -30,6 +30,7 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
@@ -315,6 +316,21 @@ class TestFullyShardAutograd(FSDPTest):
         for child in model:
             fully_shard(child)
         self._check_training(ref_model, fully_shard(model))
+
+    @torch_defect("fsdp2_outputs_in_dataclasses_raise")
+    @skip_if_lt_x_gpu(2)
+    def test_dataclasses_between_modules(self):
+        """Beyond upstream: backward finds the tensors that modules pass on in dataclasses."""
+        pack, unpack = CONTAINERS["frozen dataclass"]
+        model = nn.Sequential(*(PairStage(index, pack, unpack) for index in range(2)))
+        ref_model = self._replica(model)
+        shard_each((*model, model))
+        rows, mine = self._global_and_local_input(requires_grad=True)
+        for each, inp in ((ref_model, rows), (model, mine)):
+            x, _, _ = unpack(each(pack(inp, inp + 1, torch.ones(DIM, device=self.device))))
+            x.sum().backward()
+        self._reduce_1d_partial_grads(ref_model)
+        self._check_gradients(ref_model, model, rows, mine)
 
     @skip_if_lt_x_gpu(4)
     @subtests(container=lambda: list(CONTAINERS), loss_uses=["x", "y", "both"])

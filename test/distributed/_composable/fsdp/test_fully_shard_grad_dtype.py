@@ -20,6 +20,7 @@ from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.collectives import RecordingReduceScatter
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -366,6 +367,20 @@ class TestFullyShardGradDtypeHSDP(GradDtypeTest):
         self.assertEqual((grad.dtype, grad.to_local().dtype), (wanted, wanted))
         mean = 1.5 * (1 + BIT / 4 if wanted == f32 else 1)
         self.assertEqual(grad.full_tensor(), torch.full((2,), mean, device=self.device, dtype=wanted), rtol=0, atol=0)
+
+    @skip_if_lt_x_gpu(1)
+    def test_tensor_parallel_sum_in_reduce_dtype(self):
+        """The same sum is in ``reduce_dtype`` if no ``grad_dtype`` asks for another dtype."""
+        mesh = make_mesh(2, 2, names=("dp", "tp"))
+        norm = nn.LayerNorm(2, device=self.device)
+        parallelize_module(norm, mesh["tp"], SequenceParallel())
+        fully_shard(norm, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=f32))
+        output = norm(torch.ones(1, 1, 2, device=self.device)).to_local()
+        part = BIT / 4 if mesh.get_local_rank("tp") else 1.0
+        (output * part * (1 + mesh.get_local_rank("dp"))).sum().backward()
+        found, mean = norm.bias.grad.full_tensor(), 1.5 * (1 + BIT / 4)
+        with torch_defect("fsdp2_tp_reduction_ignores_reduce_dtype"):
+            self.assertEqual(found, torch.full((2,), mean, device=self.device), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

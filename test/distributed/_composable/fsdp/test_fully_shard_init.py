@@ -462,6 +462,14 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         """
         self.run_subtests({"layout": ["fsdp", "hsdp"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
 
+    @skip_if_lt_x_gpu(1)
+    def test_rows_stay_in_order_with_tensor_parallelism(self):
+        """Beyond upstream: tensor parallelism gives each rank three rows, and FSDP cuts these unevenly."""
+        layer, _ = self._layer("colwise", 6)
+        found = layer.weight.full_tensor()
+        with torch_defect("fsdp2_uneven_rows_with_tp_are_reordered"):
+            self.assertEqual(found, filled(nn.Linear(4, 6, device=self.device)).weight)
+
     @needs(torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS)
     @skip_if_lt_x_gpu(1)
     def test_uneven_and_empty_shards_with_tensor_parallelism(self):
@@ -1089,7 +1097,7 @@ class TestFullyShardMixedDtypeParam(InitTest):
     def test_mixed_dtypes_no_grad_param(self):
         self._test_frozen_dtype(torch.float8_e4m3fn)
 
-    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
+    @torch_defect("fsdp2_integer_parameters_are_refused")
     @skip_if_lt_x_gpu(1)
     @subtests(dtype=[torch.int8, torch.uint8])
     def test_integer_no_grad_param(self, dtype):

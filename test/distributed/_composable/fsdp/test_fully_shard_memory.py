@@ -28,6 +28,7 @@ from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, patch_post_backward
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -47,6 +48,17 @@ def gathered(groups: Iterable[internals.Group]) -> list[torch.Tensor]:
 
 def numel(modules: Iterable[nn.Module]) -> int:
     return sum(param.numel() for module in modules for param in module.parameters())
+
+
+class BodyAlone(nn.Module):
+    """Two layers, of which forward runs only the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
 
 
 class TestFullyShardMemory(FSDPTest):
@@ -377,7 +389,7 @@ class TestFullyShardMemory(FSDPTest):
         model = self._sharded(SMALL, mesh=self._mesh(replicated=True))
         self._check_held_for_all_reduce(model)
 
-    @needs(torch_facts.KEEPS_INPUT_OF_ALL_REDUCE_HOOK)
+    @torch_defect("fsdp2_input_of_all_reduce_hook_is_freed")
     @skip_if_lt_x_gpu(2)
     def test_input_of_all_reduce_hook_is_dropped(self):
         """Beyond upstream: the same holds for the input of an all-reduce hook."""
@@ -406,28 +418,28 @@ class TestFullyShardMemory(FSDPTest):
             self.assertEqual([group._all_reduce_state for group in groups_of(model)], [None] * 4)
             dist.barrier()
 
-    @needs(torch_facts.FREES_ALL_GATHER_OF_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
     def test_gathered_buffer_of_partial_group(self):
         """Beyond upstream: if a layer runs outside its group's forward, no all-gather buffer is left after backward."""
-
-        class BodyAlone(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.body(x)
-
         model: Any = BodyAlone()
         fully_shard([model.body, model.head])
         fully_shard(model)
         for is_last in (False, False, True):
             model.set_is_last_backward(is_last)
-            output = model.head(model(torch.ones(2, 4, device=self.device)))
-            self.assertIsNotNone(internals.comm_context(model).all_gather_state)
-            output.sum().backward()
-            self.assertIsNone(internals.comm_context(model).all_gather_state)
+            model.head(model(torch.ones(2, 4, device=self.device))).sum().backward()
+            with torch_defect("fsdp2_partial_group_keeps_gathered_buffer"):
+                self.assertIsNone(internals.comm_context(model).all_gather_state)
+
+    @skip_if_lt_x_gpu(2)
+    def test_partial_group_is_resharded(self):
+        """Beyond upstream: a group of which forward left a module out is resharded when the root's forward ends."""
+        model: Any = BodyAlone()
+        fully_shard([model.body, model.head], reshard_after_forward=True)
+        fully_shard(model)
+        with torch.no_grad():
+            model(torch.ones(2, 4, device=self.device))
+        with torch_defect("fsdp2_partial_group_stays_gathered"):
+            self.assertTrue(internals.group_of(model.head).is_sharded)
 
     @skip_if_lt_x_gpu(2)
     def test_group_is_resharded_after_error(self):

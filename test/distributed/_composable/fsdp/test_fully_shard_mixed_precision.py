@@ -27,6 +27,7 @@ from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
 from torch_fsdp_tests.fsdp.combinations import pairwise_subtests, subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -296,7 +297,7 @@ class TestFullyShardMixedPrecisionJVP(FSDPTest):
         expected = F.linear(F.linear(inp, encoder.whole.bfloat16()), decoder.whole.bfloat16())
         self.assertEqual(output, expected)
 
-    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
+    @torch_defect("fsdp2_first_forward_in_jvp_raises")
     @skip_if_lt_x_gpu(2)
     def test_jvp_casts_and_differentiates(self):
         """Beyond upstream: FSDP casts the tangent of a float32 input as well. The tangent uses the whole weight."""
@@ -388,14 +389,14 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         model(torch.ones(1, 1, device=self.device, dtype=inp_dtype, requires_grad=True)).sum().backward()
         return model.lin.inputs, outputs
 
-    @needs(torch_facts.CASTS_RECOMPUTED_INPUTS)
+    @torch_defect("fsdp2_recomputed_inputs_are_not_cast")
     @skip_if_lt_x_gpu(1)
     def test_checkpoint_recompute_casts_forward_inputs(self):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         inputs, _ = self._test_checkpoint_recompute_casts(policy, torch.float32)
         self.assertEqual(inputs, [torch.bfloat16] * 2)
 
-    @needs(torch_facts.CASTS_RECOMPUTED_INPUTS)
+    @torch_defect("fsdp2_recomputed_inputs_are_not_cast")
     @skip_if_lt_x_gpu(1)
     def test_checkpoint_recompute_casts_outputs(self):
         policy = MixedPrecisionPolicy(
@@ -480,7 +481,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         self._check_cast_members(model.kwargs["named"], members)
         self.assertIs(output, members[1])  # without an output dtype
 
-    @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
+    @torch_defect("fsdp2_group_casts_its_first_input_alone")
     @skip_if_lt_x_gpu(1)
     def test_grouped_modules_cast_inputs(self):
         """Beyond upstream: each module of an FSDP group casts its own inputs and outputs."""
@@ -520,7 +521,7 @@ class TestFullyShardMixedPrecisionCasts(CastsMixin, FSDPTestMultiThread):
         numel = 2 * 4 * 16 + 16 + 4
         self.assertEqual(recording.outputs, [(param_dtype or torch.float32, numel, 2)] * 4)
 
-    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
+    @torch_defect("fsdp2_integer_parameters_are_refused")
     @skip_if_lt_x_gpu(1)
     def test_integers_are_not_cast(self):
         """Beyond upstream: an integer parameter is gathered without a cast, as bytes together with cast parameters."""

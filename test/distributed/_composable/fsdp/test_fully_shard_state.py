@@ -285,6 +285,17 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertIs(internals.fsdp2.cls_to_fsdp_cls[MLP], type(first))
 
     @skip_if_lt_x_gpu(1)
+    def test_refused_root_can_become_a_part(self):
+        """Beyond upstream: a group cannot be the root. After it was refused, the whole model can be wrapped."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        fully_shard([*model])
+        with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
+            model[0](self._input(4))
+        fully_shard(model)
+        with torch_defect("fsdp2_refused_root_stays_a_root"):
+            model(self._input(4)).sum().backward()
+
+    @skip_if_lt_x_gpu(1)
     def test_slice_is_initialised_once(self):
         """Beyond upstream: a slice of a wrapped container has the user's class and is initialised once."""
         model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))

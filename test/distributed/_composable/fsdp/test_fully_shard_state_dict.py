@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import get_required_world_size, requires_world_size, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -193,9 +192,8 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
     @subtests(mlp_dim=[2, 3, 4, 5], mutate_after_state_dict=[True, False])
     def test_cached_state_dict(self, mlp_dim, mutate_after_state_dict):
         """A state dict from before the first step keeps aliasing the parameters, unless they get new storage."""
-        padded = mlp_dim % self.world_size != 0
-        if padded and not mutate_after_state_dict:
-            skip_unless([torch_facts.KEEPS_PADDED_STORAGE.lacks])
+        # Only five rows leave a shard that is shorter than the others and not empty.
+        is_padded = mlp_dim == 5 and not mutate_after_state_dict
         manual_seed(42)
         model = nn.Linear(mlp_dim, mlp_dim, bias=False, device=self.device)
         ref_model = copy.deepcopy(model)
@@ -208,9 +206,10 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         ref_optim, optim = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (ref_model, model))
         for step in range(6):
             live = model.weight
-            if has_rows:
-                self.assertEqual(pointer_of(live) == pointer_of(cached), not mutate_after_state_dict)
-            self.assertEqual(cached.to_local(), start if mutate_after_state_dict else live.to_local())
+            with torch_defect("fsdp2_early_state_dict_goes_stale", when=is_padded and step > 0):
+                if has_rows:
+                    self.assertEqual(pointer_of(live) == pointer_of(cached), not mutate_after_state_dict)
+                self.assertEqual(cached.to_local(), start if mutate_after_state_dict else live.to_local())
             check_sharded_parity(self, ref_model, model)
             if step == 5:
                 break

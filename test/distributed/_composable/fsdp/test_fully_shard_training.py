@@ -735,7 +735,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         for model in models.values():
             check_parity(self, model, models["grouped"])
 
-    @needs(torch_facts.GROUPS_CAST_EACH_INPUT)
+    @torch_defect("fsdp2_group_casts_its_first_input_alone")
     @skip_if_lt_x_gpu(2)
     def test_grouped_module_cast_forward_inputs(self):
         """Each module of a group casts its own input, also if a module in between has cast it back."""
@@ -764,6 +764,26 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertIsNotNone(param.grad, name)
             self.assertTrue(param.grad.to_local().isfinite().all(), name)
             self.assertEqual(param.grad.dtype, torch.float32)
+
+    @skip_if_lt_x_gpu(2)
+    def test_gradients_of_partial_group(self):
+        """Beyond upstream: the root's forward skips a layer of a group, which then runs alone, before the backward."""
+        manual_seed(42)
+        ref_model = TwoBranches().to(self.device)
+        model = self._replica(ref_model)
+        fully_shard([model.left, model.right])
+        fully_shard(model)
+        self._seed()
+        x = self._inputs(2, 8)
+        for each in (ref_model, model):
+            hidden = each(x, "left")
+            leaf = hidden.detach().requires_grad_()
+            for _ in range(2):
+                each.right(leaf).sum().backward()
+            hidden.backward(leaf.grad)
+        average_gradients(ref_model)
+        with torch_defect("fsdp2_partial_group_loses_gradients"):
+            check_sharded_parity(self, ref_model, model)
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
@@ -875,6 +895,20 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
         self._check_training(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
         self.assertFalse(any(param.grad is None for param in model.parameters()))
+
+    @skip_if_lt_x_gpu(2)
+    def test_double_forward_gathers_recomputed_modules_once(self):
+        """Beyond upstream: a module that is gathered for its recomputation is not gathered again for its gradients."""
+        body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(internals.checkpoint_wrapping.checkpoint_wrapper(body), nn.Linear(4, 4)).to(self.device)
+        shard_each((*body, body, model))
+        first, second = (model(self._inputs(2, 4)) for _ in range(2))
+        with collectives.recorded() as calls:
+            (first - second).sum().backward()
+        with torch_defect("fsdp2_recomputation_gathers_again"):
+            self.assertEqual(
+                calls.counts()["all_gather"], 3
+            )  # the first layer gets no gradient to pass on, so it stays
 
     @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
@@ -1189,13 +1223,13 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
         changed = (full(model.head.weight.detach()) - before).abs().amax(dim=1)
         self.assertGreater(changed.min().item(), 0.01)  # weight decay alone changes a hundredth of that
 
-    @needs(torch_facts.CHECKS_SHARED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     def test_shared_params_separate_fsdp_groups_error(self):
         model = TiedModel(8, 16).to(self.device)
         shard_each([model.embed, model.head, model])
-        with self.assertRaisesRegex(ValueError, "'head.weight' .* already managed by another"):
-            model(self._tokens(2, 8))
+        with torch_defect("fsdp2_tied_parameters_come_apart"):
+            with self.assertRaisesRegex(ValueError, "'head.weight' .* already managed by another"):
+                model(self._tokens(2, 8))
 
     @skip_if_lt_x_gpu(2)
     def test_layer_by_layer_shard_no_false_positive(self):
@@ -1238,6 +1272,21 @@ BRANCHES = {"left": ("left",), "right": ("right",), "both": ("left", "right")}
 
 class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     world_size = 4
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(param_dtype=[None, torch.bfloat16])
+    def test_zero_grad_between_microbatches(self, param_dtype):
+        """Beyond upstream: ``zero_grad`` drops what was accumulated on parameters that stayed unsharded."""
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32)
+        model = fully_shard(nn.Linear(2, 4, bias=False, device=self.device), mp_policy=policy)
+        for is_last, value in ((False, 8.0), (True, 1.0)):
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+            model.zero_grad()
+            model(torch.full((1, 2), value + self.rank, device=self.device)).sum().backward()
+        found, mean = model.weight.grad.full_tensor(), 1 + (self.world_size - 1) / 2
+        with torch_defect("fsdp2_zero_grad_keeps_accumulated_gradients", when=param_dtype is not None):
+            self.assertEqual(found, torch.full((4, 2), mean, device=self.device))
 
     @skip_if_lt_x_gpu(2)
     @pairwise_subtests(

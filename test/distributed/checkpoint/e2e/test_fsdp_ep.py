@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torch_fsdp_tests import torch_facts
-from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import (
     DTensorTestBase,
     ExpertLayer,
@@ -173,7 +173,7 @@ class TestFSDPWithEP(DTensorTestBase):
         """
         self._test_training_goes_on(idle=None)
 
-    @needs(torch_facts.LOADS_PARAMETERS_WITHOUT_STATE)
+    @torch_defect("fsdp2_missing_optim_state_raises_key_error")
     @with_comms
     @skip_if_lt_x_gpu(4)
     @with_temp_dir

@@ -1,0 +1,33 @@
+"""What a module writes into a list or a dict among its inputs is lost.
+
+The root moves its inputs to the device by rebuilding each container that holds something. It does so even if nothing in
+the container has to move. The module gets a copy, so a cache or a log that it is given to fill stays as it was.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.utils._recursive_to",
+    broken=">=2.9,<2.14",
+    upstream=("https://github.com/pytorch/pytorch/issues/157832", "https://github.com/pytorch/pytorch/pull/171617"),
+    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_hands_on_containers_that_are_there",),
+)
+
+
+class Counting(nn.Linear):
+    def forward(self, x, counts):
+        counts["calls"] += 1
+        return super().forward(x)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(Counting(2, 2, device=device), device_id=device)
+    counts = {"calls": 0}
+    model(torch.ones(1, 2, device=device), counts)
+    return counts["calls"], 1

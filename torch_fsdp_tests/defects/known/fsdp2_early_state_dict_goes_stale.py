@@ -1,0 +1,35 @@
+"""A state dict that was taken before the first forward does not see the training.
+
+A state dict refers to the parameters, so a program may take it once and save it after each step. If the rows of a
+parameter do not divide evenly, FSDP copies its shard into new memory in the first forward, although the shard is padded
+already. The state dict keeps the old memory, and each checkpoint has the initial values.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
+    broken=">=2.9,<2.10",
+    upstream=("https://github.com/pytorch/pytorch/pull/163130", "https://github.com/pytorch/torchtitan/issues/1136"),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_state_dict::TestFullyShardStateDictMultiProcess"
+        "::test_cached_state_dict",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(1, 3, bias=False, device=device)  # three rows on two ranks
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    state_dict = model.state_dict()
+    model(torch.ones(1, 1, device=device)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return state_dict["weight"].full_tensor().flatten().tolist(), [0.5] * 3

@@ -1,0 +1,38 @@
+"""The first forward of a module raises under ``torch.func.jvp``.
+
+The hooks of FSDP allocate the gathered parameters and write into them. Under a transform of ``torch.func`` that
+includes derivatives, these tensors become wrappers without a storage, which cannot be resized.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
+    broken=">=2.9,<2.13",
+    upstream=("https://github.com/pytorch/pytorch/issues/182641", "https://github.com/pytorch/pytorch/pull/182732"),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionJVP"
+        "::test_jvp_casts_and_differentiates",
+    ),
+    fails_with=("NotImplementedError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 1, bias=False, device=device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    x, direction = torch.ones(2, device=device), torch.ones(2, device=device)
+    right = "an output of 2.0, and a tangent of 2.0"
+    try:
+        output, tangent = torch.func.jvp(model, (x,), (direction,))
+    except NotImplementedError as error:
+        return str(error), right
+    return f"an output of {output.item()}, and a tangent of {tangent.item()}", right

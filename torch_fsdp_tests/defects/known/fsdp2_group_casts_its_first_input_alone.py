@@ -1,0 +1,47 @@
+"""Mixed precision casts the inputs of a group's first module only.
+
+``fully_shard([a, b])`` makes one group of two modules. Its hooks cast the inputs when the first module runs and the
+outputs when the last one has run. If the model computes in another dtype between them, as a norm in float32 does, the
+second module gets inputs of another dtype than its parameters, and raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
+    broken=">=2.9,<2.13",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
+        "::test_grouped_modules_cast_inputs",
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
+        "::test_grouped_module_cast_forward_inputs",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+class CastsBetween(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).float())
+
+
+def reproduce(rank, world_size, device):
+    model = CastsBetween().to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard([model.a, model.b], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mesh=mesh)
+    try:
+        return str(model(torch.ones(1, 2, device=device)).dtype), "torch.bfloat16"
+    except RuntimeError as error:
+        return str(error), "torch.bfloat16"

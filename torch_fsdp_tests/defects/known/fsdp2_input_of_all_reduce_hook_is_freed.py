@@ -1,0 +1,40 @@
+"""The gradient that an all-reduce hook reads is freed while the hook may still run.
+
+An all-reduce hook reduces the gradients of a group further, on a stream of its own. It gets the output of the
+reduce-scatter. If the gradients are reduced in another dtype than that of the parameters, they are cast after the hook,
+and nothing refers to the hook's input anymore. On a device its memory can be used for the next group while the hook's
+collective still reads it. The native all-reduce of HSDP keeps its input until the next group is reduced.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    broken=">=2.9,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_memory::TestFullyShardMemory"
+        "::test_input_of_all_reduce_hook_is_dropped",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    given, kept = [], []
+    model[1].set_all_reduce_hook(lambda gradient: given.append(weakref.ref(gradient)))
+    hidden = model[0](torch.ones(1, 2, device=device))
+    hidden.register_hook(lambda _: kept.append(given[0]() is not None))
+    model[1](hidden).sum().backward()
+    return kept, [True]

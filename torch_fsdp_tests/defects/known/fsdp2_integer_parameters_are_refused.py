@@ -1,0 +1,37 @@
+"""A frozen parameter of integers is refused.
+
+A parameter of integers cannot require a gradient. FSDP makes the sharded parameter with the default of
+``nn.Parameter``, which is to require one, and sets it to that of the original parameter only afterwards. So quantised
+weights cannot be sharded, although they are frozen.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
+    broken=">=2.9,<2.12",
+    upstream=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardMixedDtypeParam::test_integer_no_grad_param",
+        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
+        "::test_integers_are_not_cast",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, device=device)
+    model.codes = nn.Parameter(torch.arange(4, device=device), requires_grad=False)
+    try:
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    except RuntimeError as error:
+        return str(error), "accepted"
+    return "accepted", "accepted"

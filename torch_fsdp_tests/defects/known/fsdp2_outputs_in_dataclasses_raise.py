@@ -1,0 +1,49 @@
+"""Backward raises if a module returns its outputs in a dataclass.
+
+FSDP registers hooks on the outputs of a module, which gather the parameters before their gradients are computed. It
+looks for tensors in tuples, lists and dicts, but not in dataclasses. Without the hooks backward uses parameters that
+were freed after forward.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
+    broken=">=2.9,<2.12",
+    upstream=("https://github.com/pytorch/pytorch/pull/173415", "https://github.com/pytorch/pytorch/pull/174692"),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_autograd::TestFullyShardAutograd::test_dataclasses_between_modules",
+    ),
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+@dataclasses.dataclass
+class Hidden:
+    x: torch.Tensor
+
+
+class Stage(nn.Linear):
+    def forward(self, hidden):
+        return Hidden(super().forward(hidden.x))
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(*(Stage(2, 2, device=device) for _ in range(2)))
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    try:
+        model(Hidden(torch.ones(1, 2, device=device))).x.sum().backward()
+    except RuntimeError as error:
+        return str(error), "trains"
+    return "trains", "trains"

@@ -1,0 +1,62 @@
+"""The all-gather buffer of a group that runs in part stays in memory after backward.
+
+After an all-gather in forward, FSDP keeps the gathered buffer until the next all-gather, or until the root's forward
+ends. If a module of a group runs alone after the root's forward, as the head of a chunked loss does, its all-gather is
+the last one. Nothing frees this buffer before the next forward, so it takes memory during backward and the optimizer
+step.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    broken=">=2.13,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_memory::TestFullyShardMemory"
+        "::test_gathered_buffer_of_partial_group",
+    ),
+)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Remembering:
+    """An all-gather that remembers its buffers without keeping them."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def allocate(self, size, *, dtype, device):
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        self.buffers.append(weakref.ref(buffer))
+        return buffer
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reproduce(rank, world_size, device):
+    model = Body().to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard([model.body, model.head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    remembering = Remembering()
+    model.body.set_custom_all_gather(remembering)
+    model.head(model(torch.ones(1, 2, device=device))).sum().backward()
+    return sum(buffer() is not None for buffer in remembering.buffers), 0

@@ -1,0 +1,51 @@
+"""A group of which only some modules run in the root's forward loses their gradients.
+
+``fully_shard([norm, head])`` makes one group. With a chunked loss the root's forward runs the norm alone, and then the
+head runs once for each chunk. The group's forward never ends, so the hooks that gather and reduce in backward are not
+registered for the norm. Its gradient is missing after the first step, and wrong after the next ones.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
+    broken=">=2.12,<2.13",
+    upstream=("https://github.com/pytorch/pytorch/pull/180428",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
+        "::test_gradients_of_partial_group",
+    ),
+)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def reproduce(rank, world_size, device):
+    model = Body().to(device)
+    for param in model.parameters():
+        nn.init.ones_(param)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard([model.body, model.head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    hidden = model(torch.ones(1, 2, device=device))
+    chunk = hidden.detach().requires_grad_()
+    for _ in range(2):
+        model.head(chunk).sum().backward()
+    hidden.backward(chunk.grad)
+    gradient = model.body.weight.grad
+    found = None if gradient is None else gradient.full_tensor()[0, 0].item()
+    return found, 4.0  # two chunks, each with a gradient of 2 by the hidden state

@@ -1,0 +1,43 @@
+"""A group of which only some modules run stays gathered after forward.
+
+A group is resharded when the last of its modules has run. If forward leaves one out, the whole parameters of the group
+stay in memory, as after a forward of a model with an unused head. Without a backward they stay until the group runs
+completely. The outputs of such a group are not cast to ``output_dtype`` either.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
+    broken=">=2.9,<2.13",
+    upstream=("https://github.com/pytorch/pytorch/pull/180428",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_memory::TestFullyShardMemory::test_partial_group_is_resharded",
+    ),
+)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def reproduce(rank, world_size, device):
+    model = Body().to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard([model.body, model.head], mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        model(torch.ones(1, 2, device=device))
+    return type(model.body.weight).__name__, "DTensor"

@@ -1,0 +1,55 @@
+"""Two forwards before one backward gather a recomputed module once more than they need.
+
+If a checkpointed module that contains FSDP modules runs twice before backward, each of its parts is recomputed twice.
+The post-forward hook of the recomputation reshards a module that was gathered for it, just before its gradients are
+computed. They need an all-gather of their own.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.COST,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
+    broken=">=2.9,<2.10",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
+        "::test_double_forward_gathers_recomputed_modules_once",
+    ),
+)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return checkpoint(self.module, x, use_reentrant=False)
+
+
+def reproduce(rank, world_size, device):
+    body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    model = nn.Sequential(Checkpointed(body), nn.Linear(2, 2, device=device))
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*body, body, model):
+        fully_shard(module, mesh=mesh)
+    first, second = (model(torch.ones(1, 2, device=device)) for _ in range(2))
+
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, calls = getattr(dist, name), []
+
+    def counting(*args, **kwargs):
+        calls.append(1)
+        return gather(*args, **kwargs)
+
+    setattr(dist, name, counting)
+    (first - second).sum().backward()
+    return len(calls), 3

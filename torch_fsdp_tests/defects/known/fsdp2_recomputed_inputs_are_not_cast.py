@@ -1,0 +1,41 @@
+"""Backward raises if an FSDP module with mixed precision is recomputed.
+
+``checkpoint`` around an FSDP module runs the module again in backward, with the inputs that it had saved before the
+module cast them. In the recomputation FSDP's hook returns early, so it casts neither the inputs nor the outputs. The
+recomputed tensors have another dtype, which ``checkpoint`` refuses.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
+    broken=">=2.9,<2.13",
+    upstream=("https://github.com/pytorch/pytorch/issues/159359", "https://github.com/pytorch/pytorch/pull/182580"),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
+        "::test_checkpoint_recompute_casts_forward_inputs",
+        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
+        "::test_checkpoint_recompute_casts_outputs",
+    ),
+    fails_with=("CheckpointError", "RuntimeError", "AssertionError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    output = checkpoint(model, torch.ones(1, 2, device=device), use_reentrant=False)
+    try:
+        output.sum().backward()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0], "a gradient of 1.0"
+    return f"a gradient of {model.weight.grad.full_tensor()[0, 0].item()}", "a gradient of 1.0"

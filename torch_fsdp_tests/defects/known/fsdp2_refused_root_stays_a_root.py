@@ -1,0 +1,39 @@
+"""After a group was refused as the root, the model with the right root is refused as well.
+
+A group of several modules cannot be the root, so its first forward raises if it runs outside of a root. By then it has
+marked itself as the root. Wrapping the whole model, as the error suggests, leads to another error.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.STATE_LEFT_CHANGED,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
+    broken=">=2.9,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_state::TestFullyShardState::test_refused_root_can_become_a_part",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard([*model], mesh=mesh)
+    x = torch.ones(1, 2, device=device)
+    try:
+        model[0](x)
+    except RuntimeError:
+        fully_shard(model, mesh=mesh)
+    try:
+        model(x)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0], "runs"
+    return "runs", "runs"

@@ -1,0 +1,43 @@
+"""A parameter that two groups share becomes two parameters, which are trained apart.
+
+Each call of ``fully_shard`` looks for shared parameters among its own modules only. If two modules with one weight are
+in different groups, each group replaces the weight by a sharded parameter of its own. The two get one gradient each,
+and the optimizer updates them apart. Newer versions refuse such a model in its first forward.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
+    broken=">=2.9,<2.12",
+    upstream=("https://github.com/pytorch/pytorch/issues/176076", "https://github.com/pytorch/pytorch/pull/176225"),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardSharedParams"
+        "::test_shared_params_separate_fsdp_groups_error",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False, device=device) for _ in range(2)))
+    nn.init.ones_(model[0].weight)
+    model[1].weight = model[0].weight
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    right = "trained as one weight, or refused"
+    try:
+        model(torch.ones(1, 1, device=device)).sum().backward()
+    except ValueError:
+        return right, right
+    torch.optim.SGD(model.parameters(), lr=1).step()
+    weights = [layer.weight.full_tensor().item() for layer in model]
+    # The derivative of w * w is 2 w, so one step leads from 1 to -1.
+    return right if weights == [-1.0, -1.0] else f"trained to {weights} and not to [-1.0, -1.0]", right

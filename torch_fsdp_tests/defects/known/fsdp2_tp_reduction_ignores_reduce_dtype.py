@@ -1,0 +1,37 @@
+"""Gradients of a parameter that tensor parallelism replicates are summed in ``param_dtype``, not in ``reduce_dtype``.
+
+With sequence parallelism each rank has the gradient of its part of the sequence for the weights of a norm. FSDP sums
+them over the ranks of tensor parallelism before its own reduction. Until then a gradient has the dtype in which it was
+computed, such as bfloat16, and the sum is rounded although ``reduce_dtype`` is float32.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
+    broken=">=2.9,<2.15",
+    arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_grad_dtype::TestFullyShardGradDtypeHSDP"
+        "::test_tensor_parallel_sum_in_reduce_dtype",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    mesh = init_device_mesh(device.type, (1, world_size), mesh_dim_names=("dp", "tp"))
+    norm = nn.LayerNorm(2, device=device)
+    parallelize_module(norm, mesh["tp"], SequenceParallel())
+    fully_shard(norm, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    output = norm(torch.zeros(1, 1, 2, device=device)).to_local()
+    (output * (1.0 if rank == 0 else 2.0**-9)).sum().backward()
+    found = norm.bias.grad.full_tensor()[0].item()
+    return found, 1 + 2.0**-9  # bfloat16 rounds this sum to 1

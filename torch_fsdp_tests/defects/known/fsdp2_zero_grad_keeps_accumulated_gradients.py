@@ -1,0 +1,38 @@
+"""``zero_grad`` keeps gradients that were accumulated in mixed precision on unsharded parameters.
+
+With ``set_requires_gradient_sync(False)`` and ``set_reshard_after_backward(False)`` the model's parameters are the
+unsharded ones, and a backward accumulates gradients on them. ``zero_grad`` clears these. If ``reduce_dtype`` differs
+from the dtype of computation, FSDP has moved them to a place of its own, where ``zero_grad`` does not find them. The
+next reduction includes them.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    broken=">=2.9,<2.15",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
+        "::test_zero_grad_between_microbatches",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    for is_last, x in ((False, 10.0), (True, 1.0)):
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+        model.zero_grad()  # drops the first microbatch
+        model(torch.full((1, 2), x, device=device)).sum().backward()
+    found = model.weight.grad.full_tensor()[0, 0].item()
+    return found, 1.0
