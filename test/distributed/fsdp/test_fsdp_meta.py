@@ -226,7 +226,7 @@ class TestFSDPWithMetaDevice(FSDPTest):
         self._test_nested_model_with_meta_device(build, auto_wrap, _init_with_torchdistX)
 
     def _test_bad_arg(self, model: nn.Module) -> None:
-        with self.assertRaisesRegex(ValueError, "to be callable"):
+        with self.assertRaisesRegex(ValueError, "Expected 42 to be callable"):
             FSDP(model, param_init_fn=42)
 
     @needs_torchdistx

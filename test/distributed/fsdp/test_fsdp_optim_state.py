@@ -522,7 +522,7 @@ class TestFSDPOptimState(FSDPTest):
         """``rank0_only`` is only valid for FULL_STATE_DICT."""
         model = NestedModel().to(self.device)
         model.wrap()
-        with self.assertRaises(TypeError):
+        with self.assertRaisesRegex(TypeError, "unexpected keyword argument 'rank0_only'"):
             ShardedOptimStateDictConfig(rank0_only=True)
         with self.assertRaisesRegex(RuntimeError, "Expected optim_state_dict_config of type"):
             FSDP.set_state_dict_type(

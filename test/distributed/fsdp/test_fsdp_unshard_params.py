@@ -360,7 +360,10 @@ class TestUnshardParams(TestUnshardParamsBase):
         persists = writeback or (sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
 
         def _get_error_context(is_supported: bool) -> contextlib.AbstractContextManager[Any]:
-            return contextlib.nullcontext() if is_supported else self.assertRaises(NotImplementedError)
+            words = (
+                f"with_grads=True, use_orig_params={use_orig_params}, offload_to_cpu={offload_to_cpu} is not supported"
+            )
+            return contextlib.nullcontext() if is_supported else self.assertRaisesRegex(NotImplementedError, words)
 
         def _check_grads() -> None:
             # Use the summoned parameters: under SHARD_GRAD_OP the others have no gradient between forward and backward,
@@ -845,7 +848,7 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
     def test_rank0_only_with_writeback_raises(self):
         """With ``rank0_only``, only rank 0 sees the parameters, so writeback on all ranks is refused."""
         model = self._nested()
-        with self.assertRaisesRegex(NotImplementedError, "is not supported"):
+        with self.assertRaisesRegex(NotImplementedError, "writeback=True and rank0_only=True is not supported"):
             with FSDP.summon_full_params(model, rank0_only=True, writeback=True):
                 pass
         self._assert_still_opens(model)

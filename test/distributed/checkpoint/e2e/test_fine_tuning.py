@@ -133,10 +133,10 @@ class TestFineTuning(DTensorTestBase):
         """The deprecated way: get the state dict of the submodule, and set it with the submodule as the key."""
         pretrain = next(each for each in model.modules() if isinstance(each, PreTrainedModel))
         options = StateDictOptions(keep_submodule_prefixes=False)
-        with self.assertWarnsRegex(FutureWarning, "deprecated"):
+        with self.assertWarnsRegex(FutureWarning, "submodules only model/optim state_dict is deprecated"):
             part = get_model_state_dict(model, submodules={pretrain}, options=options)
         dcp.load({"model": part}, checkpoint_id=path)
-        with self.assertWarnsRegex(FutureWarning, "deprecated"):
+        with self.assertWarnsRegex(FutureWarning, "Passing model_state_dict as a .*is deprecated"):
             set_model_state_dict(model, {pretrain: part}, options=StateDictOptions(strict=False))
 
     def _resume(self, model: nn.Module, optim: torch.optim.Optimizer, path: str) -> None:
