@@ -204,7 +204,6 @@ class TestFSDPFineTune(FSDPTest):
                 count = 0
                 left_over.clear()
 
-    @torch_defect("fsdp1_frozen_unit_stays_gathered")
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_is_freed_at_the_end(self, device):
         """Beyond upstream: with SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
@@ -222,7 +221,10 @@ class TestFSDPFineTune(FSDPTest):
             use_orig_params=False,
         )
         seq(torch.ones(2, 5, device=device)).sum().backward()
-        self.assertEqual(self._gathered(seq), [False] * self.NUM_LINEARS)
+        first, *others = self._gathered(seq)
+        self.assertEqual(others, [False] * (self.NUM_LINEARS - 1))
+        with torch_defect("fsdp1_frozen_unit_stays_gathered"):
+            self.assertEqual(first, False)
 
     def _test_frozen_root_keeps_its_parameters(
         self, device: str, sharding_strategy: ShardingStrategy, inp_requires_grad: bool

@@ -339,7 +339,6 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         """Beyond upstream: a unit that stays gathered after forward is freed, even if its own backward never runs."""
         self._test_unused_module_that_stayed_gathered(use_orig_params=True)
 
-    @torch_defect("fsdp1_unused_unit_computes_with_old_weights")
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
         """Beyond upstream: the same without original parameters. The unit stays gathered, which is a defect.
@@ -353,7 +352,8 @@ class TestFSDPMiscMultiProcess(FSDPTest):
             model(x)[0].sum().backward()  # model.b ran, and is not used
             model.b._handle.flat_param._full_param_padded.untyped_storage().size()  # not 0
         """
-        self._test_unused_module_that_stayed_gathered(use_orig_params=False)
+        with torch_defect("fsdp1_unused_unit_computes_with_old_weights"):
+            self._test_unused_module_that_stayed_gathered(use_orig_params=False)
 
     def _test_unused_module_that_stayed_gathered(self, use_orig_params: bool) -> None:
         torch.manual_seed(0)
@@ -638,21 +638,21 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         # Beyond upstream: the parameters, too, are those that rank 0 began with.
         self.assertEqual(full_parameters(model), expected[0], rtol=0, atol=0, exact_device=False)
 
-    @torch_defect("fsdp1_model_is_not_copied")
     @skip_if_lt_x_gpu(2)
     def test_averaged_model(self):
         """Beyond upstream: ``AveragedModel`` copies the model and averages its shards."""
         model = FSDP(nn.Linear(4, 4, bias=False, device=self.device), use_orig_params=True)
-        averaged = AveragedModel(model)
         before = full_parameters(model)["weight"]
-        with torch.no_grad():
-            for _ in range(2):
-                for param in model.parameters():
-                    param.add_(1.0)
-                averaged.update_parameters(model)
-        with FSDP.summon_full_params(averaged.module):
-            self.assertEqual(averaged.module.module.weight.detach(), before + 1.5)
-        self.assertEqual(full_parameters(model)["weight"], before + 2.0)
+        with torch_defect("fsdp1_model_is_not_copied"):
+            averaged = AveragedModel(model)
+            with torch.no_grad():
+                for _ in range(2):
+                    for param in model.parameters():
+                        param.add_(1.0)
+                    averaged.update_parameters(model)
+            with FSDP.summon_full_params(averaged.module):
+                self.assertEqual(averaged.module.module.weight.detach(), before + 1.5)
+            self.assertEqual(full_parameters(model)["weight"], before + 2.0)
 
 
 class TestFSDPMiscMultiThread(FSDPTestMultiThread):

@@ -35,7 +35,7 @@ from torch_fsdp_tests.common_fsdp import (
     subtest_name,
 )
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -416,7 +416,6 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             {"offload_params": [False, True], "use_orig_params": [False, True]}, self._test_grads_reduced_precision
         )
 
-    @torch_defect("fsdp1_unused_forward_costs_reduction")
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward(self):
         """Beyond upstream: a forward without a backward does not change the gradients of the next iteration.
@@ -442,9 +441,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             output.sum().backward()
             grads.append(internals.flat_param_of(model).grad)
         self.assertEqual(grads[0].dtype, torch.float32)
-        self.assertEqual(grads[1], grads[0])
+        with torch_defect("fsdp1_unused_forward_costs_reduction"):
+            self.assertEqual(grads[1], grads[0])
 
-    @torch_defect("fsdp1_low_gradients_offloaded_raise")
     @skip_if_lt_x_gpu(2)
     def test_offloaded_low_grads_after_zero_grad(self):
         """Beyond upstream: offloaded low precision gradients that were set to None are there again after backward.
@@ -462,9 +461,11 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
         offload = CPUOffload(offload_params=True)
         model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=offload, device_id=self.device)
-        for _ in range(2):
-            model(torch.ones(1, 4, device=self.device)).sum().backward()
-            self.assertEqual(internals.flat_param_of(model).grad.dtype, torch.float16)
+        for was_cleared in (False, True):
+            output = model(torch.ones(1, 4, device=self.device))
+            with torch_defect("fsdp1_low_gradients_offloaded_raise", when=was_cleared):
+                output.sum().backward()
+                self.assertEqual(internals.flat_param_of(model).grad.dtype, torch.float16)
             model.zero_grad()
 
     def _layer_to_convert(self, strategy: ShardingStrategy, use_orig_params: bool, low: torch.dtype | None) -> FSDP:
@@ -501,14 +502,13 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         """Beyond upstream: ``half`` and similar methods work before the first step, also with mixed precision."""
         self._check_conversion(self._layer_to_convert(strategy, use_orig_params, low), conversion)
 
-    @torch_defect("fsdp1_conversion_is_undone")
     @skip_if_lt_x_gpu(2)
     @conversions
     def test_conversion_between_steps(self, strategy, use_orig_params, low, conversion):
         """Beyond upstream: between steps they work or are refused. No step computes with an old shard."""
         model = self._layer_to_convert(strategy, use_orig_params, low)
         model(torch.ones(1, 4, device=self.device)).sum().backward()
-        with contextlib.suppress(RuntimeError, ValueError):
+        with contextlib.suppress(RuntimeError, ValueError), torch_defect("fsdp1_conversion_is_undone"):
             self._check_conversion(model, conversion)
 
     @skip_if_lt_x_gpu(2)
@@ -522,7 +522,10 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         with self.assertRaisesRegex(ValueError, "different dtypes"):
             model(torch.ones(1, 4, device=self.device))
 
-    def _test_gradients_after_conversion(self, conversion: str, use_orig_params: bool) -> None:
+    def _test_gradients_after_conversion(
+        self, conversion: str, use_orig_params: bool, shows: torch_defect = NO_DEFECT
+    ) -> None:
+        """``shows`` is a known defect of cleared gradients."""
         model = self._layer_to_convert(ShardingStrategy.FULL_SHARD, use_orig_params, None)
         inp = torch.full((2, 4), self.rank + 1.0, device=self.device)
         for _ in range(2):
@@ -532,7 +535,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             self.assertEqual(grads, [torch.full_like(grad, 3.0) for grad in grads])
             model.zero_grad()
             self._convert(model, conversion)
-            self.assertEqual([param.grad for param in model.parameters()], [None])
+            with shows:
+                self.assertEqual([param.grad for param in model.parameters()], [None])
+            model.zero_grad()
 
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
@@ -540,12 +545,12 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         """Beyond upstream: a conversion keeps gradients, and cleared ones stay cleared, even if no dtype changes."""
         self._test_gradients_after_conversion(conversion, use_orig_params=False)
 
-    @torch_defect("fsdp1_conversion_brings_back_gradients")
     @skip_if_lt_x_gpu(2)
     @subtests(conversion=["float", "double float"])
     def test_gradients_after_conversion_with_orig_params(self, conversion):
         """Beyond upstream: the same with the original parameters."""
-        self._test_gradients_after_conversion(conversion, use_orig_params=True)
+        shows = torch_defect("fsdp1_conversion_brings_back_gradients")
+        self._test_gradients_after_conversion(conversion, True, shows)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("convert_sync_bn", [True, False])

@@ -1057,7 +1057,6 @@ class TestFSDPOptimState(FSDPTest):
             FSDP.optim_state_dict_to_load(model, run.optim, saved, load_directly=True)
             self._check_same_osd(run.optim.state_dict(), original, rtol=0, atol=0)
 
-    @torch_defect("fsdp1_step_counts_are_shared")
     @skip_if_lt_x_gpu(2)
     def test_steps_are_apart(self):
         """Beyond upstream: each parameter of a saved state has its own step count, which increases by one per step.
@@ -1074,7 +1073,8 @@ class TestFSDPOptimState(FSDPTest):
         optims[1].load_state_dict(FSDP.rekey_optim_state_dict(osd, OptimStateKeyType.PARAM_ID, plain, optim=optims[1]))
         plain(torch.randn(4, 2, device=self.device)).sum().backward()
         optims[1].step()
-        self.assertEqual([int(state["step"]) for state in optims[1].state.values()], [2, 2])
+        with torch_defect("fsdp1_step_counts_are_shared"):
+            self.assertEqual([int(state["step"]) for state in optims[1].state.values()], [2, 2])
 
     # Damaged states
 
@@ -1131,7 +1131,6 @@ class TestFSDPOptimState(FSDPTest):
         self._check_same_osd(optim.state_dict(), before[0], rtol=0, atol=0)
         self.assertEqual(full_parameters(model), before[1], rtol=0, atol=0)
 
-    @torch_defect("fsdp1_transposed_optim_state_is_loaded")
     @skip_if_lt_x_gpu(2)
     def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
         """Beyond upstream: a state of the wrong shape is an error, as with flat parameters, and is not loaded.
@@ -1148,10 +1147,9 @@ class TestFSDPOptimState(FSDPTest):
         set_state_dict_type(model, FULL_EVERYWHERE)
         osd = FSDP.optim_state_dict(model, optim)
         osd["state"]["weight"]["exp_avg"] = osd["state"]["weight"]["exp_avg"].t()
-        with self.assertRaises(ValueError):
+        with torch_defect("fsdp1_transposed_optim_state_is_loaded"), self.assertRaises(ValueError):
             FSDP.optim_state_dict_to_load(model, optim, osd)
 
-    @torch_defect("fsdp1_offloaded_optim_states_are_one")
     @requires(lambda: "here offloading copies" if accelerator.current().has("device_memory") else None)
     def test_offloaded_state_of_original_parameters(self):
         """Beyond upstream: with or without offloading, ``exp_avg`` is the average, not a state gathered later.
@@ -1170,7 +1168,8 @@ class TestFSDPOptimState(FSDPTest):
             config = FullOptimStateDictConfig(offload_to_cpu=offload_to_cpu)
             FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(), config)
             osds.append(FSDP.optim_state_dict(model, optim))
-        self._check_same_osd(*osds)
+        with torch_defect("fsdp1_offloaded_optim_states_are_one"):
+            self._check_same_osd(*osds)
 
     # On disk
 
@@ -1245,7 +1244,6 @@ class TestFSDPOptimState(FSDPTest):
         self._train(reference, 3)
         self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()), exact_device=False)
 
-    @torch_defect("fsdp1_checkpoint_of_empty_shards_is_not_loaded")
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):
@@ -1263,11 +1261,12 @@ class TestFSDPOptimState(FSDPTest):
         saved = {"optim": FSDP.optim_state_dict(model, optim)}
         dcp.save(saved, checkpoint_id=self.temp_dir)
         loaded = {"optim": FSDP.optim_state_dict(model, optim)}
-        try:
-            dcp.load(loaded, checkpoint_id=self.temp_dir)
-        except CheckpointException as error:  # a BaseException, which is no expected failure to unittest
-            self.fail(str(error))
-        self.assertEqual(*(state_dict_utils._gather_state_dict(each["optim"]["state"]) for each in (loaded, saved)))
+        with torch_defect("fsdp1_checkpoint_of_empty_shards_is_not_loaded"):
+            try:
+                dcp.load(loaded, checkpoint_id=self.temp_dir)
+            except CheckpointException as error:  # a BaseException, which is no expected failure to unittest
+                self.fail(str(error))
+            self.assertEqual(*(state_dict_utils._gather_state_dict(each["optim"]["state"]) for each in (loaded, saved)))
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir

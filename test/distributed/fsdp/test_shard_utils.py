@@ -194,7 +194,6 @@ class TestShardUtilsFourRanks(FSDPTest):
         ranks, tensor, sharded = self._sharded_over_a_pair()
         check_metadata(self, sharded, tensor, ranks, self.rank)
 
-    @torch_defect("fsdp1_shard_of_a_group_names_a_wrong_rank")
     @skip_if_lt_x_gpu(4)
     def test_local_shard_of_one_group(self):
         """Beyond upstream: the local shard has the same placement as in the common metadata.
@@ -207,9 +206,9 @@ class TestShardUtilsFourRanks(FSDPTest):
         """
         _, _, sharded = self._sharded_over_a_pair()
         (shard,) = sharded.local_shards()
-        self.assertIn(shard.metadata, sharded.metadata().shards_metadata)
+        with torch_defect("fsdp1_shard_of_a_group_names_a_wrong_rank"):
+            self.assertIn(shard.metadata, sharded.metadata().shards_metadata)
 
-    @torch_defect("fsdp1_shards_of_a_group_are_not_gathered")
     @skip_if_lt_x_gpu(4)
     def test_gather_within_one_group(self):
         """Beyond upstream: the shards of a group are gathered to its first rank.
@@ -220,9 +219,10 @@ class TestShardUtilsFourRanks(FSDPTest):
         """
         ranks, tensor, sharded = self._sharded_over_a_pair()
         gathered = torch.empty_like(tensor) if self.rank == ranks[0] else None
-        sharded.gather(0, gathered)
-        if gathered is not None:
-            self.assertEqual(gathered, tensor, rtol=0, atol=0)
+        with torch_defect("fsdp1_shards_of_a_group_are_not_gathered"):
+            sharded.gather(0, gathered)
+            if gathered is not None:
+                self.assertEqual(gathered, tensor, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_of_two_dimensions(self):
