@@ -55,7 +55,8 @@ class Fact:
     that came back for an older torch. If the probe disagrees there, that is reported at the end of the run, and with
     ``--strict-defects`` ``bool(fact)`` raises :class:`TorchDiffers`. Without a probe the version decides.
 
-    ``repairs`` names the defects of the registry that ``since`` repaired. A fact without them is about a feature.
+    ``repairs`` names the defects of the registry that ``since`` repaired. A fact without them is about a feature,
+    or about a part of torch that is not FSDP.
     """
 
     def __init__(
@@ -147,7 +148,12 @@ ASSERTIONS_HAVE_MESSAGES = Fact((2, 10), "explains what is wrong when an asserti
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 
-KEEPS_HOST_TENSORS_IN_PLACE = Fact((2, 14), "does not copy an offloaded tensor that is on the host already")
+KEEPS_HOST_TENSORS_IN_PLACE = Fact(
+    (2, 14),
+    "does not copy an offloaded tensor that is on the host already",
+    repairs=("fsdp1_offloading_on_the_host_frees_parameters",),
+)
+# This one is a repair, too, but it shows only if an allocator reuses memory at the wrong moment.
 RECORDS_STREAM_OF_UNSHARDED_COPIES = Fact(
     (2, 15),
     "tells the allocator which stream reads an offloaded flat parameter that is not sharded",

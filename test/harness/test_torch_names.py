@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch_fsdp_tests import forkserver, settings, torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
+from torch_fsdp_tests.versions import facts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -170,6 +171,12 @@ class TestFacts(TestCase):
         for name, fact in probed.items():
             with self.subTest(name):
                 self.assertEqual(fact.seen, torch_facts.VERSION >= fact.since)
+
+    def test_every_fact_is_asked(self):
+        files = [path for folder in ("test", "torch_fsdp_tests") for path in (ROOT / folder).rglob("*.py")]
+        names = torch_facts.facts().keys()
+        asked = facts.in_use((path for path in files if path.name != "torch_facts.py"), names)
+        self.assertEqual(asked, set(names))
 
     def test_what_is_a_release(self):
         releases = "2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1.post2", "2.13.0+rocm6.4"
