@@ -84,6 +84,30 @@ class TestOrdering(TestCase):
         self.x.add_(1)
         self.assertEqual(self._races(), [])
 
+    def test_host_that_reads_a_copy(self):
+        """The host must wait for a non-blocking copy into its memory, but not for a blocking one."""
+        for non_blocking in (False, True):
+            copy = self.recording.move(self.x, non_blocking)
+            copy + 1
+            self.assertEqual(len(self._races()), int(non_blocking))
+        self.assertEqual(self._races(), [("aten::clone on stream 0", "aten::add.Tensor on the host")])
+
+    def test_host_that_waits_for_a_copy(self):
+        copy = self.recording.move(self.x, non_blocking=True)
+        self.here.record_event().synchronize()
+        copy.add_(1)
+        self.assertEqual(self._races(), [])
+
+    def test_host_that_overwrites_what_is_copied(self):
+        """A copy to the device follows what the host has done before, but not what it does later."""
+        in_host = self.recording.move(self.x, non_blocking=False)
+        in_host.add_(1)
+        with self.module.stream(self.side):
+            self.recording.move(in_host, non_blocking=True)
+        self.assertEqual(self._races(), [])
+        in_host.add_(1)
+        self.assertEqual(self._races(), [("aten::clone on stream 1", "aten::add_.Tensor on the host")])
+
     def test_other_bytes_are_no_race(self):
         first, second = self.x.chunk(2)
         self.side.wait_stream(self.here)

@@ -8,6 +8,11 @@ event, has seen. Two accesses to the same bytes race if at least one is a write 
 Freed memory goes to the next allocation on the stream where it was allocated, as in a caching allocator. That
 allocation must come after all accesses, except those on streams that were passed to ``record_stream``. Sanitizers for
 accelerators, such as ``torch.cuda._sanitizer``, have the same rules, except the one about freed memory.
+
+An operator on host memory runs on the host, at once. A copy between host and device runs on the current stream, and the
+host waits for it unless it is non-blocking. On the CPU, host memory is what FSDP has pinned (as recorded by
+:mod:`torch_fsdp_tests.substitutes`) and what is computed from it. There, ``Tensor.to`` a device copies if
+``recorded(offloads=True)``.
 """
 
 from __future__ import annotations
@@ -34,11 +39,13 @@ from torch_fsdp_tests.fsdp import internals
 
 STEPS = 3  # memory that one step frees belongs to the next
 Clock = dict[int, int]  # for each stream, how many of its operators are known to have finished
+HOST = -1  # in place of the number of a stream: the operator ran on the host
 
 _NO_ACCESS = ("empty", "new_empty", "resize_", "set_", "is_pinned", "record_stream", "sym_", "storage_offset", "_has_")
 # Arguments that an operator writes although the schema does not say so. Collectives write their first argument.
 _WRITES = {"fsdp::all_gather_copy_in": ("all_gather_output",)}
 _WRITES_FIRST = "c10d::"
+_COPIES = ("copy_", "_to_copy")  # also between host and device
 
 
 class Access(NamedTuple):
@@ -81,10 +88,13 @@ class Recording(TorchDispatchMode):
         self.races: list[Race] = []
         self.waits = 0
         self._module = device_module
-        self._names: dict[int, str] = {}
+        self._device_type = accelerator.current().type
+        self._names: dict[int, str] = {HOST: "the host"}
         self._streams: dict[int, Any] = {}  # kept, so that no other stream gets the id of a deleted one
-        self._clocks: dict[int, Clock] = {}
-        self._host: Clock = {}
+        self._host: Clock = {HOST: 0}
+        self._clocks: dict[int, Clock] = {HOST: self._host}
+        self._host_memory: set[int] = set()  # storages; pinned ones and those of another device type need not be here
+        self._moves = False  # whether an operator stands for a copy between host and device
         self._events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
         self._memory: dict[int, _Memory] = {}
         self._freed: dict[int, list[Access]] = {}  # for each stream, the accesses to memory that is free again
@@ -96,8 +106,8 @@ class Recording(TorchDispatchMode):
         stream = self._module.current_stream() if stream is None else stream
         key = getattr(stream, "stream_id", id(stream))
         if key not in self._streams:
+            self._names[key] = f"stream {len(self._streams)}"
             self._streams[key], self._clocks[key] = stream, {key: 0}
-            self._names[key] = f"stream {len(self._names)}"
         return key
 
     def record(self, event: Any, stream: Any = None) -> None:
@@ -139,12 +149,14 @@ class Recording(TorchDispatchMode):
         self._free()
         read, written = _operands(func, args, kwargs)
         given = {_key(tensor) for tensor in (*read, *written)}
+        in_host = {self._is_in_host(tensor) for tensor in (*read, *written)}
         result = func(*args, **kwargs)
         name = str(func.name() if hasattr(func, "name") else func)
-        stream = self.stream()
         made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _key(each) not in given]
+        in_host |= {True for tensor in made if tensor.device.type != self._device_type}
+        stream = HOST if in_host == {True} and not self._moves else self.stream()
         for tensor in made:
-            self.allocate(tensor.untyped_storage(), name)
+            self.allocate(tensor.untyped_storage(), name, stream)
         short = name.partition("::")[2]
         if not func.is_view and not short.startswith(_NO_ACCESS):
             clock = self._clocks[stream]
@@ -153,12 +165,34 @@ class Recording(TorchDispatchMode):
             for tensors, writes in ((read, False), (written, True), (made, True)):
                 for tensor in tensors:
                     self._access(tensor, stream, name, writes)
+        if len(in_host) > 1 and short.startswith(_COPIES) and not _is_non_blocking(func, args, kwargs):
+            self.synchronize_stream(None)
         return result
 
-    def _of(self, storage: torch.UntypedStorage) -> _Memory:
+    def _is_in_host(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != self._device_type:
+            return True
+        return self._device_type == "cpu" and (_key(tensor) in self._host_memory or tensor.is_pinned())
+
+    def move(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        """Copy a tensor from the host to the device, or to pinned memory of the host, although they are the same."""
+        to_host = not self._is_in_host(tensor)
+        self._moves = True
+        try:
+            copy = tensor.clone()
+        finally:
+            self._moves = False
+        if to_host:
+            self._host_memory.add(_key(copy))
+            self._of(copy.untyped_storage()).stream = HOST
+        if not non_blocking:
+            self.synchronize_stream(None)
+        return copy
+
+    def _of(self, storage: torch.UntypedStorage, stream: int | None = None) -> _Memory:
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = _Memory(StorageWeakRef(storage), self.stream())
+            self._memory[key] = _Memory(StorageWeakRef(storage), self.stream() if stream is None else stream)
         return self._memory[key]
 
     def _access(self, tensor: torch.Tensor, stream: int, operator: str, writes: bool) -> None:
@@ -186,14 +220,19 @@ class Recording(TorchDispatchMode):
     def free(self, key: int) -> None:
         """Let the allocator give the memory of a storage to the next allocation on its stream."""
         memory = self._memory.pop(key, None)
-        if memory is not None:
+        self._host_memory.discard(key)
+        if memory is not None and memory.stream != HOST:  # the host's allocator knows which copies use its memory
             left = (access for access in memory.accesses if access.stream not in memory.users)
             self._freed.setdefault(memory.stream, []).extend(left)
 
-    def allocate(self, storage: torch.UntypedStorage, operator: str) -> None:
-        """Allocate memory on the current stream. It may be memory that was freed there since the last allocation."""
-        self._of(storage)
-        stream = self.stream()
+    def allocate(self, storage: torch.UntypedStorage, operator: str, stream: int | None = None) -> None:
+        """Allocate memory on a stream. It may be memory that was freed there since the last allocation. The default is
+        the current stream.
+        """
+        stream = self.stream() if stream is None else stream
+        self._of(storage, stream)
+        if stream == HOST:
+            self._host_memory.add(storage._cdata)
         _merge(self._clocks[stream], self._host)
         for access in self._freed.pop(stream, []):
             self._compare(access, stream, f"the memory's next owner, {operator},")
@@ -214,6 +253,11 @@ def _merge(clock: Clock, seen: Mapping[int, int]) -> None:
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool((dict(zip(names, args, strict=False)) | dict(kwargs)).get("non_blocking"))
 
 
 def _is_within(inner: Access, outer: Access) -> bool:
@@ -247,8 +291,11 @@ def _operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """Record what this rank does inside the context. Use it only if ranks are processes: threads share the patches."""
+def recorded(offloads: bool = False) -> Iterator[Recording]:
+    """Record what this rank does inside the context. Use it only if ranks are processes: threads share the patches.
+
+    With ``offloads``, moving a tensor to a device means to copy it, even on the CPU.
+    """
     module = torch.get_device_module(accelerator.current().type)
     recording = Recording(module)
     with contextlib.ExitStack() as patches:
@@ -273,6 +320,20 @@ def recorded() -> Iterator[Recording]:
                 recording.allocate(owner, "resize_")
             return storage
 
+        original_to = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if isinstance(tensor, DTensor) or not isinstance((*args, kwargs.get("device"))[0], torch.device):
+                return original_to(tensor, *args, **kwargs)
+            return recording.move(tensor, bool(kwargs.get("non_blocking")))
+
+        def pin(pinned: torch.Tensor, *_: Any) -> torch.Tensor:
+            recording.synchronize_stream(None)  # the host copies; on the CPU, the copy looks like one of the stream
+            return pinned
+
+        if offloads and accelerator.current().is_host:
+            patches.enter_context(mock.patch.object(torch.Tensor, "to", to))
+            patch(torch.Tensor, "pin_memory", pin)
         patch(module.Stream, "wait_stream", lambda _, stream, other: recording.wait_stream(stream, other))
         patch(module.Stream, "wait_event", lambda _, stream, event: recording.wait_event(stream, event))
         patch(module.Stream, "record_event", record_event)
@@ -292,10 +353,12 @@ def recorded() -> Iterator[Recording]:
         yield recording
 
 
-def check_order(test: unittest.TestCase, model: nn.Module, step: Callable[[Any], object]) -> None:
+def check_order(
+    test: unittest.TestCase, model: nn.Module, step: Callable[[Any], object], offloads: bool = False
+) -> None:
     """Train for some steps, and fail unless all work is ordered. ``step`` makes the model's gradients."""
     optim = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with recorded() as recording:
+    with recorded(offloads) as recording:
         for _ in range(STEPS):
             step(model)
             optim.step()

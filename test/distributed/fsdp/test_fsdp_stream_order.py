@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -56,6 +56,17 @@ class TestStreamOrder(StreamOrderTest):
             model.clip_grad_norm_(0.5)
 
         check_order(self, self._wrap(use_orig_params=use_orig_params), step)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
+        mixed_precision=[None, MixedPrecision(param_dtype=torch.bfloat16)],
+        use_orig_params=[False, True],
+    )
+    def test_offload(self, **config):
+        """The host waits for gradients that are copied to its pinned memory, before it takes a step."""
+        model = self._wrap(cpu_offload=CPUOffload(offload_params=True), **config)
+        check_order(self, model, self._train, offloads=True)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])

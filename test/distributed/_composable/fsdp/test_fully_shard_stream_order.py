@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
@@ -24,8 +24,10 @@ class StreamOrderTest(TrainingMixin, FSDPTest):
         manual_seed(42)
         return nn.Sequential(*(MLP(DIM) for _ in range(3)))
 
-    def _check_order(self, model: Any, step: Callable[[Any, torch.Tensor], object] = train) -> None:
-        check_order(self, model, lambda model: step(model, self._inputs(4, DIM)))
+    def _check_order(
+        self, model: Any, step: Callable[[Any, torch.Tensor], object] = train, offloads: bool = False
+    ) -> None:
+        check_order(self, model, lambda model: step(model, self._inputs(4, DIM)), offloads)
 
 
 class TestFullyShardStreamOrder(StreamOrderTest):
@@ -71,6 +73,20 @@ class TestFullyShardStreamOrder(StreamOrderTest):
         self._check_order(model, step)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(param_dtype=[None, torch.bfloat16], backwards=[1, 3])
+    def test_offload(self, param_dtype, backwards):
+        """The host waits for gradients that are copied to its pinned memory, before it adds to them or takes a step."""
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        model = self._model()
+        shard_each([*model, model], offload_policy=CPUOffloadPolicy(), mp_policy=policy)
+
+        def step(model, inp):
+            for _ in range(backwards):
+                train(model, inp)
+
+        self._check_order(model, step, offloads=True)
+
+    @skip_if_lt_x_gpu(2)
     def test_evaluation_between_steps(self):
         model = self._model()
         shard_each([*model, model])
@@ -105,6 +121,16 @@ class TestFullyShardStreamOrder(StreamOrderTest):
 
 class TestFullyShardStreamOrderHSDP(StreamOrderTest):
     world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(param_dtype=[None, torch.bfloat16], prefetch=[False, True])
+    def test_reshard_after_forward_to_pairs(self, param_dtype, prefetch):
+        """Backward gathers copies that forward has made, from two ranks each."""
+        model = self._model()
+        shard_each([*model, model], reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+        if prefetch:
+            model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+        self._check_order(model)
 
     @skip_if_lt_x_gpu(4)
     @pairwise_subtests(
