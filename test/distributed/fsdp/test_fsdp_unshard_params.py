@@ -20,7 +20,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_fsdp_tests import torch_facts, torch_names
+from torch_fsdp_tests import torch_facts
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
@@ -640,33 +640,6 @@ class TestUnshardParams(TestUnshardParamsBase):
                 (weight,) = model.parameters()
                 self.assertEqual(weight.grad, torch.full((3, 5), 1.5 * factor, dtype=dtype, device=self.device))
                 weight.grad.mul_(2)
-
-    @torch_defect("fsdp1_kept_low_gradients_are_not_summoned")
-    @skip_if_lt_x_gpu(2)
-    @subtests(dtype=[torch.float16, torch.bfloat16])
-    def test_grads_that_are_kept_in_low_precision(self, dtype):
-        config = MixedPrecision(param_dtype=dtype, keep_low_precision_grads=True)
-        model = self._linear_with_grads(torch.float32, mixed_precision=config)
-        self.assertEqual(_get_fsdp_grads(model), {"weight": torch.full((3, 5), 1.5, dtype=dtype, device=self.device)})
-
-    @torch_defect("fsdp1_missing_gradients_are_summoned_as_float32")
-    @skip_if_lt_x_gpu(2)
-    @subtests(dtype=[torch.bfloat16, torch.float64])
-    def test_grads_of_any_dtype_that_some_ranks_have(self, dtype):
-        """All ranks gather the same number of bytes. With different ones they would die or hang."""
-        model = self._linear_with_grads(dtype)
-        if self.rank == 1:
-            model.zero_grad()
-        gather = getattr(dist, torch_facts.all_gather_name())
-
-        def checked_gather(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self.assertEqual(set(of_all_ranks(tensor.dtype)), {dtype})
-            gather(output, tensor, *args, **kwargs)
-
-        with torch_names.patched(dist, torch_facts.all_gather_name(), checked_gather):
-            grads = _get_fsdp_grads(model, writeback=False)
-        of_rank_0 = (self._owners(OUTER) == 0).view(3, 5)
-        self.assertEqual(grads, {"weight": torch.full_like(of_rank_0, 1.5, dtype=dtype) * of_rank_0})
 
     @skip_if_lt_x_gpu(2)
     def test_grads_are_gone_after_zero_grad(self):

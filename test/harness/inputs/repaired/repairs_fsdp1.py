@@ -452,12 +452,6 @@ REPAIRS: dict[str, Callable[[], None]] = {
         "_run_mixed_precision_override_policy",
         ("target_module_to_kwargs[module] = root_kwargs", "target_module_to_kwargs[module] = dict(root_kwargs)"),
     ),
-    "fsdp1_missing_gradients_are_summoned_as_float32": partial(
-        edit,
-        _flat_param.FlatParamHandle,
-        "unshard_grad",
-        ("torch.zeros(flat_param._sharded_size,", "torch.zeros(flat_param._sharded_size, dtype=flat_param.dtype,"),
-    ),
     "fsdp1_offloaded_optim_states_are_one": partial(
         edit, _optim_utils, "_unflatten_orig_param_states", ("elif not cpu_offload:", "else:")
     ),
