@@ -2,7 +2,8 @@
 
 With sequence parallelism each rank has the gradient of its part of the sequence for the weights of a norm. FSDP sums
 them over the ranks of tensor parallelism before its own reduction. Until then a gradient has the dtype in which it was
-computed, such as bfloat16, and the sum is rounded although ``reduce_dtype`` is float32.
+computed, such as bfloat16, and the sum is rounded although ``reduce_dtype`` is float32. It is the same with
+``dp_mesh_dims``. Gradients that are accumulated without synchronization are cast first, and their sum is right.
 """
 
 import torch
@@ -18,10 +19,13 @@ DEFECT = Defect(
     consequence=Consequence.WRONG_IN_SILENCE,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
     broken=">=2.9,<2.15",
+    upstream=("https://github.com/pytorch/pytorch/issues/190626",),
     arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
     tests=(
         "distributed/_composable/fsdp/test_fully_shard_grad_dtype::TestFullyShardGradDtypeHSDP"
         "::test_tensor_parallel_sum_in_reduce_dtype",
+        "distributed/_composable/fsdp/test_fully_shard_dtensor::TestReductionOverTensorParallelism"
+        "::test_partial_gradients_are_added_in_reduce_dtype",
     ),
 )
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests import torch_facts, torch_names
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
@@ -30,7 +31,7 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
-from torch_fsdp_tests.fsdp.references import average, average_gradients
+from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import take_step
 
 needs_dp_mesh_dims = needs(torch_facts.HAS_DP_MESH_DIMS)
@@ -117,9 +118,22 @@ class TestFullyShardDTensor(FSDPTest):
 
         return mesh_dims(shard=names(shard), replicate=names(replicate))
 
-    def _mlp(self, dim: int = 16) -> nn.Module:
+    def _mlp(self, dim: int = 16) -> MLP:
         manual_seed(42)
         return MLP(dim, self.device)
+
+    def _mlp_of_signs(self) -> MLP:
+        """An MLP with which bfloat16 computes exactly: each feature goes to four hidden ones, and each of them to one
+        output.
+        """
+        model = self._mlp()
+        with torch.no_grad():
+            for weight in (model.in_proj.weight, model.out_proj.weight.t()):
+                ones = torch.eye(16).repeat(4, 1)[torch.randperm(64)]
+                weight.copy_(ones * torch.tensor([1, 1, -1, 1]).repeat(16).unsqueeze(1))
+            for bias in (model.in_proj.bias, model.out_proj.bias):
+                bias.copy_(torch.randint(0, 2, bias.shape))
+        return model
 
     def _distributed(self, model: nn.Module, mesh: DeviceMesh, tp: bool = False) -> nn.Module:
         return distribute_module(model, mesh, _tp_partition_fn if tp else None)
@@ -429,8 +443,12 @@ class TestFullyShardDTensor(FSDPTest):
         case=[Case((4,), shard=(0,)), Case((2, 2), shard=(1,), replicate=(0,)), Case((2, 2), shard=(0,), tp=True)]
     )
     def test_mixed_precision(self, case):
-        """Beyond upstream: forward sees bfloat16 DTensors, and gradients are float32."""
-        mesh, ref_model = self._mesh(*case.shape), self._mlp()
+        """Beyond upstream: forward sees bfloat16 DTensors, and gradients are reduced in float32.
+
+        bfloat16 has the integers up to 256, which is as large as anything that a rank computes. It does not have the
+        means over ranks.
+        """
+        mesh, ref_model = self._mesh(*case.shape), self._mlp_of_signs()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case, mp_policy=policy)
         seen = []
@@ -445,20 +463,60 @@ class TestFullyShardDTensor(FSDPTest):
         model.out_proj.register_forward_pre_hook(look)
         dp_pg = self._dp_group(mesh, case)
         manual_seed(42 + dist.get_rank(dp_pg) + 1)
-        rows = torch.rand((2, 16), device=self.device)
-        model(self._replicated(rows, mesh)).square().sum().backward()
+        rows = torch.randint(0, 63, (4, 16), device=self.device).float()
+        model(self._replicated(rows, mesh)).full_tensor().sum().backward()
         self.assertEqual(seen, [(torch.bfloat16, torch.bfloat16, True)] * 4)
 
-        half = copy.deepcopy(ref_model).bfloat16()
-        half(rows.bfloat16()).square().sum().backward()
-        # Exact up to the order of float32 additions, but tensor parallelism rounds its partial sums to bfloat16.
-        tolerance: dict[str, Any] = {"rtol": 0, "atol": 2**-6} if case.tp else {}
-        for name, param in half.named_parameters():
-            ref_grad = param.grad.float()
-            average([ref_grad], dp_pg)
+        ref_model(rows).sum().backward()
+        average_gradients(ref_model, dp_pg)
+        for name, param in ref_model.named_parameters():
+            if name.endswith("weight"):
+                self.assertNotEqual(param.grad.bfloat16().float(), param.grad, rtol=0, atol=0)
             grad = model.get_parameter(name).grad
             self.assertEqual((grad.dtype, grad.to_local().dtype), (torch.float32, torch.float32))
-            self.assertEqual(grad.full_tensor(), ref_grad, **tolerance)
+            self.assertEqual(grad.full_tensor(), param.grad, rtol=0, atol=0)
+
+
+class Scale(nn.Module):
+    """Multiplies a sequence by a weight. Its rows are split over the last dimension of the mesh, the weight is not."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.everywhere = mesh, [Replicate()] * mesh.ndim
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(2, device=mesh.device_type), mesh, self.everywhere))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        split = [*self.everywhere[1:], Shard(0)]
+        return (self.weight * DTensor.from_local(rows, self.mesh, split, run_check=False)).to_local()
+
+
+class TestReductionOverTensorParallelism(FSDPTest):
+    world_size = 2
+
+    @functools.cached_property  # because of fsdp2_second_of_equal_meshes_refused
+    def _mesh_of_tp(self) -> DeviceMesh:
+        return make_mesh(1, 2, names=("dp", "tp"))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(on_whole_mesh=[False, True], accumulates=[False, True])
+    def test_partial_gradients_are_added_in_reduce_dtype(self, on_whole_mesh, accumulates):
+        """Beyond upstream: a replicated weight of a split sequence has a gradient that is a sum over these ranks, too.
+
+        Gradients that are accumulated are cast before they are added.
+        """
+        if on_whole_mesh:
+            skip_unless([torch_facts.HAS_DP_MESH_DIMS.lacks])
+        mesh = self._mesh_of_tp
+        model = Scale(mesh if on_whole_mesh else mesh["tp"])
+        on = {"mesh": mesh, "dp_mesh_dims": mesh_dims(shard="dp")} if on_whole_mesh else {"mesh": mesh["dp"]}
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), **on)
+        mine = 256.0 if self.rank == 0 else 1.0  # bfloat16 has 256 and 258, but not 257
+        for value in (mine, 0.0) if accumulates else (mine,):
+            model.set_requires_gradient_sync(value == 0 or not accumulates)
+            model(torch.full((1, 2), value, device=self.device)).sum().backward()
+        grad = model.weight.grad.full_tensor()
+        with torch_defect("fsdp2_tp_reduction_ignores_reduce_dtype", when=not accumulates):
+            self.assertEqual(grad, torch.full_like(grad, 257.0), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,18 @@ class TestFullyShardGradDtype(GradDtypeTest):
         self.assertEqual(layer.weight.device, HOST if offload_policy is OFFLOADING[1] else self.device)
         self.assertEqual(layer.weight.grad_dtype, storage if grad_dtype == UNSET else grad_dtype)
 
+    @needs(torch_facts.HAS_GRAD_DTYPE)
+    @skip_if_lt_x_gpu(1)
+    @subtests(on_shard=[False, True])
+    def test_grad_dtype_is_kept(self, on_shard):
+        """A low-precision parameter gets its gradients in float32, if it or its shard has asked for that."""
+        layer = self._layer(bf16, UNSET if on_shard else f32, mp_policy=MixedPrecisionPolicy(reduce_dtype=f32))
+        if on_shard:
+            layer.weight.grad_dtype = f32
+        with torch_defect("fsdp2_grad_dtype_is_lost"):
+            self._backward(layer, 1 + BIT * self.rank)
+            self._check_layer(layer, f32, 1 + BIT / 2)
+
     @skip_if_lt_x_gpu(1)
     @subtests(param_dtype=[bf16, f16])
     def test_reduce_in_param_dtype(self, param_dtype):

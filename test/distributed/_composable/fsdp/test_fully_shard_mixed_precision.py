@@ -682,6 +682,24 @@ class TestFullyShardMixedPrecisionReduction(FSDPTestMultiThread):
         self.assertEqual(found, torch.full_like(found, expected), rtol=0, atol=0)
 
 
+class TestFullyShardMixedPrecisionHSDP(FSDPTestMultiThread):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(all_reduces_each=[True, False])
+    def test_sums_over_microbatches(self, all_reduces_each):
+        """Beyond upstream: gradients of microbatches are added up in float32, before and after their all-reduce."""
+        layer = nn.Linear(2, 2, bias=False, device=self.device)
+        mesh = make_mesh(2, 2, names=("replicate", "shard"))
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        for value in (256.0, 1.0, 1.0, 0.0):  # bfloat16 has 256 and 258, but not 257
+            layer.set_requires_all_reduce(all_reduces_each or value == 0)
+            layer(torch.full((1, 2), value, device=self.device)).sum().backward()
+        grad = layer.weight.grad.full_tensor()
+        with torch_defect("fsdp2_partial_reduction_adds_up_in_low_precision", when=not all_reduces_each):
+            self.assertEqual(grad, torch.full_like(grad, 258.0), rtol=0, atol=0)
+
+
 class TestFullyShardMixedPrecisionSmallerMesh(FSDPTestMultiThread):
     world_size = 4
 

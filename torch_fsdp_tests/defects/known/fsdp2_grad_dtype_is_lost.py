@@ -1,0 +1,40 @@
+"""FSDP2 ignores the grad_dtype of a parameter.
+
+A parameter asks for gradients of another dtype with ``grad_dtype``. ``fully_shard`` replaces the parameter by a new
+one, and does not copy this attribute. It casts reduced gradients to the dtype of the parameter, also after a reduction
+in float32. A bfloat16 parameter that asks for gradients in float32 gets them rounded to bfloat16. If ``grad_dtype`` is
+set on the sharded parameter, backward raises.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
+    broken=">=2.10,<2.15",
+    since="2.10",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/170648",
+        "https://github.com/pytorch/pytorch/pull/172074",
+    ),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_grad_dtype::TestFullyShardGradDtype::test_grad_dtype_is_kept",
+    ),
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), mp_policy=policy)
+    mine = 256.0 + 2 * rank  # bfloat16 has 256 and 258, but not their mean
+    model(torch.full((1, 2), mine, device=device, dtype=torch.bfloat16)).sum().backward()
+    return model.weight.grad.full_tensor()[0, 0].item(), 257.0

@@ -1,0 +1,41 @@
+"""HSDP adds up gradients that are not all-reduced yet in low precision.
+
+After ``set_requires_all_reduce(False)`` FSDP2 reduces gradients within each shard group, and adds them to a buffer
+until it all-reduces. The buffer has ``reduce_dtype``, although gradients that are all-reduced at once are added to the
+parameter's gradient, in the parameter's dtype. In bfloat16 the sum of many microbatches loses the small ones.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
+    broken=">=2.9",
+    world_size=4,
+    upstream=("https://github.com/pytorch/pytorch/pull/194628",),
+    arguable="the documentation says that gradients without synchronization are accumulated in reduce_dtype, and does "
+    "not say how they are accumulated between the two halves of the reduction; the sum is only less precise",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_mixed_precision"
+        "::TestFullyShardMixedPrecisionHSDP::test_sums_over_microbatches",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Linear(2, 2, bias=False, device=device)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for value in (256.0, 1.0, 1.0):  # bfloat16 has 256 and 258, but not 257
+        model.set_requires_all_reduce(False)
+        model(torch.full((1, 2), value, device=device)).sum().backward()
+    model.set_requires_all_reduce(True)
+    model(torch.zeros(1, 2, device=device)).sum().backward()
+    return model.weight.grad.full_tensor()[0, 0].item(), 258.0
