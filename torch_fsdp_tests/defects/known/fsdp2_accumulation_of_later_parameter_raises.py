@@ -2,7 +2,8 @@
 
 With a ``reduce_dtype``, FSDP2 accumulates gradients in that dtype while it does not reduce them. A parameter that only
 the last microbatch uses has a gradient in the dtype of computation. FSDP2 does not cast it before it compares the
-dtypes of the group.
+dtypes of the group. With ``set_reduce_scatter_unused_params``, a parameter that no microbatch uses raises as well: the
+zeros that FSDP2 reduces for it have the dtype of computation, too.
 """
 
 import torch

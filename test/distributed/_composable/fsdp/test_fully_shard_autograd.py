@@ -97,6 +97,17 @@ class FromContainerType(nn.Module):
         return container["x"] if isinstance(container, dict) else container[0]
 
 
+class Adapted(nn.Module):
+    """Two layers of the same size. The argument says whether to use the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, use_adapter: bool) -> torch.Tensor:
+        return self.body(self.adapter(x) if use_adapter else x)
+
+
 class TestFullyShardAutograd(FSDPTest):
     @property
     def world_size(self) -> int:
@@ -303,6 +314,28 @@ class TestFullyShardAutograd(FSDPTest):
         self.assertEqual(ref_model[2].bias.grad is None, loss_of == "tangent")
         check_parity(self, ref_model, model)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False], keeps_parameters=[False, True])
+    def test_gradient_of_a_gradient(self, reshard_after_forward, keeps_parameters):
+        """Beyond upstream: a penalty on the gradient of the input, with and without parameters kept after backward."""
+        manual_seed(42)
+        ref_model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)).to(self.device)
+        model: Any = copy.deepcopy(ref_model)
+        shard_each((model[0], model), reshard_after_forward=reshard_after_forward)
+        model.set_reshard_after_backward(not keeps_parameters)
+        manual_seed(42 + self.rank + 1)
+        rows = torch.randn(2, DIM).to(self.device)
+        with torch_defect("fsdp2_second_order_gradients_raise", when=not keeps_parameters):
+            for each in (ref_model, model):
+                primal = rows.clone().requires_grad_()
+                output = each(primal)
+                (gradient,) = torch.autograd.grad(output.sum(), primal, create_graph=True)
+                (output + gradient.square().sum()).sum().backward()
+            model.reshard()
+            model[0].reshard()
+            average([param.grad for param in ref_model.parameters()])
+            check_parity(self, ref_model, model)
+
     @skip_if_lt_x_gpu(4)
     def test_nontensor_activations(self):
         container_types = [list, collections.namedtuple, tuple, dict]
@@ -396,6 +429,26 @@ class TestFullyShardAutograd(FSDPTest):
             self._check_gradients(ref_model, model, rows, mine)
             ref_model.zero_grad()
             model.zero_grad()
+
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
+    @skip_if_lt_x_gpu(4)
+    @subtests(user=[0, 3])
+    def test_layer_of_one_rank(self, user):
+        """Beyond upstream: if one rank alone uses a layer before another group, no group gets another one's gradients.
+
+        The input of the other group needs a gradient on that rank alone. Both groups have the same size.
+        """
+        manual_seed(42)
+        model: Any = Adapted().to(self.device)
+        ref_model = copy.deepcopy(model)
+        shard_each((model.body, model)).set_reduce_scatter_unused_params(True)
+        for each in (ref_model, model):
+            each(torch.arange(4.0, device=self.device) + self.rank, self.rank == user).square().sum().backward()
+        for param in ref_model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        average([param.grad for param in ref_model.parameters()])
+        with torch_defect("fsdp2_unused_parameters_are_reduced_out_of_order"):
+            check_parity(self, ref_model, model, what=("gradient",))
 
 
 @dataclasses.dataclass(frozen=True)

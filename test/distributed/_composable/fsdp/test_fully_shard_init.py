@@ -980,6 +980,20 @@ class TestFullyShardShardPlacementFn(InitTest):
         with self.assertRaisesRegex(AssertionError, "Shard dim 1 is invalid for 1D tensor"):
             fully_shard(model, shard_placement_fn=lambda param: Shard(1))
 
+    @skip_if_lt_x_gpu(1)
+    @subtests(shape=[(0, 16), (16, 0), (16, 0, 8)], dim=[0, 1])
+    def test_parameter_without_elements(self, shape, dim):
+        """Beyond upstream: a frozen parameter may have no elements, along the dimension that is sharded or another."""
+        model = nn.Linear(4, 8, device=self.device)
+        model.empty = nn.Parameter(torch.ones(shape, device=self.device), requires_grad=False)
+        fully_shard(model, shard_placement_fn=lambda param: Shard(dim if param.ndim > 1 and 0 in param.shape else 0))
+        wanted = list(shape)
+        wanted[dim] //= self.world_size
+        with torch_defect("fsdp2_columns_of_empty_parameter_raise", when=shape[dim] > 0):
+            self.assertEqual(list(model.empty.to_local().shape), wanted)
+            model(self._input(2, 4)).sum().backward()
+            self.assertEqual(list(model.empty.full_tensor().shape), list(shape))
+
     @needs_mesh_per_parameter
     @skip_if_lt_x_gpu(1)
     def test_invalid_placement_result(self):

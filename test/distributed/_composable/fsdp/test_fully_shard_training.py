@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, requires_capability, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import (
     MLP,
     FSDPTest,
@@ -1105,6 +1106,54 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self._check_recovered(model)
 
 
+class CallsHead(nn.Linear):
+    """A layer that can also call a head. It returns its own output, and keeps that of the head."""
+
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
+        output = super().forward(x)
+        if head is not None:
+            self.kept = head(output)
+        return output
+
+
+class BodyAndHead(nn.Module):
+    """A model in which ``body`` and ``head`` are to be one group. ``how`` says how the head is used."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed, self.body, self.head = nn.Linear(8, 8), CallsHead(8, 8), nn.Linear(8, 8)
+        self.head.requires_grad_(how != "frozen")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how.startswith("called"):
+            output = self.body(self.embed(x), self.head)
+            return output + self.body.kept + (self.head(output) if self.how == "called twice" else 0)
+        output, other = self.body(self.embed(x)), self.head(x)
+        return output if self.how == "not in the loss" else output + other
+
+
+class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        how=["in the loss", "not in the loss", "frozen", "called", "called twice"], reshard_after_forward=[True, False]
+    )
+    def test_head_of_a_group(self, how, reshard_after_forward):
+        """Beyond upstream: a group is gathered for the backward of each module, however the last one is used."""
+        manual_seed(42)
+        ref_model = BodyAndHead(how).to(self.device)
+        model = self._replica(ref_model)
+        fully_shard([model.body, model.head], reshard_after_forward=reshard_after_forward)
+        fully_shard(model)
+        misses = how == "called twice" or (reshard_after_forward and how != "in the loss")
+        with torch_defect("fsdp2_group_is_gathered_for_one_output", when=misses):
+            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+
+
 class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
     world_size = 8
 
@@ -1458,11 +1507,16 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @subtests(
         microbatches=[("both", "right"), ("left", "right"), ("both", "both", "left")],
         reshard_after_forward=[True, False],
+        reduce_dtype=[None, torch.float32],
     )
-    def test_accumulated_gradients_of_unused_group(self, microbatches, reshard_after_forward):
-        """Beyond upstream: a group that the last microbatch does not use is reduced with the others."""
+    def test_accumulated_gradients_of_unused_group(self, microbatches, reshard_after_forward, reduce_dtype):
+        """Beyond upstream: a group that the first or the last microbatch does not use is reduced with the others."""
         to_shard = lambda model: [model.left, model.right, model]  # noqa: E731
-        self._test_partial_reductions(microbatches, to_shard, reshard_after_forward, "set_requires_gradient_sync")
+        did_not_run = microbatches[0] != "both" and reduce_dtype is not None
+        with torch_defect("fsdp2_accumulation_before_first_use_raises", when=did_not_run):
+            self._test_partial_reductions(
+                microbatches, to_shard, reshard_after_forward, "set_requires_gradient_sync", reduce_dtype
+            )
 
     def _test_partial_reductions(
         self,
@@ -1470,11 +1524,14 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         to_shard: Callable[[Any], list[nn.Module]],
         reshard_after_forward: bool = True,
         mark_last: str = "set_requires_all_reduce",
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         manual_seed(42)
         ref_model = TwoBranches().to(self.device)
         model = self._replica(ref_model)
-        shard_each(to_shard(model), mesh=self._mesh(2, 2), reshard_after_forward=reshard_after_forward)
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        mesh = self._mesh(2, 2)
+        shard_each(to_shard(model), mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
         def step(each: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
             losses = []
@@ -1488,9 +1545,10 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, next_batch, step=step)
 
     @skip_if_lt_x_gpu(4)
-    @subtests(second=["right", "both"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
+    @subtests(second=["right", "both", "left"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
     def test_parameter_of_a_later_microbatch(self, second, mesh_shape, reshard_after_forward):
-        """Beyond upstream: under mixed precision the last microbatch may be the first to use a parameter.
+        """Beyond upstream: under mixed precision the last microbatch may be the first to use a parameter, or none uses
+        it and it is reduced as zeros.
 
         Inputs are small integers, which bfloat16 holds exactly. The gradient of a sum does not depend on the weights.
         """
@@ -1503,6 +1561,11 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             reshard_after_forward=reshard_after_forward,
         )
+        if second == "left":
+            skip_unless([torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS.lacks])
+            model.set_reduce_scatter_unused_params(True)
+            for param in ref_model.right.parameters():
+                param.grad = torch.zeros_like(param)
         self._seed()
         for used, is_last in (("left", False), (second, True)):
             inp = torch.randint(-4, 5, (2, 8), device=self.device).float()

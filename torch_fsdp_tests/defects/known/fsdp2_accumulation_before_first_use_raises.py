@@ -1,0 +1,51 @@
+"""A backward without synchronization raises if a part of the model was not used yet and a reduce_dtype is set.
+
+At the end of each backward FSDP2 visits all groups, also those that did not run. Without synchronization it casts their
+gradients to ``reduce_dtype``, and asks for the gathered parameter, which a group gets in its first forward. A group
+that never ran has none, and an AttributeError ends the backward. With synchronization FSDP2 leaves such groups out.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    broken=">=2.9,<2.15",
+    upstream=("https://github.com/pytorch/pytorch/pull/194058",),
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
+        "::test_accumulated_gradients_of_unused_group",
+    ),
+    fails_with=("AttributeError",),
+)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, *branches):
+        return sum(getattr(self, branch)(x) for branch in branches)
+
+
+def reproduce(rank, world_size, device):
+    model = Branches().to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for module in (model.left, model.right, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    right = [3.0, 1.0]  # of two microbatches, one for the right branch
+    try:
+        model.set_requires_gradient_sync(False)
+        model(torch.full((1, 2), 2.0, device=device), "left").sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 2, device=device), "left", "right").sum().backward()
+    except AttributeError as error:
+        return f"AttributeError: {error}", right
+    return [layer.weight.grad.full_tensor()[0, 0].item() for layer in (model.left, model.right)], right

@@ -1,0 +1,33 @@
+"""The first forward raises if shard_placement_fn splits the columns of a parameter without rows.
+
+``fully_shard`` takes a shard without elements for one that is missing, and gives it the shape ``(0, 0)`` instead of
+``(0, 2)`` for two of four columns. Before the first forward it compares both, and reports that columns are split
+unevenly. The rows of a parameter without columns have the wrong shape, too, but nothing raises. This is for frozen
+parameters: the backward of a trained one raises in ``torch._chunk_cat``, as in ``fsdp2_rank_without_rows_after_tp``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
+    broken=">=2.9",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardShardPlacementFn"
+        "::test_parameter_without_elements",
+    ),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Module()
+    model.empty = nn.Parameter(torch.ones(0, 4, device=device))
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), shard_placement_fn=lambda param: Shard(1))
+    return list(model.empty.to_local().shape), [0, 4 // world_size]

@@ -1,0 +1,42 @@
+"""A gradient cannot be differentiated again, because FSDP2 has freed the parameters.
+
+A gradient penalty computes the gradient of the input with ``create_graph``, and then its gradient. FSDP2 frees the
+gathered parameters after the first backward. The second one uses them before it passes an output at which FSDP2 would
+gather again, and raises because their memory is gone. ``reshard_after_forward=False`` changes nothing. Two nested calls
+of ``torch.func.grad`` raise in the same way.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
+    broken=">=2.9",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/172543",
+        "https://github.com/pytorch/pytorch/pull/172770",
+    ),
+    arguable="torch's maintainers advise to call set_reshard_after_backward(False), which keeps the parameters",
+    tests=(
+        "distributed/_composable/fsdp/test_fully_shard_autograd::TestFullyShardAutograd::test_gradient_of_a_gradient",
+    ),
+    fails_with=("RuntimeError",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Tanh()).to(device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    x = torch.ones(1, 2, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.square().sum(), x)
+    except RuntimeError as error:
+        return f"RuntimeError: {str(error).split('.')[0]}", "a gradient"
+    return "a gradient", "a gradient"

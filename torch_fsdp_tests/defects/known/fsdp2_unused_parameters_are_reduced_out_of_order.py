@@ -1,0 +1,47 @@
+"""If a rank does not use a layer, ranks exchange the gradients of different groups.
+
+``set_reduce_scatter_unused_params`` is for ranks that use different layers. It sends zeros for what a rank did not use,
+so that all ranks reduce the same parameters, but not in the same order. A group is reduced when the gradient of its
+input is there, and a group whose input needs no gradient is reduced at the end of backward, after its root. Whether an
+input needs a gradient depends on the layers before it. So if one rank alone uses the first layer, the next one is
+reduced before the root there, and after it elsewhere. Groups of equal size get each other's gradients. Groups of other
+sizes make the collective hang or abort.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.WRONG_IN_SILENCE,
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    broken=">=2.13",
+    since="2.13",
+    tests=("distributed/_composable/fsdp/test_fully_shard_autograd::TestFullyShardAutograd::test_layer_of_one_rank",),
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.adapter, self.body = (nn.Linear(2, 2, bias=False) for _ in range(2))
+
+    def forward(self, x, use_adapter):
+        return self.body(self.adapter(x) if use_adapter else x)
+
+
+def reproduce(rank, world_size, device):
+    model = Net().to(device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for layer in (model.adapter, model.body):
+        nn.init.ones_(layer.weight)
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(1, 2, device=device), use_adapter=rank == 0).sum().backward()
+    found = {name: param.grad.full_tensor()[0, 0].item() for name, param in model.named_parameters()}
+    return found, {"adapter.weight": 2 / 2, "body.weight": (2 + 1) / 2}  # means over both ranks
