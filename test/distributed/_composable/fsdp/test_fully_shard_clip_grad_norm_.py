@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from torch_fsdp_tests import accelerator
 from torch_fsdp_tests.common_distributed import requires, skip_if_lt_x_gpu
@@ -177,6 +178,33 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         for param, ref_grad in zip(params[:4], ref_grads, strict=True):
             self.assertEqual(param.grad.full_tensor(), ref_grad * (0.5 / expected))
         self.assertEqual([param.grad for param in params[4:]], [None, None])
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(second_mesh=["tensor parallelism", "replicas"], foreach=[None, True, False])
+    def test_two_meshes(self, second_mesh, foreach):
+        """Beyond upstream: the norm is that of all parameters, although those of the two layers are on two meshes."""
+        mesh = make_mesh(2, 2, names=("dp", "second"))
+        manual_seed(42)
+        ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+        model = copy.deepcopy(ref_model)
+        if second_mesh == "tensor parallelism":
+            parallelize_module(model[0], mesh["second"], ColwiseParallel(output_layouts=Replicate()))
+            fully_shard(model, mesh=mesh["dp"])
+        else:
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=make_mesh(4))
+        data_rank = mesh.get_local_rank("dp") if second_mesh == "tensor parallelism" else self.rank
+        inp = torch.arange(8.0, device=self.device).view(2, 4).sin() * (data_rank + 1)
+        for module in (ref_model, model):
+            module(inp).square().sum().backward()
+        ref_grads = [param.grad for param in ref_model.parameters()]
+        average(ref_grads)
+        expected = norm_by_hand(ref_grads, 2)
+        with torch_defect("fsdp2_clip_grad_norm_over_two_meshes_raises"):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+            self.assertEqual(full(norm), expected)
+            for param, ref_grad in zip(model.parameters(), ref_grads, strict=True):
+                self.assertEqual(param.grad.full_tensor(), ref_grad * (0.5 / expected))
 
     @skip_if_lt_x_gpu(4)
     def test_below_max_norm(self):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.collectives import RecordingAllGather, RecordingReduceScatter, recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -166,7 +167,9 @@ class TestFullyShardIgnoreParams(FSDPTest):
             loss.backward()
             self.assertEqual(loss, ref_loss)
             ref_optim.step()
-            with implicit_replication():  # the optimizer has whole and sharded parameters
+            # The optimizer has whole and sharded parameters. Where foreach is the default it would raise, because of
+            # fsdp2_ignored_parameters_break_foreach.
+            with implicit_replication():
                 optim.step()
             self.compare_ref_test_params(ref_model, wrapped)
             ref_optim.zero_grad()
@@ -301,6 +304,40 @@ class TestFullyShardIgnoreParamsAlone(FSDPTestMultiThread):
             self._check_gradients(ref_model, model, {ignored})
         numel = 2 * (4 * 4 + 4) - ref_model.get_parameter(ignored).numel()
         self.assertEqual({numel for _, numel, _ in gather.outputs}, {numel})
+
+    def _layer_after_backward(self) -> tuple[nn.Module, nn.Module]:
+        """A plain layer and one whose bias is ignored, with the same gradients. The bias is averaged by hand."""
+        ref_model = filled(nn.Linear(4, 4)).to(self.device)
+        model = copy.deepcopy(ref_model)
+        self._sharded(model, {model.bias})
+        self._backward(ref_model, model)
+        average([*(param.grad for param in ref_model.parameters()), model.bias.grad])
+        return ref_model, model
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(foreach=[True, False], optim_cls=[torch.optim.SGD, torch.optim.AdamW])
+    def test_optimizer(self, foreach, optim_cls):
+        """Beyond upstream: an optimizer trains sharded and ignored parameters."""
+        models = self._layer_after_backward()
+        optims = [optim_cls(model.parameters(), lr=0.1, foreach=foreach) for model in models]
+        optims[0].step()
+        with torch_defect("fsdp2_ignored_parameters_break_foreach", when=foreach):
+            optims[1].step()
+            for ref_param, param in zip(*(model.parameters() for model in models)):
+                self.assertEqual(full(param.detach()), ref_param.detach())
+
+    @skip_if_lt_x_gpu(1)
+    @subtests(foreach=[None, True, False])
+    def test_clip_grad_norm(self, foreach):
+        """Beyond upstream: the norm is that of sharded and ignored parameters."""
+        ref_model, model = self._layer_after_backward()
+        ref_norm = nn.utils.clip_grad_norm_(ref_model.parameters(), 0.1)
+        self.assertGreater(ref_norm.item(), 0.1)
+        with torch_defect("fsdp2_ignored_parameters_break_foreach"):
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+            self.assertEqual(full(norm), ref_norm)
+            for ref_param, param in zip(ref_model.parameters(), model.parameters()):
+                self.assertEqual(full(param.grad), ref_param.grad)
 
     @skip_if_lt_x_gpu(1)
     def test_module_with_buffer(self):
