@@ -7,6 +7,7 @@ right. After an error, the same ranks or new ones can load the checkpoint before
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import resource
@@ -405,6 +406,33 @@ class TestSaveThatFails(FaultTest):
         written = [shard_file(self.rank), METADATA][: 2 - self.rank]
         with torch_defect("fsdp2_metadata_is_synced_too_early", when=self.rank == 0):
             self.assertEqual(synced, [len(contents(self.temp_dir)[name]) for name in written])
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(code=["EINVAL", "ENOTSUP"])
+    def test_file_system_without_fsync(self, code):
+        """A checkpoint can be saved to a file system that does not support to sync files."""
+        run, path = Run(LAYOUTS["FSDP2 on 2"]).train(range(2)), self._path(code)
+        with torch_defect("fsdp2_unsupported_fsync_fails_the_save"), sync_that_raises(getattr(errno, code)):
+            self._save(run, path)
+            self._check_recovers(run, path)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_disk_fails_when_it_is_synced(self):
+        """If the disk fails to sync a file, the checkpoint is not reported as saved."""
+        run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
+        with sync_that_raises(errno.EIO), self.assertRaisesRegex(CheckpointException, os.strerror(errno.EIO)) as caught:
+            self._save(run, self._path("bad"))
+        self.assertEqual(set(caught.exception.failures), {0, 1})
+        self._check_refuses(run, self._path("bad"), 0, 1)
+
+
+def sync_that_raises(code: int) -> Any:
+    """Make all attempts to sync a file raise this error of the operating system."""
+    return mock.patch.object(os, "fsync", side_effect=OSError(code, os.strerror(code)))
 
 
 @contextlib.contextmanager

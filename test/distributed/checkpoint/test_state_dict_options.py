@@ -474,6 +474,37 @@ class TestStateDictOptions(StateDictTest):
         self.assertEqual(found["param_groups"], wanted["param_groups"])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
+    def test_optim_state_of_parameters_that_were_used(self, options):
+        """An optimizer has states of the layers that were used. What was saved of it can be loaded."""
+        (pair, other), inp = (self._small(seed, trained=False) for seed in range(2)), uniform(1, 4, seed=self.rank)
+        pair.model[0](inp).square().sum().backward()
+        pair.optims[0].step()
+        pair.optims[0].zero_grad()
+        used = whole_tree(get_optimizer_state_dict(pair.model, pair.optims)["state"]["0.weight"])
+        self.assertGreater(used["exp_avg"].abs().max().item(), 0)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        load = lambda: set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)  # noqa: E731
+        with torch_defect("fsdp2_optim_state_of_some_parameters_is_refused"):
+            self.assertEqual(self._agreed(load, broadcasts=True), "loaded")
+            found = get_optimizer_state_dict(other.model, other.optims)["state"]["0.weight"]
+            self.assertEqual(whole_tree(found), used, **EXACT)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0])
+    def test_new_optimizer_beside_gradients(self, options):
+        """Gradients of a model do not prevent loading the state of a new optimizer, and stay."""
+        pair = self._small()
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        train(pair.model, uniform(4, 4, seed=self.rank))
+        before = [param.grad.to_local().clone() for param in pair.model.parameters()]
+        new = optimizer(torch.optim.Adam, pair.model.parameters())
+        with torch_defect("fsdp2_full_optim_state_beside_gradients_is_not_loaded", when=options.full_state_dict):
+            set_optimizer_state_dict(pair.model, new, self._given(osd, options), options=options)
+            self.assertEqual(whole_tree(new.state_dict()), whole_tree(pair.optims[0].state_dict()), **EXACT)
+        self.assertEqual([param.grad.to_local() for param in pair.model.parameters()], before, **EXACT)
+
+    @skip_if_lt_x_gpu(2)
     def test_flattened_full_optim_state(self):
         pair, other = self._small(0), self._small(1, trained=False)
         options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)

@@ -1,0 +1,51 @@
+"""A checkpoint cannot be saved to a file system that does not support fsync.
+
+``FileSystemWriter`` syncs each file by default. It is prepared for streams that cannot be synced, which have no file
+descriptor, and does without. A file system that has no fsync, as some in user space, answers with an ``OSError``
+(EINVAL or ENOTSUP). The writer takes it for a failure of the disk, and the save fails after all data was written.
+"""
+
+import errno
+import os
+import tempfile
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP2",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.checkpoint.filesystem._write_files_from_queue, FileSystemWriter.finish",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/pull/190697",),
+    arguable="a writer that passes over errors of fsync could report a checkpoint as saved that the disk has lost, and "
+    "FileSystemWriter(sync_files=False) does not sync",
+    tests=("distributed/checkpoint/test_faults::TestSaveThatFails::test_file_system_without_fsync",),
+    fails_with=("CheckpointException",),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = fully_shard(nn.Linear(2, 2, device=device), mesh=init_device_mesh(device.type, (world_size,)))
+    sync = os.fsync
+
+    def unsupported(descriptor):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, device=device)
+        os.fsync = unsupported
+        try:
+            dcp.save(model.state_dict(), checkpoint_id=folders[0])
+            found = "saved"
+        except dcp.CheckpointException as error:
+            found = str(next(iter(error.failures.values()))[0])
+        os.fsync = sync
+        dist.barrier()
+    return found, "saved"
