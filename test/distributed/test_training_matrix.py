@@ -300,11 +300,11 @@ class TestTrainingMatrix(FSDPTest):
 
     # The limits. If one is a defect of torch, its test is expected to fail.
 
-    @torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp")
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
     def test_fsdp1_under_tp_loads_moments(self):
-        self._check_goes_on("FSDP1 on 4", FSDP1_AND_TP)
+        with torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp"):
+            self._check_goes_on("FSDP1 on 4", FSDP1_AND_TP)
 
     @torch_defect("fsdp1_checkpointed_parameters_are_not_loaded_with_tp", "fsdp1_optim_state_is_loaded_wrong_with_tp")
     @skip_if_lt_x_gpu(4)
@@ -312,15 +312,15 @@ class TestTrainingMatrix(FSDPTest):
     def test_fsdp1_under_tp_loads_checkpointed_layers(self):
         self._check_goes_on("FSDP1 on 4", FSDP1_AND_TP, activation_checkpointing=True)
 
-    @torch_defect("fsdp1_accumulation_with_tp_raises")
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_under_tp_accumulates(self):
-        self._check_steps(Training(LAYOUTS[FSDP1_AND_TP], Features(accumulation=True)), BEFORE, "in one run")
+        with torch_defect("fsdp1_accumulation_with_tp_raises"):
+            self._check_steps(Training(LAYOUTS[FSDP1_AND_TP], Features(accumulation=True)), BEFORE, "in one run")
 
-    @torch_defect("fsdp1_frozen_parameters_are_trained_with_tp")
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_under_tp_keeps_frozen_parameters(self):
-        self._check_steps(Training(LAYOUTS[FSDP1_AND_TP], Features(frozen_part=True)), BEFORE, "in one run")
+        with torch_defect("fsdp1_frozen_parameters_are_trained_with_tp"):
+            self._check_steps(Training(LAYOUTS[FSDP1_AND_TP], Features(frozen_part=True)), BEFORE, "in one run")
 
     @skip_if_lt_x_gpu(4)
     def test_fsdp1_in_a_pipeline(self):

@@ -218,12 +218,12 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         self._check_dims_refused("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
         self._check_dims_refused("At least one of shard or replicate")
 
-    @torch_defect("fsdp2_replicate_accepts_dims_that_shard")
     @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
     @skip_if_lt_x_gpu(4)
     def test_named_mesh_dims_of_shards_and_replicas(self):
         """Beyond upstream: ``replicate`` also refuses a shard dimension together with a replicate dimension."""
-        self._check_dims_refused("requires replicate-only", replicate="replicate", shard="shard")
+        with torch_defect("fsdp2_replicate_accepts_dims_that_shard"):
+            self._check_dims_refused("requires replicate-only", replicate="replicate", shard="shard")
 
     # Training.
 
@@ -320,7 +320,6 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             momentum=0.9,
         )
 
-    @torch_defect("fsdp2_replicate_root_keeps_shards_gathered")
     @skip_if_lt_x_gpu(2)
     def test_sharded_layers_reshard_under_replicated_root(self):
         """Beyond upstream: sharded layers reshard after forward under either kind of root."""
@@ -329,9 +328,9 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             fully_shard(model[1])
             ROOTS[root](model)
             model(self._inputs(2, 4))
-            self.assertIsInstance(model[1].weight, DTensor, f"{root=}")
+            with torch_defect("fsdp2_replicate_root_keeps_shards_gathered", when=root == "replicate"):
+                self.assertIsInstance(model[1].weight, DTensor)
 
-    @torch_defect("fsdp2_replicate_root_refuses_a_group")
     @skip_if_lt_x_gpu(2)
     def test_sharded_group_under_replicated_root(self):
         """Beyond upstream: layers that are sharded as one group train under either kind of root."""
@@ -339,7 +338,8 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             ref_model, model = self._net(), self._net()
             fully_shard([model[0], model[1]])
             ROOTS[root](model)
-            self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+            with torch_defect("fsdp2_replicate_root_refuses_a_group", when=root == "replicate"):
+                self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     @subtests(root=list(ROOTS))
@@ -385,7 +385,6 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         expected = total / (self.world_size if factor is None else factor)
         self.assertEqual(model.weight.grad.to_local(), torch.full((1, 2), expected, device=self.device))
 
-    @torch_defect("fsdp2_divides_twice")
     @skip_if_lt_x_gpu(2)
     def test_gradient_divide_factor_forced_sum(self):
         """Beyond upstream: the factor also works with forced sums. A replica is a shard group of one rank."""
@@ -394,7 +393,8 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         model.set_force_sum_reduction_for_comms(True)
         model(torch.full((3, 2), 1.0 + self.rank, device=self.device)).sum().backward()
         expected = 3 * sum(range(1, self.world_size + 1)) / 4
-        self.assertEqual(model.weight.grad.to_local(), torch.full((1, 2), expected, device=self.device))
+        with torch_defect("fsdp2_divides_twice"):
+            self.assertEqual(model.weight.grad.to_local(), torch.full((1, 2), expected, device=self.device))
 
     @skip_if_lt_x_gpu(2)
     def test_forced_sum(self):
