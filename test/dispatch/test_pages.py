@@ -401,13 +401,17 @@ class TestComparison(unittest.TestCase):
             arguments = [*map(str, paths), f"{folder}/page.html"]
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                codes = [compare.main(words) for words in (arguments, [arguments[0], "/no/where"], arguments[:1])]
-            self.assertEqual(codes, [0, 2, 2])
+                codes = [compare.main(words) for words in (arguments, [arguments[0], "/no/where"])]
+                with self.assertRaisesRegex(SystemExit, "2"):
+                    compare.main(arguments[:1])
+            self.assertEqual(codes, [0, 2])
             self.assertEqual(Path(arguments[2]).read_text(), compare.render(earlier(), varied()))
             self.assertIn(
                 "\nnewly failing: distributed/fsdp/test_fsdp_hybrid_shard::TestHybrid.test_crashes\n", out.getvalue()
             )
-            self.assertRegex(err.getvalue(), "/no/where cannot be read: .*\nusage: ")
+            self.assertRegex(
+                err.getvalue(), "/no/where cannot be read: .*\nusage: .*(?s:.)*arguments are required: AFTER.json"
+            )
 
 
 PROBE = """<!doctype html><title>waiting</title><body style="margin:0"><script>
