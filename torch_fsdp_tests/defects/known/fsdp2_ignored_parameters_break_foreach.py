@@ -3,7 +3,8 @@
 The parameters in ``ignored_params`` stay plain tensors, and the others are DTensors. Optimizers with ``foreach`` and
 ``clip_grad_norm_`` put tensors of one device and one dtype into the same call, and DTensor refuses plain tensors beside
 its own. Without ``foreach`` an optimizer works, but ``clip_grad_norm_`` raises: it multiplies plain gradients by a norm
-that is a DTensor. On an accelerator ``foreach`` is the default.
+that is a DTensor. On an accelerator ``foreach`` is the default. It is the same for a model of which ``fully_shard``
+wraps only some modules.
 """
 
 import torch
