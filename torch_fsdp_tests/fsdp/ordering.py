@@ -153,7 +153,8 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = str(func.name() if hasattr(func, "name") else func)
         made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and _key(each) not in given]
-        in_host |= {True for tensor in made if tensor.device.type != self._device_type}
+        if self._device_type != "cpu":  # on the CPU, the device does not tell
+            in_host |= {self._is_in_host(tensor) for tensor in made}
         stream = HOST if in_host == {True} and not self._moves else self.stream()
         for tensor in made:
             self.allocate(tensor.untyped_storage(), name, stream)

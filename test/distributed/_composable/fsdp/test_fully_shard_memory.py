@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
@@ -69,6 +70,10 @@ class TestFullyShardMemory(FSDPTest):
     ) -> Transformer:
         torch.manual_seed(42)
         model = Transformer(args)
+        self._originals = {
+            name: (weakref.ref(param), StorageWeakRef(param.untyped_storage()))
+            for name, param in model.named_parameters()
+        }
         policy = CPUOffloadPolicy() if use_cpu_offload else OffloadPolicy()
         shard = functools.partial(
             fully_shard, reshard_after_forward=reshard_after_forward, offload_policy=policy, **kwargs
@@ -77,6 +82,14 @@ class TestFullyShardMemory(FSDPTest):
             if isinstance(module, TransformerBlock):
                 shard(module)
         return shard(model)
+
+    def _assert_originals_are_freed(self) -> None:
+        """Nothing keeps the parameters from before ``fully_shard``, or their memory."""
+        gc.collect()
+        kept = [
+            name for name, (param, storage) in self._originals.items() if param() is not None or not storage.expired()
+        ]
+        self.assertEqual(kept, [])
 
     def _tokens(self, args: ModelArgs) -> torch.Tensor:
         torch.manual_seed(42 + self.rank)
@@ -210,6 +223,7 @@ class TestFullyShardMemory(FSDPTest):
 
     def _test_training_storage(self, reshard: bool, offload: bool, in_backward: bool) -> None:
         model = self._sharded(SMALL, reshard, offload)
+        self._assert_originals_are_freed()
         plain = Transformer(SMALL)
         total, block = (BYTES * numel([module]) for module in (plain, plain.layers[0]))
         rest = total - SMALL.n_layers * block
@@ -252,6 +266,7 @@ class TestFullyShardMemory(FSDPTest):
         if accelerator.current().has("memory_stats"):
             self._test_del_memory()
         model = self._sharded(SMALL, reshard_after_forward=False)
+        self._assert_originals_are_freed()
         model(self._tokens(SMALL)).sum().backward()
         groups = groups_of(model)
         things = [*groups, *gathered(groups), *model.parameters(), *(param.grad for param in model.parameters())]
