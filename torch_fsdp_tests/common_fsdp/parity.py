@@ -26,14 +26,20 @@ def check_sharded_parity(
     replicated = dict(replicated_module.named_parameters())
     sharded = {_without(prefixes_to_ignore, name): param for name, param in sharded_module.named_parameters()}
     _check_names(cls, list(replicated), list(sharded))
+    parts = {}
     for name, reference in replicated.items():
         param = sharded[name]
-        _check_local(cls, f"parameter {name!r}", reference, param, param)
+        what = f"parameter {name!r}"
+        parts[f"{what}, local shard"] = _local_parts(cls, what, reference, param, param)
         if (reference.grad is None) != (param.grad is None):
             without, with_one = ("replicated", "sharded") if reference.grad is None else ("sharded", "replicated")
             cls.fail(f"gradient of {name!r}: the {with_one} module has one, the {without} module has none")
         if reference.grad is not None:
-            _check_local(cls, f"gradient of {name!r}", reference.grad, param.grad, param)
+            what = f"gradient of {name!r}"
+            parts[f"{what}, local shard"] = _local_parts(cls, what, reference.grad, param.grad, param)
+    # All at once: some gradients may be zero, but not all values. A rank may have no part of any parameter.
+    found, expected = ({what: pair[side] for what, pair in parts.items()} for side in (0, 1))
+    cls.assertEqual(found, expected, may_be="empty")
 
 
 def _without(prefixes: tuple[str, ...], name: str) -> str:
@@ -53,8 +59,10 @@ def _check_names(cls: Any, replicated: list[str], sharded: list[str]) -> None:
         cls.fail(f"the modules' parameters differ in order: {replicated} and {sharded}")
 
 
-def _check_local(cls: Any, what: str, reference: torch.Tensor, found: Any, param: Any) -> None:
-    """Compare the local shard ``found`` with that of ``reference`` under the placements of the DTensor ``param``."""
+def _local_parts(
+    cls: Any, what: str, reference: torch.Tensor, found: Any, param: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local shard of ``found``, and that of ``reference`` under the placements of the DTensor ``param``."""
     if not isinstance(found, DTensor):
         cls.fail(f"{what} is a {type(found).__name__} in the sharded module, not a DTensor")
     mesh, placements = param.device_mesh, param.placements
@@ -65,4 +73,4 @@ def _check_local(cls: Any, what: str, reference: torch.Tensor, found: Any, param
     if found.shape != reference.shape:
         cls.fail(f"{what} has the shape {tuple(found.shape)}, in the replicated module {tuple(reference.shape)}")
     expected = distribute_tensor(reference.detach(), mesh, placements, src_data_rank=None).to_local()
-    cls.assertEqual(found.to_local().detach(), expected, msg=lambda text: f"{what}, local shard: {text}")
+    return found.to_local().detach(), expected

@@ -38,7 +38,8 @@ _WORDS = {
 }
 _CONTAINERS = ("list", "tuple", "dict", "set", "frozenset", "Counter")
 
-_TESTS = installation.ROOT / "test" / "distributed" / "tensor"
+_TESTS = installation.ROOT / "test" / "distributed"
+_FOLDERS = [_TESTS / folder for folder in ("checkpoint", "tensor")]
 _HERE = Path(__file__).parent
 
 
@@ -51,7 +52,7 @@ def is_judged(cls: type) -> bool:
 
 @functools.cache
 def _is_test_of_fsdp(path: str | None) -> bool:
-    return path is not None and Path(path).resolve().is_relative_to(_TESTS)
+    return path is not None and any(map(Path(path).resolve().is_relative_to, _FOLDERS))
 
 
 def kinds(may_be: str | tuple[str, ...]) -> set[str]:

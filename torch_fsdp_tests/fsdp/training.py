@@ -159,7 +159,7 @@ def _check_at_once(
     test.assertEqual(len({dtype for _, dtype in layouts[0].values()}), 1)
     flat = [torch.cat([tensor.flatten().to(test.device) for tensor in each.values()]) for each in (found, expected)]
     try:
-        test.assertEqual(*flat, **tolerance)
+        test.assertEqual(*flat, may_be="empty", **tolerance)  # a rank may have no rows
     except AssertionError:
         for name, tensor in found.items():
             test.assertEqual(tensor, expected[name], msg=name, **tolerance)
@@ -170,8 +170,8 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     """Each parameter's full tensor must equal that of the plain model. A collective."""
     refs, params = dict(ref_model.named_parameters()), dict(model.named_parameters())
     test.assertEqual(list(refs), list(params))
-    for name, param in params.items():
-        test.assertEqual(full(param.detach()), refs[name].detach(), msg=f"parameter {name}")
+    found = {name: full(param.detach()) for name, param in params.items()}
+    test.assertEqual(found, {name: param.detach() for name, param in refs.items()})
 
 
 class Features(nn.Module):

@@ -61,7 +61,7 @@ class ReshardingTest(DTensorTestBase):
         found = zeros(*shape, device_mesh=meshes[1], placements=placements[1])
         dcp.load({"tensor": found}, checkpoint_id=path)
         self.assertEqual((found.device_mesh, found.placements), (meshes[1], placements[1]))
-        self.assertEqual(found.to_local(), part_of(whole, meshes[1], placements[1]), rtol=0, atol=0)
+        self.assertEqual(found.to_local(), part_of(whole, meshes[1], placements[1]), rtol=0, atol=0, may_be="empty")
         self.assertEqual(found.full_tensor(), whole, rtol=0, atol=0)
 
 
@@ -127,7 +127,9 @@ class TestDTensorReshardMeshChange(ReshardingTest):
             }
             dcp.load(halves, checkpoint_id=self.temp_dir, process_group=pair.get_group())
             for name, whole in wholes.items():
-                self.assertEqual(halves[name].to_local(), part_of(whole, pair, (Shard(0),)), rtol=0, atol=0)
+                self.assertEqual(
+                    halves[name].to_local(), part_of(whole, pair, (Shard(0),)), rtol=0, atol=0, may_be="empty"
+                )
 
 
 class FullySharded:
@@ -203,7 +205,9 @@ class TestFullyShardLayouts(DTensorTestBase):
             for (name, tensors), (size, whole) in itertools.product(loaded.items(), wholes.items()):
                 tensor = tensors[size]
                 wanted = shard_of(whole, tensor) if isinstance(tensor, DTensor) else whole
-                self.assertEqual(local_of(tensor), wanted, msg=f"{size} from {name} to {target}", rtol=0, atol=0)
+                self.assertEqual(
+                    local_of(tensor), wanted, msg=f"{size} from {name} to {target}", rtol=0, atol=0, may_be="empty"
+                )
         dist.barrier()
 
 

@@ -70,7 +70,7 @@ class TestStateDictUtils(DTensorTestBase):
         """Each rank keeps its own plain tensors."""
         state_dict = {"tensor": self._rows(self.rank), "other": self._rows(self.rank, 1)}
         found = internals.state_dict_utils._offload_state_dict_to_cpu(state_dict, ranks_only=ranks)
-        self._check_on(ranks, found, state_dict)
+        self._check_on(ranks, found, {"tensor": self._rows(self.rank), "other": self._rows(self.rank, 1)})
         for name, value in found.items():
             self.assertEqual(value.device, HOST)
             self.assertEqual(value.shape, state_dict[name].shape)
@@ -218,7 +218,9 @@ class TestStateDictUtils(DTensorTestBase):
         self.assertEqual((found.size(), found.stride()), (old.size(), old.stride()))
         self.assertEqual(found.full_tensor(), new, **EXACT)
         mine = new.chunk(self.world_size)
-        self.assertEqual(found.to_local(), mine[self.rank] if self.rank < len(mine) else new[:0], **EXACT)
+        self.assertEqual(
+            found.to_local(), mine[self.rank] if self.rank < len(mine) else new[:0], **EXACT, may_be="empty"
+        )
 
     def _meshed(self, layout: str, rows: int) -> nn.Module:
         manual_seed(rows)

@@ -446,7 +446,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self.assertEqual(train(*second), wanted, rtol=0, atol=0)
         self.assertEqual(second[1].param_groups[0]["lr"], 0.1 * 0.5**4)
         for param, other in zip(first[0].parameters(), second[0].parameters(), strict=True):
-            self.assertEqual(param.to_local(), other.to_local(), rtol=0, atol=0)
+            self.assertEqual(param.to_local(), other.to_local(), rtol=0, atol=0, may_be="empty")
 
     @with_comms
     @skip_if_lt_x_gpu(4)

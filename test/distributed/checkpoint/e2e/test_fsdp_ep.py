@@ -203,7 +203,7 @@ class TestFSDPWithEP(DTensorTestBase):
         found = self._states(model, optim)
         for name, value in {**saved["model"], **moments(saved["optim"])}.items():
             tensor = {**found["model"], **moments(found["optim"])}[name]
-            self.assertEqual(tensor.to_local(), value.to_local(), msg=name, rtol=0, atol=0)
+            self.assertEqual(tensor.to_local(), value.to_local(), msg=name, rtol=0, atol=0, may_be="empty")
         self.assertEqual(step_counts(found["optim"]), step_counts(saved["optim"]))
         self.assertEqual(len(step_counts(saved["optim"])), 4 if self._expert == idle else 8)
         self._train(model, optim, range(2, 4))
