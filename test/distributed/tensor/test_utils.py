@@ -209,10 +209,10 @@ class TestRowsInFakeWorlds(MultiProcessTestCase):
     def test_each_row_lies_on_one_rank(self):
         self._check_partitions([1, 2])
 
-    @torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp")
     def test_each_row_lies_on_one_of_more_ranks(self):
         """With three ranks, a rank can have nothing of the first part and something of the second."""
-        self._check_partitions([3, 4])
+        with torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp"):
+            self._check_partitions([3, 4])
 
 
 class TestCheckpointOfUnevenRows(DTensorTestBase):
@@ -220,7 +220,6 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
 
     world_size = 6
 
-    @torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp")
     @with_comms
     @skip_if_lt_x_gpu(6)
     @with_temp_dir
@@ -236,7 +235,8 @@ class TestCheckpointOfUnevenRows(DTensorTestBase):
         dcp.save(module.state_dict(), checkpoint_id=self.temp_dir)
         local.fill_(-1)
         dcp.load(module.state_dict(), checkpoint_id=self.temp_dir)
-        self.assertEqual(local, wanted, may_be="empty")
+        with torch_defect("fsdp2_checkpoint_loses_uneven_rows_with_tp"):
+            self.assertEqual(local, wanted, may_be="empty")
 
 
 if __name__ == "__main__":

@@ -473,7 +473,6 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
         input_reshard(run.model.module.net1, run.mesh["tensor"], 0)
         self._test_2d_e2e_training(run)
 
-    @torch_defect("fsdp1_clip_grad_norm_leaves_out_tp")
     @with_comms
     @skip_if_lt_x_gpu(4)
     @subtests(use_orig_params=[True, False], norm_type=[2.0, 1.0, math.inf])
@@ -487,14 +486,15 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
         self.assertGreater(norm.item(), 0.5)
         found = of_all_ranks(model.clip_grad_norm_(0.5, norm_type).item())
-        self.assertEqual(found, [norm.item()] * self.world_size)
+        with torch_defect("fsdp1_clip_grad_norm_leaves_out_tp"):
+            self.assertEqual(found, [norm.item()] * self.world_size)
 
-    @torch_defect("fsdp1_hybrid_shard_of_one_rank_is_not_reduced")
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_replicas_of_one_rank(self):
         """Beyond upstream: gradients are averaged over replicas also if each replica has only one shard rank."""
-        self._test_2d_e2e_training(self._fsdp1_run((2, 1, 2), use_orig_params=False))
+        with torch_defect("fsdp1_hybrid_shard_of_one_rank_is_not_reduced"):
+            self._test_2d_e2e_training(self._fsdp1_run((2, 1, 2), use_orig_params=False))
 
     @with_comms
     @skip_if_lt_x_gpu(4)
@@ -502,12 +502,12 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
         """Beyond upstream: training is right if tensor parallelism uses all ranks and FSDP shards over one rank."""
         self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=False))
 
-    @torch_defect("fsdp1_of_one_rank_around_tp_raises")
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_fsdp_of_one_rank_use_orig_params(self):
         """Beyond upstream: the same holds with ``use_orig_params=True``."""
-        self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=True))
+        with torch_defect("fsdp1_of_one_rank_around_tp_raises"):
+            self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=True))
 
 
 class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
@@ -589,7 +589,6 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
         )
         self.assertEqual(step_counts(osd), wanted["steps"].tolist())
 
-    @torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp")
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_is_loaded(self):
@@ -604,7 +603,8 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
         set_optimizer_state_dict(run.model, run.optim, osd)
         found = run.full()
         for name in moments({"state": get_optimizer_state_dict(run.model, run.optim)["state"]}):
-            self.assertEqual(found[name], saved[name], msg=name, **EXACT)
+            with torch_defect("fsdp1_optim_state_is_loaded_wrong_with_tp", when=name.rpartition(".")[0] in CUT):
+                self.assertEqual(found[name], saved[name], msg=name, **EXACT)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
