@@ -73,7 +73,7 @@ ROWS: dict[str, Parameters] = {
             "a parameter that is not contiguous": _INIT + "ShardedParameterTensor::test_raise_noncontiguous_parameter",
             "fewer rows than ranks": _INIT + "ShardedParameterDTensor::test_uneven_and_empty_shards",
             "integer, boolean and complex parameters, frozen": _FROZEN + "frozen_parameter_of_any_dtype",
-            "complex parameters, trained": Gap("a reduction of complex gradients was tried by hand alone"),
+            "complex parameters, trained": _COMM + "Communication::test_complex_gradients",
             "trained parameters of two dtypes": _INIT + "MixedDtypeParam::test_mixed_dtypes_of_trained_params",
             "frozen parameters": _FROZEN + "frozen_parameters_stay",
             "a shared parameter": _TRAINING + "SharedParams::test_train_parity_with_shared_params",

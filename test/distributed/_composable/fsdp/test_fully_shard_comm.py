@@ -513,6 +513,19 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         expected = (torch.tensor(10.0, dtype=dtype, device=self.device) / factor).float()
         self.assertEqual(grad, expected.expand_as(grad), rtol=0, atol=0)
 
+    @skip_if_lt_x_gpu(4)
+    @subtests(shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
+    def test_complex_gradients(self, shape, reshard_after_forward):
+        """Complex parameters get the mean of the ranks' complex gradients, with real and imaginary parts."""
+        model: Any = nn.Linear(3, 5, bias=False, device=self.device, dtype=torch.complex64)
+        fully_shard(model, mesh=self._mesh(*shape), reshard_after_forward=reshard_after_forward)
+        inputs = torch.full((1, 3), complex(1 + self.rank, 2 * self.rank), device=self.device)
+        output = model(inputs)
+        (output.real.sum() + 3 * output.imag.sum()).backward()
+        # The gradient is (1 + 3j) times the conjugate of the mean input, 2.5 + 3j.
+        expected = torch.full((5, 3), (1 + 3j) * (2.5 - 3j), device=self.device)
+        self.assertEqual(model.weight.grad.full_tensor(), expected)
+
     def _test_hsdp_of_one_shard(self, **kwargs: Any) -> None:
         """A factor of 2 halves the sum over the replicas."""
         model: Any = nn.Linear(8, 4, bias=False, device=self.device)
