@@ -384,17 +384,21 @@ class TestMultiProc(DynamoTest):
                 optim.zero_grad()
         self.assertEqual(full_parameters(model), {name: p.detach() for name, p in ref_model.named_parameters()})
 
-    @torch_defect("fsdp1_compiling_with_gradients_raises")
     @skip_if_lt_x_gpu(2)
     def test_accumulation_over_shapes(self):
         """Beyond upstream: the second microbatch has another shape, for which dynamo compiles the forward again."""
         ref_model = self._plain(ToyModel())
         model = self._sharded(ref_model)
         compiled = torch.compile(model, backend="eager")
-        for batch in (self._batch(0), self._batch(1)[:2]):
-            for each in (ref_model, compiled):
-                loss_of(each(batch)).backward()
-        self._step(ref_model, model, [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)])
+        first, second = self._batch(0), self._batch(1)[:2]
+        loss, ref_loss = (loss_of(each(first)) for each in (compiled, ref_model))
+        self.assertEqual(loss, ref_loss)
+        loss.backward()
+        ref_loss.backward()
+        loss_of(ref_model(second)).backward()
+        with torch_defect("fsdp1_compiling_with_gradients_raises"):
+            loss_of(compiled(second)).backward()
+            self._step(ref_model, model, [torch.optim.SGD(each.parameters(), lr=LR) for each in (ref_model, model)])
 
     @skip_if_lt_x_gpu(2)
     @subtests(units=[(), (Dense,)])

@@ -1,7 +1,8 @@
 """A module whose extra state is missing from a full state dict gets an internal object of DSD.
 
 DSD marks the place of a module's extra state with an internal object, and fills missing values with its marks. Then it
-calls the module's ``set_extra_state`` with such a mark, although it should not call it at all.
+calls the module's ``set_extra_state`` with such a mark, although it should not call it at all. A load without
+``full_state_dict`` does not.
 """
 
 import torch
