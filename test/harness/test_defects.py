@@ -346,7 +346,7 @@ class TestInTheSuite(TestCase):
             "repaired in this torch: fsdp2_extension_gets_one_payload (An all-gather extension that sends", done.stdout
         )
         defect = next(each for each in report["known_defects"] if each["id"] == "fsdp2_extension_gets_one_payload")
-        self.assertEqual(defect["consequence"], "wrong in silence")
+        self.assertEqual(defect["consequence"], "silently wrong")
         self.assertIn("test_it::TestRanks.test_shown", defect["tests"])
         (repaired,) = report["repaired_defects"]
         self.assertEqual(repaired["tests"], ["test_it::TestPlain.test_repaired", "test_it::TestRanks.test_repaired"])

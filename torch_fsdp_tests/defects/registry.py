@@ -24,7 +24,7 @@ SEEN = Path(__file__).parent / "data" / "seen.json"
 class Consequence(enum.Enum):
     """The effect of a defect on a user. The worst comes first."""
 
-    WRONG_IN_SILENCE = "wrong in silence"
+    SILENTLY_WRONG = "silently wrong"
     LOST_DATA = "lost data"
     HANG = "hang"
     ERROR = "error"

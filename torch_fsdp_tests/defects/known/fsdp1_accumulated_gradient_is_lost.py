@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
     broken=">=2.9",
     tests=("distributed/fsdp/test_fsdp_grad_acc::TestGradAcc::test_microbatch_without_a_gradient",),

@@ -17,7 +17,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_flat_param",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/138467",),

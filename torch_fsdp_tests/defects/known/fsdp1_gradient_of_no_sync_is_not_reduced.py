@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._finalize_params",
     broken=">=2.9",
     tests=("distributed/fsdp/test_fsdp_grad_acc::TestGradAcc::test_unit_that_is_used_only_in_no_sync",),

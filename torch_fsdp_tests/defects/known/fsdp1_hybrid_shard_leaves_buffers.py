@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._sync_module_params_and_buffers",
     broken=">=2.9,<2.12",
     world_size=4,

@@ -16,7 +16,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._init_core_state",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/154888",),

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._apply_to_tensors",
     broken=">=2.9",
     tests=("distributed/fsdp/test_utils::TestUtils::test_a_kind_of_dict_stays",),

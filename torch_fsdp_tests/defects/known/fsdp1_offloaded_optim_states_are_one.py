@@ -16,7 +16,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
     broken=">=2.9",
     place=Place.HOST,

@@ -18,7 +18,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data",
     broken=">=2.9",
     tests=("distributed/checkpoint/test_format_utils::TestFormatUtils::test_torch_save_file_of_another_dtype",),

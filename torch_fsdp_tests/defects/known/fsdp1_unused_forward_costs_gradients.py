@@ -18,7 +18,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),

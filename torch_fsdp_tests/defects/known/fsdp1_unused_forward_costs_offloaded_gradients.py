@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect, Place
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
     broken=">=2.9",
     place=Place.APART_FROM_HOST,

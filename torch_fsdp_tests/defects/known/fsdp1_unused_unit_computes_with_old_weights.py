@@ -19,7 +19,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),

@@ -12,7 +12,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP1",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._recursive_to",
     broken=">=2.9,<2.14",
     upstream=("https://github.com/pytorch/pytorch/issues/157832", "https://github.com/pytorch/pytorch/pull/171617"),

@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_tensors",
     broken=">=2.9",
     tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_wrong_shape_is_refused",),

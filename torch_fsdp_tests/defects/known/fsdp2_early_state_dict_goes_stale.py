@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
     broken=">=2.9,<2.10",
     upstream=("https://github.com/pytorch/pytorch/pull/163130", "https://github.com/pytorch/torchtitan/issues/1136"),

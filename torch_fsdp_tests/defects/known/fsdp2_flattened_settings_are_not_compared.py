@@ -18,7 +18,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
     broken=">=2.9",
     tests=(

@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_state_dict",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/126285",),

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.nn.utils.clip_grad_norm_ over DTensors, reduced with ReduceOp.MAX of the backend",
     broken=">=2.9",
     tests=(

@@ -19,7 +19,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter",
     broken=">=2.9",
     arguable="the writer warns that it overwrites, and its docstring assumes an empty directory",

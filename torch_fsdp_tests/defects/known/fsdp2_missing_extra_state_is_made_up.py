@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
     broken=">=2.9",
     tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_extra_state",),

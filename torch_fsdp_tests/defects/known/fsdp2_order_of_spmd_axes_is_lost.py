@@ -16,7 +16,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._resolve_spmd_types_for_storage",
     since="2.14",
     broken=">=2.14",

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
     broken=">=2.12,<2.13",
     upstream=("https://github.com/pytorch/pytorch/pull/180428",),

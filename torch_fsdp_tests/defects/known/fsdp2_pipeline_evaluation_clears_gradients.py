@@ -16,7 +16,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage._post_metadata_inference_cleanup",
     broken=">=2.12",
     tests=("distributed/test_composability::ComposabilityTest::test_evaluation_keeps_gradients",),

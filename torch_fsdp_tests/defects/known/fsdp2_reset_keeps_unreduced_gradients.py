@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
     since="2.13",
     broken=">=2.13,<2.15",

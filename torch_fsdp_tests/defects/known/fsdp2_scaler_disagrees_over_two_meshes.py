@@ -17,7 +17,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor._dispatch.found_inf_reduce_handler",
     broken=">=2.9",
     world_size=4,

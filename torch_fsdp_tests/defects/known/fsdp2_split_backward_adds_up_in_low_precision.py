@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage.backward_weight_one_chunk",
     since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
     broken="<2.15",

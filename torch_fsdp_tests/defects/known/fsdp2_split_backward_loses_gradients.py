@@ -16,7 +16,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining._backward.stage_backward_input",
     since="2.10",  # in 2.9 the stages fail to exchange shapes in a group of their own
     broken=">=2.9",

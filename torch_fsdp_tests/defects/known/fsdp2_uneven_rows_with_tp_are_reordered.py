@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Consequence, Defect
 
 DEFECT = Defect(
     family="FSDP2",
-    consequence=Consequence.WRONG_IN_SILENCE,
+    consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.tensor.placement_types._StridedShard._to_replicate_tensor",
     broken=">=2.9,<2.10",
     world_size=4,
