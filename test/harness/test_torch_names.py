@@ -157,6 +157,7 @@ class TestFacts(TestCase):
         mock.patch.object(torch_facts, "unlike_release", []).start()
         mock.patch.object(torch_facts.events, "record").start()
         mock.patch("sys.stderr", io.StringIO()).start()
+        mock.patch.dict("os.environ", {settings.STRICT_DEFECTS_VARIABLE: "0"}).start()
         return torch_facts.Fact(since, "does it", probe)
 
     def _probes(self) -> list[mock.Mock]:
