@@ -678,6 +678,11 @@ class TestReruns(TreeCase):
 
 
 class TestStopping(TreeCase):
+    def setUp(self) -> None:
+        super().setUp()
+        # Under nohup this process ignores the signal, and so would the runs that it starts.
+        self.addCleanup(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL))
+
     def stop(self, number: int, **more: Any) -> tuple[int, int, str, str]:
         text = body("pass", f"open({str(self.root / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)")
         self.write({"test_x": text, "test_y": "time.sleep(0)\n" + PASS})
