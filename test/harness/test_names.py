@@ -18,7 +18,7 @@ class TestNames(TestCase):
             (FSDPTest, "_group", "MultiProcessTestCase"),
             (MultiThreadedTestCase, "_conclude", "RankTestCase"),
             (MultiProcContinuousTest, "_end_group", "MultiProcContinuousTest"),
-            (TestCase, "_undo_leaks", "TestCase"),
+            (TestCase, "_record_defects", "TestCase"),
         ],
     )
     def test_a_part_of_the_harness_is_not_replaced(self, base, name, owner):

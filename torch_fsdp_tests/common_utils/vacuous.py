@@ -12,6 +12,7 @@ import functools
 import linecache
 import math
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ _WORDS = {
 _CONTAINERS = ("list", "tuple", "dict", "set", "frozenset", "Counter")
 
 _TESTS = installation.ROOT / "test" / "distributed"
-_FOLDERS = [_TESTS / folder for folder in ("checkpoint", "tensor")]
 _HERE = Path(__file__).parent
+_PARSER = threading.Lock()
 
 
 def is_judged(cls: type) -> bool:
@@ -52,7 +53,7 @@ def is_judged(cls: type) -> bool:
 
 @functools.cache
 def _is_test_of_fsdp(path: str | None) -> bool:
-    return path is not None and any(map(Path(path).resolve().is_relative_to, _FOLDERS))
+    return path is not None and Path(path).resolve().is_relative_to(_TESTS)
 
 
 def kinds(may_be: str | tuple[str, ...]) -> set[str]:
@@ -145,7 +146,8 @@ def _said_by_caller() -> set[str]:
 @functools.cache
 def _calls(filename: str) -> list[ast.Call]:
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        with _PARSER:  # Python 3.11 raises SystemError if threads parse at the same time
+            tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
         return []
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]

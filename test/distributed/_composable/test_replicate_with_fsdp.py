@@ -448,11 +448,11 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         model = nn.Linear(2, 2, device=self.device)
         with torch.no_grad():
             for param in model.parameters():
-                param.fill_(self.rank)
+                param.fill_(self.rank + 1)
         replicate(model)
         for _ in range(2):
             for value in model.state_dict().values():
-                self.assertEqual(value.to_local(), torch.full_like(value.to_local(), self.rank))
+                self.assertEqual(value.to_local(), torch.full_like(value.to_local(), self.rank + 1))
             model(self._inputs(2, 2)).sum().backward()
 
     # State.

@@ -30,8 +30,8 @@ class TestFSSpec(DTensorTestBase):
     world_size = 2
 
     def _create_model(self, seed: int, steps: range) -> tuple[FSDP, torch.optim.Optimizer]:
-        model = FSDP(filled(FourLayers().to(self.device), seed=seed))
-        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        model = FSDP(filled(FourLayers().to(self.device), -0.2, 0.3, seed=seed))
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         train_on_share(model, optim, steps, self.rank, self.world_size)
         return model, optim
 

@@ -106,9 +106,8 @@ class TestApply(FSDPTest):
         after = full_parameters(model)
         self.assertEqual(list(after), list(before))
         self.assertTrue(written < after.keys())
-        for name, param in after.items():
-            expected = torch.ones_like(param) if name in written else before[name]
-            self.assertEqual(param, expected, rtol=0, atol=0, msg=name)
+        expected = {name: torch.ones_like(param) if name in written else before[name] for name, param in after.items()}
+        self.assertEqual(after, expected, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     def test_each_rank_writes_its_shard(self):

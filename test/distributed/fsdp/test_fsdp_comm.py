@@ -173,7 +173,7 @@ class TestCommunication(FSDPTest):
             traffic = self._run_iter(model)
             self.assertEqual(traffic[PassType.FWD].all_gathers, gathered)
             again = [] if sharding_strategy is ShardingStrategy.SHARD_GRAD_OP else sorted(gathered[1:])
-            self.assertEqual(sorted(traffic[PassType.BWD].all_gathers), again)
+            self.assertEqual(sorted(traffic[PassType.BWD].all_gathers), again, may_be="empty")
             self.assertEqual(sorted(traffic[PassType.BWD].reduce_scatters), sorted(reduced))
 
     @skip_if_lt_x_gpu(2)
@@ -314,7 +314,8 @@ class TestExplicitUnshard(FSDPTest):
         for _ in range(10):
             inputs = torch.randn(batch, dim, device=device)
             with recorded("all_gather", "reduce_scatter") as calls:
-                losses = [each(inputs).sum() for each in both]
+                # With the sum of the outputs, ReLUs and whole gradients would be zero after a few steps.
+                losses = [(each(inputs) - 1).square().mean() for each in both]
                 for loss in losses:
                     loss.backward()
             self.assertEqual(losses[1], losses[0])

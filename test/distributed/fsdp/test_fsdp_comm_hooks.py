@@ -141,7 +141,7 @@ class TestCommunicationHooks(FSDPTest):
                 model.zero_grad()
                 (model(inputs) * weights ** (self.rank + 1)).sum().backward()
                 (grad,) = _grads(model)
-                self.assertEqual(grad.flatten(), self._mine(expected, sharding_strategy))
+                self.assertEqual(grad.flatten(), self._mine(expected, sharding_strategy), may_be="zero")  # padding
 
     @skip_if_lt_x_gpu(2)
     @parametrize("has_wrapping", [True, False])

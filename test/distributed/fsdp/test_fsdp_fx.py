@@ -56,7 +56,7 @@ def traced(model: Model, run_all_layers: bool) -> ExecutionInfo:
 class TestSymbolicTracing(TestCase):
     def assertSame(self, found: list, expected: list) -> None:
         """Compare objects by identity and in order. Equality would compare parameters by value."""
-        self.assertEqual([id(each) for each in found], [id(each) for each in expected])
+        self.assertEqual([id(each) for each in found], [id(each) for each in expected], may_be="empty")
 
     def assertUsages(self, found: list[ParamUsageInfo], expected: list[tuple[nn.Module, list]]) -> None:
         self.assertSame([usage.module for usage in found], [module for module, _ in expected])

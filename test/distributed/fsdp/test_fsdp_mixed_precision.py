@@ -188,7 +188,7 @@ class TestFSDPMixedPrecision(FSDPTest):
                 loss = scaler.scale(output.sum())
                 self.assertEqual(loss.dtype, dtypes.param)
                 loss.backward()
-            self.assertEqual(calls.dtypes("all_gather"), [dtypes.param] * gathers)
+            self.assertEqual(calls.dtypes("all_gather"), [dtypes.param] * gathers, may_be="empty")
             self.assertEqual(calls.dtypes("reduce_scatter", "all_reduce"), [dtypes.reduce] * instances)
             self._check_low_shards_and_buffers(model, dtypes)
             for param in model.parameters():

@@ -44,7 +44,7 @@ class TestMultiForward(FewRanksTest):
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.rand(64, 4, device=get_devtype(), requires_grad=True)
         for _ in range(3):
-            model(x).sum().backward()
+            model(x).sum(1).mean().backward()
             optim.step()
             optim.zero_grad()
 

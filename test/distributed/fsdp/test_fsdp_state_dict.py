@@ -292,7 +292,7 @@ class StateDictMixin(_Base):
     def _train(self, model: nn.Module, optim: torch.optim.Optimizer, inp: torch.Tensor, iterations: int = 1) -> None:
         for _ in range(iterations):
             optim.zero_grad()
-            model(inp).sum().backward()
+            model(inp).mean().backward()
             optim.step()
 
     def _rows(self, *shape: int, of: int | None = None, step: int = 0) -> torch.Tensor:
@@ -1163,9 +1163,9 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
             self.assertEqual(owners, dist.get_process_group_ranks(group)[: len(starts)])
             mine = [shard.tensor for shard in value.local_shards()]
             expected = [whole[name][starts[rank] : starts[rank] + chunk]] if rank < len(starts) else []
-            self.assertEqual(mine, expected, rtol=0, atol=0, exact_device=False)
+            self.assertEqual(mine, expected, rtol=0, atol=0, exact_device=False, may_be="empty")
             found = [shard.metadata.shard_offsets[0] for shard in value.local_shards()]
-            self.assertEqual(found, starts[rank : rank + 1])
+            self.assertEqual(found, starts[rank : rank + 1], may_be="empty")
             for tensor in mine:
                 self.assertEqual(tensor.device, HOST if offload_to_cpu else self.device)
 

@@ -198,7 +198,8 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
                 losses = []
                 for model, optim in zip(models, optims):
                     optim.zero_grad()
-                    losses.append(model(inp).sum())
+                    # With the sum of the outputs, ReLUs and whole gradients would be zero.
+                    losses.append((model(inp) - 1).square().mean())
                     losses[-1].backward()
                 self.assert_same_grads(compiled, models[0], sharding_strategy)
                 for optim in optims:
@@ -291,7 +292,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         for model in (ddp_model, fsdp_model):
             frozen = {name: param for name, param in named(model).items() if "bias" in name}
             for param in frozen.values():
-                param.requires_grad_(False)
+                param.requires_grad_(False).fill_(0.1)  # attention begins with zeros
             biases.append({name: param.detach().clone() for name, param in frozen.items()})
             optims.append(self._get_optim(model, torch.optim.Adam, multi_tensor))
         self._check_train_parity(ddp_model, optims[0], fsdp_model, optims[1], set_to_none=False)
@@ -533,7 +534,7 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             if is_sharded:
                 value = self._local(name, value)
                 grad = None if grad is None or value.numel() == 0 else self._local(name, grad)
-            self.assertEqual(param.detach(), value)
+            self.assertEqual(param.detach(), value, may_be="empty")
             self.assertEqual(param.grad, grad)
 
     @skip_if_lt_x_gpu(2)
@@ -577,9 +578,11 @@ class TestFSDPUseOrigParamsParamAccess(UseOrigParamsTest):
             loss = model(torch.ones(2, 5, device=self.device)).sum()
             sharded = [] if sharding_strategy is NO_SHARD else flat_params
             gathered = [internals.is_gathered(flat_param) for flat_param in sharded]
-            self.assertEqual(gathered, [sharding_strategy is SHARD_GRAD_OP] * len(sharded))
+            self.assertEqual(gathered, [sharding_strategy is SHARD_GRAD_OP] * len(sharded), may_be="empty")
             loss.backward()
-            self.assertEqual([internals.is_gathered(flat_param) for flat_param in sharded], [False] * len(sharded))
+            self.assertEqual(
+                [internals.is_gathered(flat_param) for flat_param in sharded], [False] * len(sharded), may_be="empty"
+            )
             for flat_param in flat_params:
                 self.assertEqual(flat_param.data_ptr(), internals.local_shard(flat_param).data_ptr())
                 for param, info in zip(flat_param._params, internals.shard_infos(flat_param), strict=True):

@@ -176,7 +176,7 @@ class TestShardUtilsFourRanks(FSDPTest):
         mesh = init_device_mesh(accelerator.current().type, (4,))
         found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
         self.assertEqual(len(found.to_local()), [2, 2, 1, 0][self.rank])
-        self.assertEqual(found.to_local(), rows_of(tensor, self.rank, 4), rtol=0, atol=0)
+        self.assertEqual(found.to_local(), rows_of(tensor, self.rank, 4), rtol=0, atol=0, may_be="empty")
         self.assertEqual(found.full_tensor(), tensor, rtol=0, atol=0)
 
     def _sharded_over_a_pair(self) -> tuple[list[int], torch.Tensor, Any]:
@@ -233,7 +233,7 @@ class TestShardUtilsFourRanks(FSDPTest):
             found = shard_utils._create_chunk_dtensor(tensor, self.rank, mesh)
             self.assertIsInstance(found, DTensor)
             self.assertEqual((found.size(), found.placements), (tensor.size(), (Replicate(), Shard(0))))
-            self.assertEqual(found.to_local(), rows_of(tensor, self.rank % 2, 2), rtol=0, atol=0)
+            self.assertEqual(found.to_local(), rows_of(tensor, self.rank % 2, 2), rtol=0, atol=0, may_be="empty")
             self.assertEqual(shard_utils._all_gather_dtensor(found, mesh), tensor, rtol=0, atol=0)
             with self.assertRaisesRegex(AssertionError, "should be a root mesh"):
                 shard_utils._all_gather_dtensor(found, mesh["shard"])

@@ -108,6 +108,11 @@ class Adapted(nn.Module):
         return self.body(self.adapter(x) if use_adapter else x)
 
 
+def to_one(output: torch.Tensor) -> torch.Tensor:
+    """The loss of all rows. With the sum of the outputs, ReLUs and whole gradients would be zero after a few steps."""
+    return (output - 1).square().sum()
+
+
 class TestFullyShardAutograd(FSDPTest):
     @property
     def world_size(self) -> int:
@@ -153,13 +158,13 @@ class TestFullyShardAutograd(FSDPTest):
         return copy.deepcopy(model).to(self.device)
 
     def _check_training(self, ref_model: nn.Module, model: nn.Module) -> None:
-        """Train ten steps on the sum of the output. Compare gradients before each step."""
+        """Train ten steps towards outputs of one. Compare gradients before each step."""
         start = [param.detach().clone() for param in ref_model.parameters()]
         optims = optimizers(ref_model, model)
         manual_seed(1)  # all ranks draw the same rows
         for iteration in range(ITERATIONS):
             rows, mine = self._global_and_local_input()
-            ref_loss, loss = ref_model(rows).sum(), model(mine).sum()
+            ref_loss, loss = to_one(ref_model(rows)), to_one(model(mine))
             ref_loss.backward()
             loss.backward()
             self._reduce_1d_partial_grads(ref_model)
@@ -186,7 +191,7 @@ class TestFullyShardAutograd(FSDPTest):
             losses = []
             for module, module_optim, inputs in ((ref_model, ref_optim, rows), (model, optim, mine)):
                 first, second = module(inputs)
-                losses.append((first * second).sum() if iteration < 3 else first.sum())
+                losses.append(to_one(first * second if iteration < 3 else first))
                 losses[-1].backward()
                 if module is ref_model:
                     self._reduce_1d_partial_grads(ref_model)
@@ -208,7 +213,7 @@ class TestFullyShardAutograd(FSDPTest):
         for name in wrapped:
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard_after_forward)
         optims = optimizers(ref_model, model)
-        both, first, second = (lambda x, y: (x * y).sum()), (lambda x, y: x.sum()), (lambda x, y: y.sum())
+        both, first, second = (lambda x, y: to_one(x * y)), (lambda x, y: to_one(x)), (lambda x, y: to_one(y))
         manual_seed(1)
         for step, loss_of in enumerate((both, first, second, first, both)):
             rows, mine = self._global_and_local_input(input_requires_grad)

@@ -483,7 +483,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         optims = optimizers(ref_model, model, cls=ShardAdamW)
         for step in range(10):
             inputs = rows(self.rank, step, self.device, 4, 16)
-            ref_loss, loss = computing(inputs.to(torch.bfloat16)).sum(), model(inputs).sum()
+            ref_loss, loss = loss_of(computing(inputs.to(torch.bfloat16))), loss_of(model(inputs))
             self.assertEqual(loss, ref_loss)
             ref_loss.backward()
             loss.backward()
@@ -1296,7 +1296,7 @@ class BranchedModel(nn.Module):
                 mlp.unshard(async_op=True)
                 result = internals.pending_gather(internals.group_of(mlp))
                 self.pending.append(result is not None and result.all_gather_work is not None)
-        return torch.stack(self.mlps(launched)).sum()
+        return loss_of(torch.stack(self.mlps(launched)))
 
 
 class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):

@@ -249,6 +249,7 @@ def the_only_one(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Ten
 
 
 positive = functools.partial(filled, low=0.25, high=0.75)  # with positive inputs every ReLU is active
+moderate = functools.partial(filled, low=0.02, high=0.1)  # three MLPs in a row have outputs as large as their inputs
 
 
 def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -315,17 +316,17 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
         self._for_each_hook_version(self._test_all_gather_extensions_train_parity)
 
     def _test_all_gather_extensions_train_parity(self, reshard_after_forward: bool) -> None:
-        # With upstream's initial weights, ReLUs and whole gradients would be zero after a few steps.
+        # With upstream's initial weights and loss, ReLUs and whole gradients would be zero after a few steps.
         with self.device:
-            model = positive(self._init_two_tensor_mlp())
+            model = moderate(self._init_two_tensor_mlp())
         ref_model = copy.deepcopy(model)
-        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2, foreach=True)
+        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-3, foreach=True)
         self._fully_shard_all(model, reshard_after_forward=reshard_after_forward)
-        optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
         check_sharded_parity(self, ref_model, model)
         inp = self._input(8)
         for step in range(10):
-            ref_loss, loss = ref_model(inp).sum(), model(inp).sum()
+            ref_loss, loss = ((each(inp) - 1).square().mean() for each in (ref_model, model))
             self.assertGreater(ref_loss.a.item(), 0)
             self.assertIsInstance(loss, TwoTensor)  # a plain tensor would mean that the hooks were ignored
             self.assertEqual((loss.a, loss.b), (ref_loss.a, ref_loss.b))
@@ -347,7 +348,7 @@ class TestFullyShardAllGatherExtensionsMultiProcess(TestFullyShardAllGatherExten
             self.assertEqual((local.a, local.b), (shard_of(ref_param.detach().a), shard_of(ref_param.detach().b)), name)
             self.assertEqual(grad is None, ref_grad is None, name)
             if grad is not None:  # a plain tensor, because only weights have the hooks
-                self.assertEqual(grad.to_local(), shard_of(ref_grad.a), name)
+                self.assertEqual(grad.to_local(), shard_of(ref_grad.a), name, may_be="zero")  # after zero_grad
 
     @skip_if_lt_x_gpu(2)
     def test_one_hook_without_the_other(self):
@@ -531,13 +532,13 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         for name, local in local_tensors(model).items():
             self.assertEqual(local.shape, before[name].shape)
             # Adam's first step is about the learning rate, against the sign of the gradient. Here that is positive.
-            self.assertEqual(local._data, before[name] * (1 - 1e-4) - 1e-2, name, rtol=0, atol=1e-5)
+            self.assertEqual(local._data, before[name] * (1 - 1e-4) - 1e-2, name, rtol=0, atol=1e-5, may_be="empty")
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extension_hsdp_mesh(self):
         mesh = make_mesh(2, 4, names=("dp_replicate", "dp_shard"))
         with self.device:
-            model = positive(self._init_two_tensor_mlp())
+            model = moderate(self._init_two_tensor_mlp())
             ref_model = nn.Sequential(*(MLP(8, bias=False) for _ in range(3)))
         ref_model.load_state_dict({name: param.detach().a for name, param in model.named_parameters()})
         extensions = extend(self._fully_shard_all(model, mesh=mesh))
@@ -637,7 +638,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
             for name, local in local_tensors(model).items():
                 self.assertIsInstance(local, kind)
                 expected = chunk_of(ref_model.get_parameter(name).detach(), self.rank, self.world_size)
-                self.assertEqual(local._data, expected.to(local.device), name)
+                self.assertEqual(local._data, expected.to(local.device), name, may_be="empty")
         return gathered
 
     @needs(torch_facts.EXTENSIONS_CAN_FREE_ALL_GATHER)

@@ -688,6 +688,10 @@ class TestFullyShardMetaDeviceInit(InitTest):
             for name, param in model.named_parameters():
                 if name.endswith("bias"):  # replicas draw different values on some devices
                     param.zero_()
+                else:
+                    param.abs_()  # so that every ReLU is active
+            for buffer in model.buffers():
+                buffer.abs_()
 
         ref_model.load_state_dict({**full_tensors(model), **dict(model.named_buffers())})
         optim, ref_optim = optimizers(model, ref_model)
@@ -762,7 +766,7 @@ class TestFullyShardProcessGroupInit(InitTest):
     world_size = 4
 
     def _check_same_mesh(self, ref_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
-        self.assertEqual(mesh.mesh, ref_mesh.mesh)
+        self.assertEqual(mesh.mesh, ref_mesh.mesh, may_be="same")
         self.assertEqual(mesh.get_coordinate(), ref_mesh.get_coordinate())
         self.assertEqual(mesh._dim_group_names, ref_mesh._dim_group_names)
         for dim in range(mesh.ndim):
@@ -936,11 +940,12 @@ class TestFullyShardShardPlacementFn(InitTest):
 
     def _check_two_steps(self, ref_model: nn.Module, model: nn.Module) -> None:
         """Shards along another dimension are unsharded correctly in forward and backward, also in the second step."""
-        optims = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (ref_model, model)]
+        optims = [torch.optim.SGD(each.parameters(), lr=1e-5) for each in (ref_model, model)]
         for step in range(2):
             for each, optim in zip((ref_model, model), optims):
                 optim.zero_grad()
-                each(self._tokens(seed=10 * step + self.rank)).square().mean().backward()
+                # Without the factor, some gradients of the attention would be smaller than the tolerance.
+                (100 * each(self._tokens(seed=10 * step + self.rank)).square().mean()).backward()
             average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
             for optim in optims:

@@ -179,11 +179,11 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         new_value = 42 + self.rank
         loaded = {name: filled_like(value, new_value) for name, value in state_dict.items()}
         for param in params.values():
-            self.assertEqual(param.to_local(), torch.ones_like(param.to_local()))
+            self.assertEqual(param.to_local(), torch.ones_like(param.to_local()), may_be="empty")
         self.assertEqual(str(model.load_state_dict(loaded)), "<All keys matched successfully>")
         for name, param in model.named_parameters():
             self.assertIs(param, params[name])
-            self.assertEqual(param.to_local(), torch.full_like(param.to_local(), new_value), name)
+            self.assertEqual(param.to_local(), torch.full_like(param.to_local(), new_value), name, may_be="empty")
             self.assertEqual(param.to_local().size(), sizes[name])
             if is_evenly_sharded(param):
                 self.assertEqual(pointer_of(param), pointers[name], name)
@@ -209,7 +209,9 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             with torch_defect("fsdp2_early_state_dict_goes_stale", when=is_padded and step > 0):
                 if has_rows:
                     self.assertEqual(pointer_of(live) == pointer_of(cached), not mutate_after_state_dict)
-                self.assertEqual(cached.to_local(), start if mutate_after_state_dict else live.to_local())
+                self.assertEqual(
+                    cached.to_local(), start if mutate_after_state_dict else live.to_local(), may_be=("empty", "same")
+                )
             check_sharded_parity(self, ref_model, model)
             if step == 5:
                 break
@@ -270,12 +272,13 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
         fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
         self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
         values = {"weight": model.weight.detach() + 1}
+        wanted = values["weight"].to_local().clone()
         self.assertFalse(values["weight"].to_local().is_pinned())
         model.load_state_dict(values, assign=True)
         for _ in range(2):
             model(torch.ones(1, 3, device=self.device)).sum().backward()
             self.assertEqual(model.weight.to_local().is_pinned(), pin_memory)
-            self.assertEqual(model.weight.to_local(), values["weight"].to_local())
+            self.assertEqual(model.weight.to_local(), wanted, may_be="empty")
 
     @skip_if_lt_x_gpu(4)
     def test_2d_state_dict_correctness(self):
