@@ -258,6 +258,7 @@ ASKS_PARAMETERS_FOR_GRAD_DTYPE = Fact(
     (2, 15),
     "uses the grad_dtype of each FSDP2 parameter",
     lambda: not _takes(_FSDP2 + "_fsdp_collectives", "foreach_reduce", "orig_dtype")(),
+    repairs=("fsdp2_grad_dtype_is_lost",),
 )
 RECORDS_STREAM_OF_OUTPUT_GRADIENTS = Fact(
     (2, 15),
