@@ -164,7 +164,7 @@ class TestFSDPHybridShard(FSDPTest):
         """
         torch.manual_seed(self.rank)
         model = MyModel(3, 7, 5, 1).to(self.device)
-        model.register_buffer("buffer", torch.full((3,), float(self.rank), device=self.device))
+        model.register_buffer("buffer", torch.full((3,), self.rank + 1.0, device=self.device))
         wanted = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
         for tensor in wanted:
             dist.broadcast(tensor, 0)
