@@ -61,10 +61,9 @@ class Defect:
 
     ``broken`` are the versions that have it, as in ``>=2.13,<2.15``. ``since`` is the first version that has the broken
     feature, and ``package`` is a package that must be installed to reach it. ``where`` names the place in torch.
-    ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect. ``tests``
-    are the tests of this suite that show it, as ``FILE::CLASS::TEST``; if only some combinations or ranks of a test do,
-    ``when`` of the block in it says which. ``fails_with`` has the names of the exceptions with which they fail
-    (``AssertionError`` for a comparison).
+    ``upstream`` are issues and pull requests of torch. ``arguable`` is an argument that it is not a defect.
+    ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError`` for a
+    comparison).
     """
 
     family: str  # FSDP1 or FSDP2
@@ -78,7 +77,6 @@ class Defect:
     package: str = ""  # what Python imports
     upstream: tuple[str, ...] = ()
     arguable: str = ""
-    tests: tuple[str, ...] = ()
     fails_with: tuple[str, ...] = ("AssertionError",)
     id: str = ""  # the name of its module
     title: str = ""  # the first line of its module

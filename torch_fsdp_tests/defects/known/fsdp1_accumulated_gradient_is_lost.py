@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_grad_acc::TestGradAcc::test_microbatch_without_a_gradient",),
 )
 
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
     broken=">=2.9",
     world_size=4,
-    tests=("distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_accumulates",),
     fails_with=("RuntimeError",),
 )
 

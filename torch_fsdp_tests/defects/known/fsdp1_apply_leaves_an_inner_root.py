@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp.FullyShardedDataParallel.apply",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_apply::TestApply::test_function_raises_on_an_inner_instance",),
 )
 
 

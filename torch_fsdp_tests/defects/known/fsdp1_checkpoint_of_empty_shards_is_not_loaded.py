@@ -22,10 +22,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.create_local_plan",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/102821",),
-    tests=(
-        "distributed/fsdp/test_distributed_checkpoint::TestCheckpointOnDisk::test_optimizer_of_empty_shards",
-        "distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState::test_load_where_a_rank_has_no_rows",
-    ),
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_fqns",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict::TestStateDict::test_activation_ckpt_before_fsdp1",),
     fails_with=("RuntimeError", "KeyError"),
 )
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._state_dict_utils._sharded_pre_load_state_dict_hook",
     broken=">=2.9",
     world_size=4,
-    tests=("distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_loads_checkpointed_layers",),
     fails_with=("RuntimeError",),
 )
 

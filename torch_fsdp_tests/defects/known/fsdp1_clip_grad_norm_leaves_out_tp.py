@@ -19,10 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
-        "::test_clip_grad_norm",
-    ),
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard",
     broken=">=2.9",
     fails_with=("InternalTorchDynamoError",),
-    tests=("distributed/test_dynamo_distributed::TestMultiProc::test_accumulation_over_shapes",),
 )
 
 

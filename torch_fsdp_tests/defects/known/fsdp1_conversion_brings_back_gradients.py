@@ -19,10 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._unshard_param_utils._register_orig_params",
     broken=">=2.9",
-    tests=(
-        "distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded"
-        "::test_gradients_after_conversion_with_orig_params",
-    ),
 )
 
 

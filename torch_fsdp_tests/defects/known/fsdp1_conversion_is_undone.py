@@ -22,7 +22,6 @@ DEFECT = Defect(
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/138467",),
     arguable="FSDP1 does not promise that a model may be converted once it has run",
-    tests=("distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded::test_conversion_between_steps",),
 )
 
 

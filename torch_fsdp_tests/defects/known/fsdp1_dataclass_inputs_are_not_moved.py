@@ -17,7 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.utils._recursive_to",
     broken=">=2.9",
     world_size=1,
-    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_moves_what_is_in_dataclasses",),
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._apply_to_tensors",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_utils::TestUtils::test_a_dataclass_may_compute_a_field",),
     fails_with=("ValueError",),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._recursive_to",
     broken=">=2.9,<2.14",
-    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple",),
 )
 
 

@@ -18,11 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.sharded_grad",
     broken=">=2.9",
-    tests=(
-        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsUnshardReshard"
-        "::test_evaluation_after_zero_grad",
-        "distributed/test_dynamo_distributed::TestMultiProc::test_offload_and_evaluation",
-    ),
     fails_with=("AssertionError", "InternalTorchDynamoError"),
 )
 

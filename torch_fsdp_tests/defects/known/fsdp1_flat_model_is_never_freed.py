@@ -23,7 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/183211",
         "https://github.com/pytorch/pytorch/pull/182774",
     ),
-    tests=("distributed/fsdp/test_fsdp_memory::TestFSDPMemory::test_deleted_model_is_freed",),
 )
 
 

@@ -23,7 +23,6 @@ DEFECT = Defect(
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_flattened_load_after_a_step",),
 )
 
 

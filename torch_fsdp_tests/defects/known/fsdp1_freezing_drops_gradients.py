@@ -18,7 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._use_sharded_grad_views",
     broken=">=2.9",
     arguable="FSDP1's own comments say that a parameter that requires no gradient has none.",
-    tests=("distributed/fsdp/test_fsdp_freezing_weights::TestFreezingWeights::test_freezing_between_microbatches",),
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.tensor.parallel._data_parallel_utils._flatten_tensor",
     broken=">=2.9",
     world_size=4,
-    tests=("distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_keeps_frozen_parameters",),
 )
 
 

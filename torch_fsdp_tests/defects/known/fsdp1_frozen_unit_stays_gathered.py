@@ -20,7 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
-    tests=("distributed/fsdp/test_fsdp_fine_tune::TestFSDPFineTune::test_frozen_unit_is_freed_at_the_end",),
 )
 
 

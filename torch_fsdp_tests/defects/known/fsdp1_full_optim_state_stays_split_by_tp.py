@@ -23,10 +23,6 @@ DEFECT = Defect(
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188946",),
     arguable="the full state dict of the model is split in the same way, and DTensor.full_tensor puts both together",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_full_optim_state_of_fsdp1_and_tp",
-        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_full_optim_state_dict",
-    ),
 )
 
 

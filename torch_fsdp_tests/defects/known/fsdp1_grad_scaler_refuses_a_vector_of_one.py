@@ -16,7 +16,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.update",
     broken=">=2.9",
     world_size=1,
-    tests=("distributed/fsdp/test_fsdp_sharded_grad_scaler::TestShardGradScaler::test_update_with_a_vector_of_one",),
     fails_with=("RuntimeError",),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._runtime_utils._finalize_params",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_grad_acc::TestGradAcc::test_unit_that_is_used_only_in_no_sync",),
 )
 
 

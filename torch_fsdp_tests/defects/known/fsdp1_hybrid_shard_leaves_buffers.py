@@ -18,7 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._init_utils._sync_module_params_and_buffers",
     broken=">=2.9,<2.12",
     world_size=4,
-    tests=("distributed/fsdp/test_fsdp_hybrid_shard::TestFSDPHybridShard::test_sync_of_uneven_shapes_and_buffers",),
 )
 
 

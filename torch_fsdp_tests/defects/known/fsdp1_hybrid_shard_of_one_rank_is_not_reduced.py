@@ -20,10 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._init_utils._init_core_state",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/154888",),
-    tests=(
-        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
-        "::test_replicas_of_one_rank",
-    ),
 )
 
 

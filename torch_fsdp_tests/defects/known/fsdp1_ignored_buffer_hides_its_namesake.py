@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._init_utils._get_ignored_buffer_names",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_ignored_modules::TestFSDPIgnoredModules::test_ignored_buffer_of_the_same_name",),
 )
 
 

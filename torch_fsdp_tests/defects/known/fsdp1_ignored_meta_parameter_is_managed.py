@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/117924",),
-    tests=(
-        "distributed/fsdp/test_fsdp_ignored_modules::TestFSDPIgnoredModules"
-        "::test_ignored_parameter_beside_parameters_on_meta",
-    ),
 )
 
 

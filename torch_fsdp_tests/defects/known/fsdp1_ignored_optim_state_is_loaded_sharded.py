@@ -21,7 +21,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/112515",),
-    tests=("distributed/fsdp/test_distributed_checkpoint::TestCheckpointOnDisk::test_optimizer_of_ignored_parameters",),
 )
 
 

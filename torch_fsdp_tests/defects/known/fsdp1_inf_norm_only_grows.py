@@ -19,9 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp.FullyShardedDataParallel.clip_grad_norm_",
     broken=">=2.9",
-    tests=(
-        "distributed/fsdp/test_fsdp_clip_grad_norm::TestClipGradNorm::test_maximum_norm_of_a_rank_without_gradients",
-    ),
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/126310",),
     arguable="FSDP1 promises state dicts for its instances alone, and with flat parameters this call is refused.",
-    tests=("distributed/checkpoint/test_state_dict::TestStateDict::test_module_inside_an_fsdp1_instance",),
 )
 
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.utils._apply_to_tensors",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_utils::TestUtils::test_a_kind_of_dict_stays",),
 )
 
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_copy_of_a_local_state_dict",),
     fails_with=("RuntimeError",),
 )
 

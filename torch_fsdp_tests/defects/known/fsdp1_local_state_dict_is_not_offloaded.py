@@ -17,7 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._state_dict_utils._local_post_state_dict_hook",
     broken=">=2.9",
     place=Place.APART_FROM_HOST,
-    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_trained_local_state_dict_offloaded",),
     fails_with=("ValueError",),
 )
 

@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_unshard_params::TestUnshardParams::test_low_precision_grads",),
     fails_with=("RuntimeError",),
 )
 

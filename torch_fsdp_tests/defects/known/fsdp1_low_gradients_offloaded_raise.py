@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.prepare_gradient_for_optim",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/pull/86495",),
-    tests=(
-        "distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded"
-        "::test_offloaded_low_grads_after_zero_grad",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -17,11 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.fsdp._init_utils._materialize_meta_module",
     broken=">=2.9",
-    tests=(
-        "distributed/fsdp/test_fsdp_ignored_modules::TestFSDPIgnoredModules"
-        "::test_ignored_parameter_beside_parameters_on_meta",
-        "distributed/fsdp/test_fsdp_meta::TestFSDPWithMetaDevice::test_module_beside_one_on_meta",
-    ),
 )
 
 

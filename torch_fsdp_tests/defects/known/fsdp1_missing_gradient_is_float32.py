@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.HANG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard_grad",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_unshard_params::TestUnshardParams::test_grads_of_another_dtype_on_some_ranks",),
 )
 
 

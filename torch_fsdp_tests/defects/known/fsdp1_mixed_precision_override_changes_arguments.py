@@ -18,7 +18,6 @@ DEFECT = Defect(
     broken=">=2.9",
     world_size=1,
     arguable="the function is private, and its only caller makes the dict of arguments for this call alone",
-    tests=("distributed/fsdp/test_wrap::TestAutoWrap::test_mixed_precision_override_keeps_the_roots_arguments",),
 )
 
 

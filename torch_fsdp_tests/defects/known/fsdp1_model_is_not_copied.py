@@ -23,7 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/82070",
     ),
     arguable="FSDP1 nowhere promises a copy. One can wrap a copy of the plain model, and load the state dict into it.",
-    tests=("distributed/fsdp/test_fsdp_misc::TestFSDPMiscMultiProcess::test_averaged_model",),
     fails_with=("RuntimeError", "TypeError"),
 )
 

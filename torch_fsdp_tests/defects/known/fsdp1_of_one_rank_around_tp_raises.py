@@ -18,10 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle._writeback_orig_params",
     broken=">=2.9",
-    tests=(
-        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelTraining"
-        "::test_fsdp_of_one_rank_use_orig_params",
-    ),
     fails_with=("RuntimeError",),
 )
 

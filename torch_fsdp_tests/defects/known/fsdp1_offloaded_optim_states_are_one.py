@@ -20,10 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._unflatten_orig_param_states",
     broken=">=2.9",
     place=Place.HOST,
-    tests=(
-        "distributed/checkpoint/test_state_dict::TestStateDict::test_cpu_offload_full_optim_state_dict_fsdp1",
-        "distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState::test_offloaded_state_of_original_parameters",
-    ),
 )
 
 

@@ -23,7 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/188989",
         "https://github.com/pytorch/pytorch/pull/188990",
     ),
-    tests=("distributed/fsdp/test_fsdp_unshard_params::TestUnshardParams::test_offloaded_parameters_have_memory",),
 )
 
 

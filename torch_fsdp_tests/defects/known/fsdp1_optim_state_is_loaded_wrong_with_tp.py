@@ -20,13 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_optim_state_dict_is_loaded",
-        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelStateDict"
-        "::test_2d_optim_state_dict_is_loaded",
-        "distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_loads_moments",
-        "distributed/test_training_matrix::TestTrainingMatrix::test_fsdp1_under_tp_loads_checkpointed_layers",
-    ),
 )
 
 

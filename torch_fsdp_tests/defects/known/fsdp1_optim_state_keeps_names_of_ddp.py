@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict::TestStateDict::test_fsdp_ddp",),
 )
 
 

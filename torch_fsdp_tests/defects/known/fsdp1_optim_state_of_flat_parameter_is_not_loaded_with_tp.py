@@ -19,10 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._flatten_optim_state",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration"
-        "::test_optim_state_dict_of_flat_parameters_is_loaded",
-    ),
     fails_with=("ValueError", "RuntimeError"),
 )
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
     broken=">=2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/155680",),
-    tests=(
-        "distributed/_composable/test_composability/test_2d_composability::TestNew2dParallelStateDict"
-        "::test_2d_optim_state_dict_of_flat_parameters",
-    ),
     fails_with=("ValueError", "RuntimeError"),
 )
 

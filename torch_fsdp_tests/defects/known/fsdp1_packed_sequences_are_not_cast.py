@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.utils._apply_to_tensors",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_utils::TestUtils::test_cast_forward_inputs_casts_packed_sequences",),
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp._state_dict_utils._enter_unshard_params_ctx",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_save_after_refused_load",),
 )
 
 

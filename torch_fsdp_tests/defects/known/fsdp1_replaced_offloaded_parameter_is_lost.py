@@ -17,10 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
     broken=">=2.9",
-    tests=(
-        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsWriteback"
-        "::test_param_writeback_before_use_with_offload",
-    ),
 )
 
 

@@ -22,7 +22,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/106637",
     ),
     arguable="FSDP1's documentation says that it does not work with double backwards, for example of one graph.",
-    tests=("distributed/fsdp/test_fsdp_multiple_forward::TestMultiForward::test_two_forwards_then_two_backwards",),
     fails_with=("RuntimeError",),
 )
 

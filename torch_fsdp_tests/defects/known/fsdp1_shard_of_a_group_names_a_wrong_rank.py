@@ -17,7 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
     broken=">=2.9",
     world_size=4,
-    tests=("distributed/fsdp/test_shard_utils::TestShardUtilsFourRanks::test_local_shard_of_one_group",),
 )
 
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/e2e/test_e2e_save_and_load::TestE2ESaveAndLoad"
-        "::test_async_save_of_sharded_tensors_by_default",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     where="torch.distributed._shard.sharded_tensor.ShardedTensor.gather",
     broken=">=2.9",
     world_size=4,
-    tests=("distributed/fsdp/test_shard_utils::TestShardUtilsFourRanks::test_gather_within_one_group",),
     fails_with=("IndexError", "RuntimeError"),
 )
 

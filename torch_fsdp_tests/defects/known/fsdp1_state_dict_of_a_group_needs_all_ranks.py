@@ -19,10 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
     broken=">=2.9,<2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/180449", "https://github.com/pytorch/pytorch/pull/181261"),
-    tests=(
-        "distributed/checkpoint/test_fsdp_optim_state::FsdpOptimStateCheckpoint"
-        "::test_get_set_state_dict_forwards_fsdp_process_group",
-    ),
 )
 
 

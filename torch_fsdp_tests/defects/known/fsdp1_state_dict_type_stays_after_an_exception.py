@@ -17,7 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp.FullyShardedDataParallel.state_dict_type",
     broken=">=2.9",
-    tests=("distributed/fsdp/test_fsdp_state_dict::TestFSDPStateDict::test_state_dict_type_after_exception",),
 )
 
 

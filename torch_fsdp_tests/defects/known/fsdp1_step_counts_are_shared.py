@@ -22,7 +22,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/96251",
         "https://github.com/pytorch/pytorch/pull/96313",
     ),
-    tests=("distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState::test_steps_are_apart",),
 )
 
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_format_utils::TestFormatUtils::test_torch_save_file_of_another_dtype",),
 )
 
 

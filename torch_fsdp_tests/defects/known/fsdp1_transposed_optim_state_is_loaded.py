@@ -17,10 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._shard_orig_param_state",
     broken=">=2.9",
     arguable="a state of a wrong shape is its caller's mistake, which torch does not have to find",
-    tests=(
-        "distributed/fsdp/test_fsdp_optim_state::TestFSDPOptimState"
-        "::test_state_of_a_wrong_shape_is_refused_with_original_parameters",
-    ),
 )
 
 

@@ -23,9 +23,6 @@ DEFECT = Defect(
     broken=">=2.9",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/188947",),
-    tests=(
-        "distributed/fsdp/test_fsdp_tp_integration::TestTPFSDPIntegration::test_sharded_state_dict_of_uneven_columns",
-    ),
 )
 
 

@@ -22,10 +22,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
-    tests=(
-        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsWriteback"
-        "::test_forward_without_backward_in_mixed_precision",
-    ),
 )
 
 

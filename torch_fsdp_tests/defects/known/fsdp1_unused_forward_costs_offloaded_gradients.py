@@ -20,10 +20,6 @@ DEFECT = Defect(
     broken=">=2.9",
     place=Place.APART_FROM_HOST,
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
-    tests=(
-        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsUnshardReshard"
-        "::test_forward_without_backward_with_offload",
-    ),
 )
 
 

@@ -20,7 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._register_post_backward_hook",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/94857",),
-    tests=("distributed/fsdp/test_fsdp_mixed_precision::TestFSDPMixedPrecisionSharded::test_forward_without_backward",),
 )
 
 

@@ -23,9 +23,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._catch_all_reshard",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
-    tests=(
-        "distributed/fsdp/test_fsdp_misc::TestFSDPMiscMultiProcess::test_unused_flat_parameter_that_stayed_gathered",
-    ),
 )
 
 

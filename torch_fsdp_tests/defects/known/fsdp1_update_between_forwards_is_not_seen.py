@@ -18,10 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
     broken=">=2.9",
-    tests=(
-        "distributed/fsdp/test_fsdp_use_orig_params::TestFSDPUseOrigParamsWriteback"
-        "::test_update_in_place_between_forwards",
-    ),
 )
 
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     where="torch.distributed.utils._recursive_to",
     broken=">=2.9,<2.14",
     upstream=("https://github.com/pytorch/pytorch/issues/157832", "https://github.com/pytorch/pytorch/pull/171617"),
-    tests=("distributed/fsdp/test_utils::TestUtils::test_to_kwargs_hands_on_containers_that_are_there",),
 )
 
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
     broken=">=2.9,<2.15",
     upstream=("https://github.com/pytorch/pytorch/pull/194058",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
-        "::test_accumulated_gradients_of_unused_group",
-    ),
     fails_with=("AttributeError",),
 )
 

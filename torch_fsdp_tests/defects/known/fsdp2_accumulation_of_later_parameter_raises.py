@@ -22,10 +22,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/196996",
         "https://github.com/pytorch/pytorch/pull/160279",
     ),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
-        "::test_parameter_of_a_later_microbatch",
-    ),
 )
 
 

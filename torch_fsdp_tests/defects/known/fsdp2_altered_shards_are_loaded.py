@@ -22,7 +22,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemReader.read_data, and torch.load",
     broken=">=2.9",
     arguable="torch.load is known not to look at checksums, and file systems have their own",
-    tests=("distributed/checkpoint/test_faults::TestDamagedCheckpoint::test_altered_values",),
 )
 
 

@@ -23,9 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/166362",
     ),
     arguable="DSD loads into a new optimizer what must be there before, and says that it initializes the states.",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_asking_for_states_changes_nothing",
-    ),
 )
 
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed._state_dict_utils._distribute_tensors",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_wrong_shape_is_refused",),
 )
 
 

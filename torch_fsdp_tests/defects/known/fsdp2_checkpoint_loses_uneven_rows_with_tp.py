@@ -25,10 +25,6 @@ DEFECT = Defect(
     broken=">=2.10",
     world_size=6,
     upstream=("https://github.com/pytorch/pytorch/issues/168134",),
-    tests=(
-        "distributed/tensor/test_utils::TestRowsInFakeWorlds::test_each_row_lies_on_one_of_more_ranks",
-        "distributed/tensor/test_utils::TestCheckpointOfUnevenRows::test_rows_come_back",
-    ),
 )
 
 

@@ -23,9 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/180501",
     ),
     arguable="the message says that tensors must have the same mesh, and norms of each mesh can be combined by hand",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_::TestClipGradNormWorldSize4::test_two_meshes",
-    ),
     fails_with=("RuntimeError",),
 )
 

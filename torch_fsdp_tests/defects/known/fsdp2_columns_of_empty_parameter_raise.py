@@ -19,10 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
     broken=">=2.9",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardShardPlacementFn"
-        "::test_parameter_without_elements",
-    ),
 )
 
 

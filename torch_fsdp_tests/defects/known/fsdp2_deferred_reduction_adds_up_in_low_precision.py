@@ -22,10 +22,6 @@ DEFECT = Defect(
     broken=">=2.15",
     arguable="the docstring of finalize_backward says to disable synchronization for several backwards before one "
     "finalization; nothing refuses or warns otherwise, and the sum is only less precise",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_manual_finalization::TestFullyShardManualFinalization"
-        "::test_mixed_precision_of_synchronized_backwards",
-    ),
 )
 
 

@@ -18,14 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     broken=">=2.10",
     world_size=1,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_force_sum",
-        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication::test_hsdp_of_one_shard_fp16",
-        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_force_sum",
-        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardReduceOpWorldSize1::test_singleton_fp16",
-        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest::test_gradient_divide_factor_forced_sum",
-        "distributed/_composable/test_replicate_mixed_precision::TestReplicateMixedPrecisionTraining::test_gradient_divide_factor_fp16",
-    ),
 )
 
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param",
     broken=">=2.9,<2.10",
     upstream=("https://github.com/pytorch/pytorch/pull/163130", "https://github.com/pytorch/torchtitan/issues/1136"),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_state_dict::TestFullyShardStateDictMultiProcess"
-        "::test_cached_state_dict",
-    ),
 )
 
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     broken=">=2.10",
     arguable="it can be avoided: by set_is_last_backward(False) for all but the last of the roots' backwards, or by a "
     "backward of each root before the next one's forward",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_manual_finalization::TestFullyShardSharedContext"
-        "::test_automatic_end_between_forward_and_backward_of_another",
-    ),
     fails_with=("IndexError",),
 )
 

@@ -19,10 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
     broken=">=2.9,<2.15",
     world_size=1,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_extensions::TestFullyShardAllGatherExtensionsMultiThread"
-        "::test_mesh_of_one_rank_with_bytes",
-    ),
 )
 
 

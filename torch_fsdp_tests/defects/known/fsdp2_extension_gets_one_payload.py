@@ -19,10 +19,6 @@ DEFECT = Defect(
     broken=">=2.9",
     world_size=1,
     upstream=("https://github.com/pytorch/pytorch/pull/197999",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_extensions::TestFullyShardAllGatherExtensionsMultiThread"
-        "::test_mesh_of_one_rank_with_two_payloads",
-    ),
 )
 
 

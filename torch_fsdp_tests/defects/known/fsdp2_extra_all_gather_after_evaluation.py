@@ -19,10 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._record_post_forward",
     broken=">=2.9",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication"
-        "::test_communication_count_after_evaluation",
-    ),
 )
 
 

@@ -22,9 +22,6 @@ DEFECT = Defect(
     broken=">=2.9",
     arguable="the conversion has raised, and whoever goes on with a model that is converted in part does so at their "
     "own risk",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_conversion::TestFullyShardConversion::test_train_after_failure",
-    ),
 )
 
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule._apply",
     broken=">=2.15",
     since="2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_conversion::TestFullyShardConversion"
-        "::test_gradients_after_failure",
-    ),
 )
 
 

@@ -22,7 +22,6 @@ DEFECT = Defect(
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_faults::TestSaveThatFails::test_full_disk_in_a_thread",),
 )
 
 

@@ -17,10 +17,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
     broken=">=2.9,<2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/182641", "https://github.com/pytorch/pytorch/pull/182732"),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionJVP"
-        "::test_jvp_casts_and_differentiates",
-    ),
     fails_with=("NotImplementedError", "RuntimeError"),
 )
 

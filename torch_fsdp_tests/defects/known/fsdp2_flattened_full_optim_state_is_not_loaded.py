@@ -22,7 +22,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_flattened_full_optim_state",),
     fails_with=("KeyError",),
 )
 

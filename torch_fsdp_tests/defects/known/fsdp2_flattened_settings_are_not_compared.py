@@ -21,9 +21,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._unflatten_optim_state_dict",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_unlike_settings_of_flattened_optim_state",
-    ),
 )
 
 

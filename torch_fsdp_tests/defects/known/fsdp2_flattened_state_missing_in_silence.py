@@ -26,9 +26,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/192224",
         "https://github.com/pytorch/pytorch/pull/192239",
     ),
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_state_of_flattened_optim_state",
-    ),
 )
 
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes",
     broken=">=2.9,<2.14",
     upstream=("https://github.com/pytorch/pytorch/issues/186998",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_frozen::TestFullyShardFrozen"
-        "::test_reduce_dtype_after_frozen_forward",
-    ),
     fails_with=("RuntimeError", "AssertionError"),
 )
 

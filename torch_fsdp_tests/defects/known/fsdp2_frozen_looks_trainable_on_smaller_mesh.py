@@ -18,9 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
     broken="<2.12",
     world_size=4,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_frozen::TestFullyShardFrozen::test_requires_grad_on_smaller_mesh",
-    ),
 )
 
 

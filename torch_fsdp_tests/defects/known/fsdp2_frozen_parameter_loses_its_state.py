@@ -22,7 +22,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/192307",
     ),
     arguable="A frozen parameter needs no state as long as it is frozen.",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_state_of_frozen_parameter",),
 )
 
 

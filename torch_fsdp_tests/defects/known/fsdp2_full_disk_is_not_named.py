@@ -22,7 +22,6 @@ DEFECT = Defect(
     consequence=Consequence.COSMETIC,
     where="torch.distributed.checkpoint.filesystem._write_item, and torch.save",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_faults::TestSaveThatFails::test_room_for_a_part_of_a_large_tensor",),
 )
 
 

@@ -19,9 +19,6 @@ DEFECT = Defect(
     where="torch.distributed._state_dict_utils._distribute_state_dict",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/126285",),
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_key_of_full_state_dict",
-    ),
 )
 
 

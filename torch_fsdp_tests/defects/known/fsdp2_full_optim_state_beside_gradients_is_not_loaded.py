@@ -23,9 +23,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_new_optimizer_beside_gradients",
-    ),
 )
 
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     consequence=Consequence.COSMETIC,
     where="torch.distributed._state_dict_utils._unflatten_state_dict",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_tuples_among_settings",),
 )
 
 

@@ -23,9 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/170648",
         "https://github.com/pytorch/pytorch/pull/172074",
     ),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_grad_dtype::TestFullyShardGradDtype::test_grad_dtype_is_kept",
-    ),
     fails_with=("AssertionError", "RuntimeError"),
 )
 

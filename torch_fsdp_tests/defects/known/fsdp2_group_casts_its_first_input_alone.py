@@ -17,12 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
     broken=">=2.9,<2.13",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
-        "::test_grouped_modules_cast_inputs",
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
-        "::test_grouped_module_cast_forward_inputs",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -21,9 +21,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/183702",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGroupsOfModules::test_head_of_a_group",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -25,11 +25,6 @@ DEFECT = Defect(
     ),
     arguable="the message says that all tensors must be DTensors, and in the experimental implicit_replication() "
     "DTensor takes plain tensors for replicas",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_ignore_params::TestFullyShardIgnoreParamsAlone::test_optimizer",
-        "distributed/_composable/fsdp/test_fully_shard_ignore_params::TestFullyShardIgnoreParamsAlone"
-        "::test_clip_grad_norm",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -17,10 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.nn.utils.clip_grad_norm_ over DTensors, reduced with ReduceOp.MAX of the backend",
     broken=">=2.9",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_::TestClipGradNormWorldSize4"
-        "::test_nan_in_largest_magnitude",
-    ),
 )
 
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     consequence=Consequence.HANG,
     where="torch.distributed.tensor._ops._math_ops, which lets each rank take the norm of its own shard",
     broken=">=2.9",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_::TestClipGradNormEmptyShard"
-        "::test_largest_magnitude_of_empty_shard",
-    ),
     fails_with=("RuntimeError", "IndexError"),
 )
 

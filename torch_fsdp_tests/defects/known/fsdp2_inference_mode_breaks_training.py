@@ -21,10 +21,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/113203",
         "https://github.com/pytorch/pytorch/pull/197327",
     ),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
-        "::test_inference_before_first_step",
-    ),
     fails_with=("RuntimeError",),
 )
 

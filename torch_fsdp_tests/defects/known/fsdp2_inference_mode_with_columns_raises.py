@@ -19,10 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
     broken=">=2.9,<2.15",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardShardPlacementFnMultiProcess"
-        "::test_first_evaluation_in_inference_mode",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -22,6 +22,7 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/113203",
         "https://github.com/pytorch/pytorch/pull/197327",
     ),
+    fails_with=("RuntimeError",),
 )
 
 

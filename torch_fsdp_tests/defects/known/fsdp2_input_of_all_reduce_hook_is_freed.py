@@ -20,10 +20,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
     broken=">=2.9,<2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_memory::TestFullyShardMemory"
-        "::test_input_of_all_reduce_hook_is_dropped",
-    ),
 )
 
 

@@ -18,11 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_param",
     broken=">=2.9,<2.12",
     upstream=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardMixedDtypeParam::test_integer_no_grad_param",
-        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
-        "::test_integers_are_not_cast",
-    ),
     fails_with=("RuntimeError",),
 )
 

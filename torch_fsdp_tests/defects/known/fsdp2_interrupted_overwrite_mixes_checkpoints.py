@@ -23,11 +23,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter",
     broken=">=2.9",
     arguable="the writer warns that it overwrites, and its docstring assumes an empty directory",
-    tests=(
-        "distributed/checkpoint/test_faults::TestDamagedCheckpoint::test_shard_file_of_another_step",
-        "distributed/checkpoint/test_faults::TestSaveThatFails::test_rank_that_did_not_overwrite_its_file",
-        "distributed/checkpoint/test_faults::TestKilledRank::test_while_it_overwrites",
-    ),
 )
 
 

@@ -18,7 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     since="2.12",
     broken=">=2.12",
-    tests=("distributed/_composable/fsdp/test_fully_shard_logging::TestProfilerLabels::test_label_of_wait",),
 )
 
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/issues/117421",),
     arguable="changing weights between forward and backward is a misuse, which FSDP2 does not promise to detect; an "
     "optimizer step or a write in place there has the same effect",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_state_dict::TestFullyShardStateDictMultiProcess"
-        "::test_backward_after_load",
-    ),
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
     broken=">=2.9",
-    tests=("distributed/_tools/test_fsdp2_mem_tracker::TestTrackerFullyShard1DTrainingCore::test_group_of_modules",),
     fails_with=("NotImplementedError", "RuntimeError"),
 )
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.COST,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
     broken=">=2.9",
-    tests=(
-        "distributed/_tools/test_fsdp2_mem_tracker::TestTrackerFullyShard1DTrainingCore"
-        "::test_gradients_are_freed_by_reduction",
-    ),
 )
 
 

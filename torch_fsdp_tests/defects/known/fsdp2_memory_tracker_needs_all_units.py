@@ -20,9 +20,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._fsdp_param_group_post_backward",
     broken=">=2.9",
-    tests=(
-        "distributed/_tools/test_fsdp2_mem_tracker::TestTrackerFullyShard1DTrainingCore::test_unit_that_does_not_run",
-    ),
     fails_with=("AttributeError", "KeyError"),
 )
 

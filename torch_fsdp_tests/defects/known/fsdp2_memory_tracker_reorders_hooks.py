@@ -18,9 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker._deregister_module_and_optimizer_hooks",
     broken=">=2.9",
-    tests=(
-        "distributed/_tools/test_fsdp2_mem_tracker::TestTrackerFullyShard1DTrainingCore::test_hooks_keep_their_order",
-    ),
 )
 
 

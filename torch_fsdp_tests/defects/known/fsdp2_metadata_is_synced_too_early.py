@@ -22,7 +22,6 @@ DEFECT = Defect(
     consequence=Consequence.LOST_DATA,
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
     broken=">=2.9,<2.14",
-    tests=("distributed/checkpoint/test_faults::TestSaveThatFails::test_files_are_whole_when_they_are_synced",),
 )
 
 

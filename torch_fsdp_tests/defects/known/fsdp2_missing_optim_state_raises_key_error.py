@@ -23,10 +23,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
     broken=">=2.9,<2.10",
     upstream=("https://github.com/pytorch/pytorch/issues/132628",),
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_optim_state",
-        "distributed/checkpoint/e2e/test_fsdp_ep::TestFSDPWithEP::test_training_goes_on_with_idle_expert",
-    ),
     fails_with=("KeyError",),
 )
 

@@ -16,7 +16,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_model_state_dict",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_fqn_modifiers_of_another_name",),
     fails_with=("AttributeError",),
 )
 

@@ -21,10 +21,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/test_state_dict::TestStateDict::test_optim_state_dict_param_matching",
-        "distributed/checkpoint/test_state_dict::TestStateDict::test_param_matching_on_each_rank",
-    ),
     fails_with=("KeyError",),
 )
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/issues/149516",
         "https://github.com/pytorch/pytorch/pull/150239",
     ),
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_unexpected_key_with_offload",),
     fails_with=("KeyError",),
 )
 

@@ -23,10 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/192307",
     ),
     arguable="since 2.10 the message says that strict=False loads such a state",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions"
-        "::test_optim_state_of_parameters_that_were_used",
-    ),
 )
 
 

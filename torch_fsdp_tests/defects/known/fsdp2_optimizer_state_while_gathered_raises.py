@@ -18,9 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.ERROR,
     where="torch.distributed.checkpoint.state_dict._get_optim_state_dict",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/e2e/test_e2e_save_and_load::TestE2ESaveAndLoad::test_optimizer_state_while_gathered",
-    ),
     fails_with=("KeyError",),
 )
 

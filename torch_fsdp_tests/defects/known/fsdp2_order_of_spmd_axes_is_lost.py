@@ -22,10 +22,6 @@ DEFECT = Defect(
     broken=">=2.14",
     world_size=4,
     package="spmd_types",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_spmd_types::TestFullyShardSpmdTypes"
-        "::test_two_axes_shard_one_dimension",
-    ),
 )
 
 

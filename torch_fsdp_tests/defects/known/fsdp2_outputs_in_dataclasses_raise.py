@@ -20,9 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook",
     broken=">=2.9,<2.12",
     upstream=("https://github.com/pytorch/pytorch/pull/173415", "https://github.com/pytorch/pytorch/pull/174692"),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_autograd::TestFullyShardAutograd::test_dataclasses_between_modules",
-    ),
     fails_with=("AssertionError", "RuntimeError"),
 )
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     broken=">=2.13,<2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_memory::TestFullyShardMemory"
-        "::test_gathered_buffer_of_partial_group",
-    ),
 )
 
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state._register_group_forward_hooks",
     broken=">=2.12,<2.13",
     upstream=("https://github.com/pytorch/pytorch/pull/180428",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
-        "::test_gradients_of_partial_group",
-    ),
 )
 
 

@@ -21,10 +21,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/pull/194628",),
     arguable="the documentation says that gradients without synchronization are accumulated in reduce_dtype, and does "
     "not say how they are accumulated between the two halves of the reduction; the sum is only less precise",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_mixed_precision"
-        "::TestFullyShardMixedPrecisionHSDP::test_sums_over_microbatches",
-    ),
 )
 
 

@@ -17,10 +17,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     broken=">=2.9,<2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
-        "::test_partial_reduction_of_unused_group",
-    ),
 )
 
 

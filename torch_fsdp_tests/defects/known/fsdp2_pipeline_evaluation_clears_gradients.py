@@ -19,7 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.pipelining.stage.PipelineStage._post_metadata_inference_cleanup",
     broken=">=2.12",
-    tests=("distributed/test_composability::ComposabilityTest::test_evaluation_keeps_gradients",),
 )
 
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardShardedParameterDTensor"
-        "::test_rank_without_rows",
-    ),
     fails_with=("RuntimeError",),
 )
 

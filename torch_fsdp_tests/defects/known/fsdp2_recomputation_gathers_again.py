@@ -19,10 +19,6 @@ DEFECT = Defect(
     consequence=Consequence.COST,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
     broken=">=2.9,<2.10",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
-        "::test_double_forward_gathers_recomputed_modules_once",
-    ),
 )
 
 

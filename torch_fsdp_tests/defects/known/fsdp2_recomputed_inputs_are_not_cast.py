@@ -19,12 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward",
     broken=">=2.9,<2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/159359", "https://github.com/pytorch/pytorch/pull/182580"),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
-        "::test_checkpoint_recompute_casts_forward_inputs",
-        "distributed/_composable/fsdp/test_fully_shard_mixed_precision::TestFullyShardMixedPrecisionCasts"
-        "::test_checkpoint_recompute_casts_outputs",
-    ),
     fails_with=("CheckpointError", "RuntimeError", "AssertionError"),
 )
 

@@ -23,10 +23,6 @@ DEFECT = Defect(
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict._load_optim_state_dict, _load_model_state_dict",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_state_of_broadcast_optim_state",
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_missing_key_of_compiled_model",
-    ),
     fails_with=("AssertionError",),
 )
 

@@ -16,9 +16,6 @@ DEFECT = Defect(
     consequence=Consequence.STATE_LEFT_CHANGED,
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     broken=">=2.9,<2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_state::TestFullyShardState::test_refused_root_can_become_a_part",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -19,9 +19,6 @@ DEFECT = Defect(
     where="torch.distributed._composable.replicate_with_fsdp.replicate",
     since="2.12",
     broken=">=2.12",
-    tests=(
-        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest::test_named_mesh_dims_of_shards_and_replicas",
-    ),
 )
 
 

@@ -19,9 +19,6 @@ DEFECT = Defect(
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
     since="2.11",
     broken=">=2.11",
-    tests=(
-        "distributed/_composable/test_replicate_with_fsdp::ReplicateTest::test_sharded_group_under_replicated_root",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -19,10 +19,6 @@ DEFECT = Defect(
     since="2.13",
     broken=">=2.13",
     arguable="there is nothing to reset before the first forward",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_state::TestFullyShardState"
-        "::test_reset_iter_state_before_first_forward",
-    ),
     fails_with=("AttributeError",),
 )
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule.reset_iter_state",
     since="2.13",
     broken=">=2.13,<2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCompose"
-        "::test_reset_iter_state_drops_accumulated_gradients",
-    ),
 )
 
 

@@ -21,12 +21,6 @@ DEFECT = Defect(
     where="torch.distributed.tensor._dispatch.found_inf_reduce_handler",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_grad_scaler::TestFullyShardGradientScaler"
-        "::test_replicated_parameter_first",
-        "distributed/_composable/fsdp/test_fully_shard_grad_scaler::TestFullyShardGradientScaler"
-        "::test_parameter_of_one_dimension_first",
-    ),
 )
 
 

@@ -18,9 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fully_shard.fully_shard with dp_mesh_dims",
     since="2.12",
     broken=">=2.12",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_dtensor::TestFullyShardDTensor::test_second_of_equal_meshes",
-    ),
     fails_with=("ValueError",),
 )
 

@@ -23,9 +23,6 @@ DEFECT = Defect(
         "https://github.com/pytorch/pytorch/pull/172770",
     ),
     arguable="torch's maintainers advise to call set_reshard_after_backward(False), which keeps the parameters",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_autograd::TestFullyShardAutograd::test_gradient_of_a_gradient",
-    ),
     fails_with=("RuntimeError",),
 )
 

@@ -21,7 +21,6 @@ DEFECT = Defect(
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.state_dict.set_state_dict",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_set_state_dict_broadcasts",),
 )
 
 

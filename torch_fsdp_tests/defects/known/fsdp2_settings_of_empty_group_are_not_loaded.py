@@ -23,10 +23,6 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
     broken=">=2.9",
     upstream=("https://github.com/pytorch/pytorch/issues/143828",),
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_empty_group_comes_first",
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_empty_group_of_flattened_optim_state",
-    ),
     fails_with=("KeyError", "IndexError", "AssertionError"),
 )
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShard1DTrainingCore"
-        "::test_train_parity_post_forward_shard_largest_dim",
-    ),
     fails_with=("IndexError",),
 )
 

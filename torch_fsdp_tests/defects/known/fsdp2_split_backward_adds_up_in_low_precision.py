@@ -19,7 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.pipelining.stage.PipelineStage.backward_weight_one_chunk",
     since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo refuses
     broken="<2.15",
-    tests=("distributed/test_composability::ComposabilityTest::test_split_backward_in_low_precision",),
 )
 
 

@@ -21,10 +21,6 @@ DEFECT = Defect(
     since="2.10",  # in 2.9 the stages fail to exchange shapes in a group of their own
     broken=">=2.9",
     arguable="pipelines usually run with reshard_after_forward=False, which avoids it; nothing requires it or warns",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_manual_finalization::TestFullyShardManualFinalizationPipeline"
-        "::test_schedule_resharding_after_forward",
-    ),
 )
 
 

@@ -19,7 +19,6 @@ DEFECT = Defect(
     broken=">=2.14",
     package="spmd_types",
     arguable="Leave dimensions of one rank out of the mesh.",
-    tests=("distributed/_composable/fsdp/test_fully_shard_spmd_types::TestFullyShardSpmdTypes::test_axis_of_one_rank",),
     fails_with=("ValueError",),
 )
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.checkpoint.state_dict._split_optim_state_dict",
     broken=">=2.9",
-    tests=(
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_groups_of_stateless_optimizer",
-        "distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_several_stateless_optimizers",
-    ),
     fails_with=("AssertionError", "ValueError"),
 )
 

@@ -18,10 +18,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     broken=">=2.9,<2.12",
     upstream=("https://github.com/pytorch/pytorch/issues/176076", "https://github.com/pytorch/pytorch/pull/176225"),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardSharedParams"
-        "::test_shared_params_separate_fsdp_groups_error",
-    ),
 )
 
 

@@ -26,7 +26,6 @@ DEFECT = Defect(
     consequence=Consequence.HANG,
     where="torch.distributed.checkpoint.format_utils.BroadcastingTorchSaveReader.read_data, and DynamicMetaLoadPlanner",
     broken=">=2.9",
-    tests=("distributed/checkpoint/test_format_utils::TestFormatUtils::test_torch_save_file_into_shards",),
 )
 
 

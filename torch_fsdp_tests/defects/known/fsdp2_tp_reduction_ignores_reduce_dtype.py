@@ -21,12 +21,6 @@ DEFECT = Defect(
     broken=">=2.9,<2.15",
     upstream=("https://github.com/pytorch/pytorch/issues/190626",),
     arguable="reduce_dtype is documented for the reductions of FSDP, and this sum is over another mesh dimension",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_grad_dtype::TestFullyShardGradDtypeHSDP"
-        "::test_tensor_parallel_sum_in_reduce_dtype",
-        "distributed/_composable/fsdp/test_fully_shard_dtensor::TestReductionOverTensorParallelism"
-        "::test_partial_gradients_are_added_in_reduce_dtype",
-    ),
 )
 
 

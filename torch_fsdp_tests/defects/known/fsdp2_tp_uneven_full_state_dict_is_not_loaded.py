@@ -20,7 +20,6 @@ DEFECT = Defect(
     broken=">=2.9",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/issues/136228",),
-    tests=("distributed/checkpoint/test_state_dict_options::TestStateDictOptions::test_uneven_rows_of_fsdp2_and_tp",),
 )
 
 

@@ -19,12 +19,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward",
     broken=">=2.9",
     world_size=4,
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_comm::TestFullyShardCommunication"
-        "::test_uneven_shards_after_forward",
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardRegisteredParams"
-        "::test_param_registration_after_partial_reshard",
-    ),
 )
 
 

@@ -20,10 +20,6 @@ DEFECT = Defect(
     broken=">=2.9,<2.10",
     world_size=4,
     upstream=("https://github.com/pytorch/pytorch/pull/163843",),
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_init::TestFullyShardShardedParameterDTensor"
-        "::test_rows_stay_in_order_with_tensor_parallelism",
-    ),
 )
 
 

@@ -25,7 +25,6 @@ DEFECT = Defect(
     upstream=("https://github.com/pytorch/pytorch/pull/190697",),
     arguable="a writer that passes over errors of fsync could report a checkpoint as saved that the disk has lost, and "
     "FileSystemWriter(sync_files=False) does not sync",
-    tests=("distributed/checkpoint/test_faults::TestSaveThatFails::test_file_system_without_fsync",),
     fails_with=("CheckpointException",),
 )
 

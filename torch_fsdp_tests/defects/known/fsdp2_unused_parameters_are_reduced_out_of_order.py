@@ -21,7 +21,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
     broken=">=2.13",
     since="2.13",
-    tests=("distributed/_composable/fsdp/test_fully_shard_autograd::TestFullyShardAutograd::test_layer_of_one_rank",),
 )
 
 

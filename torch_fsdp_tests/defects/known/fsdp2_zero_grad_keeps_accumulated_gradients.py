@@ -18,10 +18,6 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
     broken=">=2.9,<2.15",
-    tests=(
-        "distributed/_composable/fsdp/test_fully_shard_training::TestFullyShardGradientAccumulation"
-        "::test_zero_grad_between_microbatches",
-    ),
 )
 
 

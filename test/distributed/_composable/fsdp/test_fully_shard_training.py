@@ -1169,16 +1169,26 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         check_full(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
-    @subtests(without_grad=[torch.inference_mode, torch.no_grad], placement_fn=[shard_largest_dim, None])
-    def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn):
-        """Beyond upstream: the first forward may be in inference mode, also if parameters are sharded by columns."""
+    @subtests(
+        without_grad=[torch.inference_mode, torch.no_grad],
+        placement_fn=[shard_largest_dim, None],
+        shard_size=[4, 1],
+    )
+    def test_first_evaluation_in_inference_mode(self, without_grad, placement_fn, shard_size):
+        """Beyond upstream: the first forward may be in inference mode, also if parameters are sharded by columns, or if
+        a shard group has one rank.
+        """
         manual_seed(42)
         model = nn.Linear(16, 4)
         ref_model = self._replica(model)
-        fully_shard(model, shard_placement_fn=placement_fn, reshard_after_forward=True)
+        mesh = self._mesh(self.world_size // shard_size, shard_size, names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh, shard_placement_fn=placement_fn, reshard_after_forward=True)
         self._seed()
-        raises = without_grad is torch.inference_mode and placement_fn is not None
-        with torch_defect("fsdp2_inference_mode_with_columns_raises", when=raises):
+        inference, one_rank = without_grad is torch.inference_mode, shard_size == 1
+        with (
+            torch_defect("fsdp2_inference_mode_with_one_rank_raises", when=inference and one_rank),
+            torch_defect("fsdp2_inference_mode_with_columns_raises", when=inference and placement_fn and not one_rank),
+        ):
             for _ in range(2):
                 inp = self._inputs(2, 16)
                 with without_grad():
