@@ -1,7 +1,6 @@
 """The registry of torch's defects: its command, its scripts, each defect when repaired, and the suite's tests."""
 
 import ast
-import collections
 import contextlib
 import dataclasses
 import importlib.util
