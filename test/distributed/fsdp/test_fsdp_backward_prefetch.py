@@ -233,7 +233,7 @@ class TestBackwardPrefetch(FSDPTest):
             for _ in range(NUM_ITERS):
                 optim.zero_grad()
                 with sdpa_kernel(SDPBackend.MATH):  # a fused kernel may add in a different order each time
-                    model(*self._inputs()).square().sum().backward()
+                    self._loss(model).backward()
                 grads.append(copy.deepcopy([param.grad for param in model.parameters()]))
                 optim.step()
             of_modes.append(grads)
@@ -241,17 +241,21 @@ class TestBackwardPrefetch(FSDPTest):
         self.assertEqual(of_modes[2], of_modes[0], rtol=0, atol=0)
         self._assert_averaged(of_modes[0][0])
 
+    def _loss(self, model: nn.Module) -> torch.Tensor:
+        """Layer normalization ends the transformer, so the sums of its outputs and of their squares are constant."""
+        return model(*self._inputs()).pow(3).sum()
+
     def _assert_averaged(self, shards: list[torch.Tensor | None]) -> None:
         """The shards of the first step match a plain model's gradients, averaged over ranks."""
         torch.manual_seed(0)
         plain = nn.Transformer(d_model=8, nhead=2, dim_feedforward=8, dropout=0.0, device=self.device)
-        plain(*self._inputs()).square().sum().backward()
+        self._loss(plain).backward()
         of_ranks = of_all_ranks([None if shard is None else shard.flatten().cpu() for shard in shards])
         wholes = [torch.cat([part for part in parts if part is not None]) for parts in zip(*of_ranks)]
         average_gradients(plain)
         # FSDP lists parameters in the order of the plain model.
         expected = [param.grad.flatten().cpu() for param in plain.parameters()]
-        self.assertEqual(wholes, expected, rtol=1e-4, atol=1e-8)
+        self.assertEqual(wholes, expected, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":
