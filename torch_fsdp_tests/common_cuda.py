@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests.common_utils.flags import has_devices, privateuse1_name
-
-__all__ = ["get_compute_capability", "privateuse1_name"]
+from torch_fsdp_tests.common_utils.flags import has_devices
 
 _OR_LATER = re.compile(r"SM(\d+)OrLater")
 _EXACTLY = re.compile(r"IS_SM(\d+)")

@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sysconfig
 import tempfile
-import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests.common_utils.flags import device_under_test, has_devices
-from torch_fsdp_tests.common_utils.skips import lazy_skip_if
 
 COMPILE_LIMIT = 60  # seconds; a cold compiler on a loaded machine takes a few
 
@@ -88,29 +86,6 @@ _ANSWERS: dict[str, Callable[[], object]] = {
     "HAS_MULTIGPU": lambda: why_no_device_compiler() is None and torch.accelerator.device_count() > 1,
     "GPU_TYPE": _gpu_type,
 }
-
-
-def requires_gpu() -> Callable[[Any], Any]:
-    """Skip if inductor cannot compile for the device under test."""
-    return lazy_skip_if(lambda: why_no_device_compiler() is not None, "needs an accelerator that inductor compiles for")
-
-
-def requires_triton() -> Callable[[Any], Any]:
-    """Skip if triton does not work. Like upstream's, it is used with parentheses."""
-    return requires_gpu()
-
-
-def requires_host_compiler(fn: Any) -> Any:
-    """Skip if inductor cannot compile for the host, and say why."""
-
-    @functools.wraps(fn)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        reason = why_no_host_compiler()
-        if reason is not None:
-            raise unittest.SkipTest(reason)
-        return fn(*args, **kwargs)
-
-    return guarded
 
 
 def __getattr__(name: str) -> Any:

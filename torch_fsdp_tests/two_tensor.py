@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 _ALIKE = ("device", "layout", "requires_grad", "dtype", "shape")
 
@@ -99,15 +99,3 @@ class TwoTensor(torch.Tensor):
         if not isinstance(func, torch._ops.OpOverload):
             return out  # a higher-order operator has no schema that says which results are aliases
         return return_and_correct_aliasing(func, args, kwargs, out)
-
-
-class TwoTensorMode(TorchDispatchMode):
-    """In this mode, factory functions return a :class:`TwoTensor` with two equal parts."""
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        from torch._subclasses.fake_tensor import _is_tensor_constructor
-
-        out = func(*args, **(kwargs or {}))
-        return TwoTensor(out, out.clone()) if _is_tensor_constructor(func) else out

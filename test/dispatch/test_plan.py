@@ -432,7 +432,6 @@ class TestNeeds(unittest.TestCase):
             "skip_if_lt_x_gpu(x=3, allow_cpu=False)": 3,
             "requires_world_size(n=5)": 5,
             "common_distributed.requires_world_size(5)": 5,
-            "nccl_skip_if_lt_x_gpu(BACKEND, 6)": 6,
             "unittest.skipUnless(at_least_x_gpu(7), 'few')": 7,
             "skip_if_lt_x_gpu(WIDE)": 9,
             "skip_if_lt_x_gpu(UNKNOWN)": 4,
@@ -497,7 +496,7 @@ class TestNeeds(unittest.TestCase):
         self.assertEqual(self.of_class("world_size = 2", before=other), (4, 4))
 
     def test_threads_share_a_device(self):
-        for base in ("FSDPTestMultiThread", "MultiThreadedTestCase", "common_dtensor.DTensorOpTestBase"):
+        for base in ("FSDPTestMultiThread", "common_distributed.MultiThreadedTestCase"):
             with self.subTest(base=base):
                 self.assertEqual(self.of_class("world_size = 8", base), (8, 1))
         threads = "class Threads(Mixin, FSDPTestMultiThread):\n    world_size = 6\n"

@@ -25,13 +25,10 @@ import torch
 
 from torch_fsdp_tests import accelerator, common_utils, host, installation
 from torch_fsdp_tests.common_utils import (
-    DeterministicGuard,
     SavedState,
     TestCase,
-    check_leaked_tensors,
     device_sleep,
     find_free_port,
-    freeze_rng_state,
     get_cycles_per_ms,
     manual_seed,
     retry_on_connect_failures,
@@ -135,7 +132,6 @@ class EqualityTest(TestCase):
 
     def test_switches(self):
         self.assertEqual(torch.ones(1), torch.ones(1, dtype=torch.float64), exact_dtype=False)
-        self.assertEqualIgnoreType(torch.ones(1), torch.ones(1, dtype=torch.int64))
         self.failure(torch.tensor(float("nan")), torch.tensor(float("nan")), equal_nan=False)
         column = torch.ones(2, 2).t()[:, :1]
         self.assertEqual(column, torch.ones(2, 1))
@@ -213,7 +209,6 @@ class EqualityTest(TestCase):
                 torch.tensor(float("inf")),
                 "in four lines",
             )
-            self.assertEqualBroadcasting(zeros, torch.zeros(1))
             self.failure(zeros, torch.zeros(2))  # the comparison is in another function, which does not say so
         with self.assertRaisesRegex(ValueError, "may_be has vacuous, and can only have same, empty, zero, small, nonf"):
             self.assertEqual(1, 1, may_be=("same", "vacuous"))
@@ -226,22 +221,7 @@ class EqualityTest(TestCase):
             with unittest.mock.patch.dict(sys.modules, other=other):
                 self.assertEqual(vacuous.is_judged(type("Other", (TestCase,), {"__module__": "other"})), expected)
 
-    def test_other_assertions(self):
-        ours = [1]
-        self.assertObjectIn(ours, [[1], ours])
-        with self.assertRaises(AssertionError):
-            self.assertObjectIn(ours, [[1]])
-        self.assertEqualBroadcasting(torch.ones(2, 2), 1)
-        self.assertGreaterAlmostEqual(1.0, 1.0 + 1e-9)
-        with self.assertRaises(AssertionError):
-            self.assertGreaterAlmostEqual(1.0, 1.1)
-        self.assertNotWarn(lambda: None)
-        with self.assertRaises(AssertionError):
-            self.assertNotWarn(lambda: __import__("warnings").warn("loud"))
-        with self.assertWarnsOnceRegex(UserWarning, "lou"):
-            __import__("warnings").warn("loud")
-        with self.assertRaises(AssertionError), self.assertWarnsOnceRegex(UserWarning, "quiet"):
-            __import__("warnings").warn("loud")
+    def test_expected_text(self):
         self.assertExpectedInline(torch.Size([2]), """torch.Size([2])""")
         self.assertExpectedInline("# gone\n\nx", """x""", ignore_comments=True, ignore_empty_lines=True)
 
@@ -311,10 +291,6 @@ class StateTest(TestCase):
 
         set_rng_seed(7)
         first = draws()
-        set_rng_seed(7)
-        with freeze_rng_state():
-            draws()
-        self.assertEqual(draws(), first)
         with unittest.mock.patch.dict(os.environ, {SEED_VARIABLE: "7"}):
             self.assertEqual(common_utils.SEED, 7)
             set_rng_seed()
@@ -617,26 +593,6 @@ class SmallThingsTest(TestCase):
         self.assertEqual(read(), torch.float64)
         second.__exit__(None, None, None)
         self.assertEqual(read(), before)
-
-    def test_deterministic_flags_are_put_back(self):
-        def flags():
-            fill = torch.utils.deterministic.fill_uninitialized_memory
-            return torch.are_deterministic_algorithms_enabled(), fill
-
-        before = flags()
-        with DeterministicGuard(True, fill_uninitialized_memory=False):
-            self.assertEqual(flags(), (True, False))
-        self.assertEqual(flags(), before)
-
-    def test_leaked_tensors_are_found(self):
-        with self.assertWarnsRegex(UserWarning, "1 tensors"), check_leaked_tensors() as garbage:
-            cycle = [torch.ones(1)]
-            cycle.append(cycle)
-            del cycle
-        self.assertEqual(garbage, [torch.ones(1)])
-        with check_leaked_tensors() as garbage:
-            torch.ones(1)
-        self.assertEqual(garbage, [])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.two_tensor import TwoTensor, TwoTensorMode
+from torch_fsdp_tests.two_tensor import TwoTensor
 
 
 class TwoTensorTest(TestCase):
@@ -82,14 +82,6 @@ class TwoTensorTest(TestCase):
         ]:
             with self.subTest(what=what), self.assertRaisesRegex(AssertionError, what):
                 TwoTensor(a, other)
-
-    def test_mode_makes_constructors_double(self):
-        with TwoTensorMode():
-            made = torch.ones(2)
-            nested = torch.zeros(2) + made
-        self.assertParts(made, torch.ones(2), torch.ones(2))
-        self.assertParts(nested, torch.ones(2), torch.ones(2))
-        self.assertIs(type(torch.ones(2)), torch.Tensor)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """A file in upstream's style, with only its import prefix changed."""
 
-import importlib
+import ast
 import os
 import unittest
+from importlib import import_module
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
+import torch_fsdp_tests
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import (
     DistributedTestBase,
@@ -31,38 +34,45 @@ from torch_fsdp_tests.common_utils import (
     run_tests,
 )
 
-NAMES = {
-    "common_utils": (
-        "TestCase run_tests parametrize subtest instantiate_parametrized_tests set_rng_seed FILE_SCHEMA find_free_port "
-        "get_cycles_per_ms TEST_CUDA TEST_HPU TEST_XPU TEST_WITH_ROCM TEST_WITH_DEV_DBG_ASAN skipIfRocm "
-        "skip_but_pass_in_sandcastle_if wrapSwapTensorsTest skipIfTorchDynamo"
-    ),
-    "common_device_type": "instantiate_device_type_tests",
-    "common_cuda": "TEST_CUDA TEST_MULTIGPU",
-    "two_tensor": "TwoTensor",
-    "logging_utils": "LoggingTestCase",
-    "inductor_utils": "HAS_GPU HAS_CUDA",
-    "common_distributed": (
-        "MultiProcessTestCase MultiThreadedTestCase MultiProcContinuousTest DistributedTestBase skip_if_lt_x_gpu "
-        "requires_nccl requires_nccl_version requires_world_size at_least_x_gpu sm_is_or_higher_than run_subtests "
-        "TEST_SKIPS SaveForwardInputsModule SaveForwardInputsModel"
-    ),
-    "common_fsdp": "FSDPTestMixin FSDPTestContinuous compiled_fsdp_test test_compiled_fsdp DEVICE_TYPE DEVICE_COUNT",
-    "distributed.fake_pg": "FakeStore",
-    "distributed.multi_threaded_pg": "_install_threaded_pg _uninstall_threaded_pg ProcessLocalGroup",
-    "distributed.checkpoint_utils": "with_temp_dir",
-    "distributed._tensor.common_dtensor": (
-        "DTensorTestBase with_comms skip_if_lt_x_gpu MLPModule RMSNormPython ModelArgs Attention FeedForward "
-        "TransformerBlock Transformer"
-    ),
-}
+INPUTS = Path(__file__).parent / "inputs"
+PACKAGE = Path(torch_fsdp_tests.__path__[0])
+IMPORTED = [line for line in (INPUTS / "upstream_names.txt").read_text().splitlines() if not line.startswith("#")]
+UPSTREAMS = {name.split(".")[0] for name in IMPORTED}  # the modules and packages that stand for upstream's
+
+
+def defined_and_used() -> tuple[set[str], set[str]]:
+    """The names that the modules for upstream's define, and those that this project uses.
+
+    To import a name into the ``__init__`` of its package is no use.
+    """
+    defined, used = set(), set()
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("test/distributed/**/*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0].removesuffix(".py") in UPSTREAMS:
+            defined |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+            targets = (node.targets[0] for node in tree.body if isinstance(node, ast.Assign))
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and path.name != "__init__.py":
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+    return defined, used
 
 
 class TestNames(TestCase):
-    @parametrize("module", sorted(NAMES))
-    def test_importable(self, module):
-        found = importlib.import_module(f"torch_fsdp_tests.{module}")
-        self.assertEqual([name for name in NAMES[module].split() if not hasattr(found, name)], [])
+    def test_every_name_that_others_import_is_here(self):
+        self.assertGreater(len(IMPORTED), 100)
+        places = (name.rpartition(".") for name in IMPORTED)
+        missing = [f"{at}.{name}" for at, _, name in places if not hasattr(import_module(f"{PACKAGE.name}.{at}"), name)]
+        self.assertEqual(missing, [])
+
+    def test_no_name_is_kept_for_nobody(self):
+        defined, used = defined_and_used()
+        self.assertGreater(len(defined), 200)
+        self.assertEqual(defined - used - {name.rpartition(".")[2] for name in IMPORTED} - {"__unittest"}, set())
 
 
 class TestProcesses(MultiProcessTestCase):

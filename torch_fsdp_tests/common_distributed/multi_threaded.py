@@ -262,11 +262,6 @@ class MultiThreadedTestCase(RankTestCase):
         if self.rank == rank:
             self.assertEqual(x, y, msg)
 
-    def assertNotEqualOnRank(self, x: object, y: object, msg: str | None = None, *, rank: int = 0) -> None:
-        """Like ``assertNotEqual``, but only in this rank. See :meth:`assertEqualOnRank`."""
-        if self.rank == rank:
-            self.assertNotEqual(x, y, msg)
-
 
 def spawn_threads_and_init_comms(
     func: Callable | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = 4

@@ -8,8 +8,6 @@ The wrapped function checks them again if it is called without such a test case.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import unittest
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import accelerator
+from torch_fsdp_tests.common_utils.flags import TEST_WITH_ROCM
+from torch_fsdp_tests.common_utils.skips import isRocmArchAnyOf
 from torch_fsdp_tests.torch_facts import Fact
 
 __unittest = True
@@ -174,42 +174,6 @@ def get_required_world_size(obj: Any, default: int) -> int:
     return int(getattr(function, "_required_world_size", default))
 
 
-def nccl_skip_if_lt_x_gpu(backend: str, x: int) -> Callable[[Decorated], Decorated]:
-    """Like :func:`skip_if_lt_x_gpu` without the CPU, but only if ``backend`` is nccl."""
-    return skip_if_lt_x_gpu(x, allow_cpu=False) if backend == "nccl" else requires()
-
-
-def skip_if_no_gpu(function: Decorated) -> Decorated:
-    """Skip unless an accelerator is under test.
-
-    Upstream's also needs a device for each rank of ``WORLD_SIZE``. Here the test cases check that there is room for all
-    ranks.
-    """
-    return requires(
-        lambda: "needs an accelerator; the device under test is the CPU" if accelerator.current().is_host else None
-    )(function)
-
-
-def skip_if_small_worldsize(function: Decorated) -> Decorated:
-    """Skip if ``WORLD_SIZE``, or without this variable the number of ranks under test, is 2 or less.
-
-    Upstream's needs 8 or more, because of its CI.
-    """
-    return requires(lambda: "the world size is 2 or less" if _world_size_variable() <= 2 else None)(function)
-
-
-def skip_if_odd_worldsize(function: Decorated) -> Decorated:
-    """Skip if ``WORLD_SIZE``, or without this variable the number of ranks under test, is odd.
-
-    Upstream's raises ``KeyError`` without the variable.
-    """
-    return requires(lambda: "the world size is odd" if _world_size_variable() % 2 else None)(function)
-
-
-def _world_size_variable() -> int:
-    return int(os.environ.get("WORLD_SIZE", accelerator.current().ranks))
-
-
 def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Decorated], Decorated]:
     return requires(lambda: None if built_in() else f"torch was built without the backend {name}")
 
@@ -217,16 +181,6 @@ def _requires_backend(name: str, built_in: Callable[[], bool]) -> Callable[[Deco
 def requires_gloo() -> Callable[[Decorated], Decorated]:
     """Skip if torch was built without gloo. Upstream's decorators of this kind check when the file is imported."""
     return _requires_backend("gloo", dist.is_gloo_available)
-
-
-def requires_ucc() -> Callable[[Decorated], Decorated]:
-    """Skip if torch was built without UCC."""
-    return _requires_backend("ucc", dist.is_ucc_available)
-
-
-def requires_mpi() -> Callable[[Decorated], Decorated]:
-    """Skip if torch was built without MPI."""
-    return _requires_backend("mpi", dist.is_mpi_available)
 
 
 def requires_nccl() -> Callable[[Decorated], Decorated]:
@@ -259,11 +213,6 @@ def requires_nccl_version(version: tuple[int, ...], msg: str) -> Callable[[Decor
     return requires(reason)
 
 
-def requires_nccl_shrink() -> Callable[[Decorated], Decorated]:
-    """Skip if the backend under test is an NCCL that cannot shrink a group, which is one before 2.27."""
-    return requires_nccl_version((2, 27), "shrinking a process group")
-
-
 def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Callable[[Decorated], Decorated]:
     """Skip unless the backend under test is one of ``backends`` (default: any backend of an accelerator).
 
@@ -279,23 +228,14 @@ def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Call
     return requires(reason)
 
 
-def requires_multicast_support() -> Callable[[Decorated], Decorated]:
-    """Skip unless there is symmetric memory.
-
-    Upstream's checks whether the first CUDA device supports multicast, which is one part of symmetric memory. This one
-    does not, because the check would start the device in the process that forks.
-    """
-    return requires_capability("symmetric_memory")
-
-
 def skip_if_rocm_multiprocess(function: Decorated) -> Decorated:
     """Skip if torch was built for ROCm. Upstream's checks when the file is imported."""
     return requires(lambda: "not for ROCm" if torch.version.hip is not None else None)(function)
 
 
-def skip_if_win32() -> Callable[[Decorated], Decorated]:
-    """Skip on Windows, where this package refuses to run anyway."""
-    return requires(lambda: "not for Windows" if sys.platform == "win32" else None)
+def skip_if_rocm_arch_multiprocess(arch: tuple[str, ...]) -> Callable[[Decorated], Decorated]:
+    """Skip when ROCm tests run on one of these architectures. Upstream's checks when the file is imported."""
+    return requires(lambda: f"not for ROCm's {arch}" if TEST_WITH_ROCM and isRocmArchAnyOf(arch) else None)
 
 
 def sm_is_or_higher_than(device: torch.device, major: int, minor: int) -> bool:

@@ -12,9 +12,7 @@ from unittest import mock
 
 from torch_fsdp_tests import accelerator, torch_names
 from torch_fsdp_tests.common_fsdp.patches import swapped
-from torch_fsdp_tests.substitutes import install, uninstall
-
-__all__ = ["install", "states_may_be_synced", "to_host_is_a_copy", "uninstall"]
+from torch_fsdp_tests.substitutes import install, uninstall  # noqa: F401
 
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")

@@ -10,7 +10,6 @@ from typing import Any
 from torch_fsdp_tests import host
 
 ADDRESS_IN_USE = "Address already in use"
-CONNECT_TIMEOUT = "connect() timed out."
 
 _ATTEMPTS = 10
 

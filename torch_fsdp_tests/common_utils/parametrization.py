@@ -209,28 +209,6 @@ def _always(decorators: list[Decorator]) -> Callable[[Parameters], list[Decorato
     return lambda _: decorators
 
 
-class reparametrize(_TestParametrizer):
-    """Rename, change, multiply or drop the variants of another parametrizer.
-
-    ``adapter_fn(name, arguments)`` gives the new ``(name, arguments)`` pairs; None, as a whole or in place of a pair,
-    drops it.
-    """
-
-    def __init__(
-        self,
-        parametrizer: _TestParametrizer,
-        adapter_fn: Callable[[str, Parameters], Iterable[tuple[str, Parameters] | None] | None],
-    ) -> None:
-        self.parametrizer = parametrizer
-        self.adapter_fn = adapter_fn
-
-    def _parametrize_test(self, test: Test, generic_cls: type, device_cls: type | None) -> Iterator[Variant]:
-        for variant, name, arguments, decorators in self.parametrizer._parametrize_test(test, generic_cls, device_cls):
-            for adapted in self.adapter_fn(name, arguments) or ():
-                if adapted is not None:
-                    yield variant, *adapted, decorators
-
-
 class decorateIf(_TestParametrizer):
     """Apply a decorator to those variants for whose arguments ``predicate_fn`` is true."""
 

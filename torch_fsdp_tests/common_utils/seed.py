@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -67,13 +66,3 @@ def save_rng_state() -> Callable[[], None]:
             module.set_rng_state(device)
 
     return restore
-
-
-@contextlib.contextmanager
-def freeze_rng_state() -> Iterator[None]:
-    """Restore all random generators after the block."""
-    restore = save_rng_state()
-    try:
-        yield
-    finally:
-        restore()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 import unittest
@@ -45,23 +44,6 @@ def skipIfTorchDynamo(msg: str = "not meant to run under dynamo") -> Decorator:
     return lazy_skip_if(lambda: flags.TEST_WITH_TORCHDYNAMO, msg)
 
 
-def skipIfTorchInductor(
-    msg: str = "not meant to run under inductor", condition: bool = flags.TEST_WITH_TORCHINDUCTOR
-) -> Decorator:
-    """Skip if the whole run is compiled by inductor (``PYTORCH_TEST_WITH_INDUCTOR=1``), or if a condition is true."""
-    return lazy_skip_if(lambda: condition, msg)
-
-
-def skipIfCrossRef(fn: Any) -> Any:
-    """Skip under the cross-reference mode (``PYTORCH_TEST_WITH_CROSSREF=1``)."""
-    return lazy_skip_if(lambda: flags.TEST_WITH_CROSSREF, "not meant to run under the cross-reference mode")(fn)
-
-
-def skipIfFreeThreaded(msg: str = "not meant to run without the interpreter lock") -> Decorator:
-    """Skip on a Python without the interpreter lock."""
-    return unittest.skipIf(flags.IS_FREE_THREADED, msg)
-
-
 def _platform_skip(name: str, condition: Callable[[], object], msg: str) -> Callable[..., Any]:
     """Make a decorator that works with and without parentheses, like upstream's ``skipIf<Platform>``."""
 
@@ -76,14 +58,6 @@ def _platform_skip(name: str, condition: Callable[[], object], msg: str) -> Call
 skipIfRocm = _platform_skip("skipIfRocm", lambda: flags.TEST_WITH_ROCM, "not meant to run on ROCm")
 skipIfXpu = _platform_skip("skipIfXpu", lambda: flags.has_devices("xpu"), "not meant to run on XPU")
 skipIfHpu = _platform_skip("skipIfHpu", lambda: flags.has_devices("hpu"), "not meant to run on HPU")
-skipIfMPS = _platform_skip("skipIfMPS", lambda: flags.has_devices("mps"), "not meant to run on MPS")
-skipIfWindows = _platform_skip("skipIfWindows", lambda: flags.IS_WINDOWS, "not meant to run on Windows")
-
-
-def getRocmVersion() -> tuple[int, int]:
-    """The ROCm version torch was built for, as (major, minor); (0, 0) without ROCm."""
-    major, minor, *_ = (torch.version.hip or "0.0").split(".")
-    return int(major), int(minor.split("-")[0])
 
 
 def isRocmArchAnyOf(arch: tuple[str, ...]) -> bool:
@@ -98,24 +72,6 @@ def skipIfRocmArch(arch: tuple[str, ...]) -> Decorator:
     return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and isRocmArchAnyOf(arch), f"not meant to run on ROCm's {arch}")
 
 
-def runOnRocmArch(arch: tuple[str, ...]) -> Decorator:
-    """Skip when ROCm tests run on another architecture; elsewhere the test runs."""
-    return lazy_skip_if(lambda: flags.TEST_WITH_ROCM and not isRocmArchAnyOf(arch), f"only for ROCm's {arch}")
-
-
-def runOnRocm(fn: Any) -> Any:
-    """Skip unless ROCm is tested (``PYTORCH_TEST_WITH_ROCM=1``)."""
-    return lazy_skip_if(lambda: not flags.TEST_WITH_ROCM, "meant for ROCm only")(fn)
-
-
-def skipIfRocmVersionLessThan(version: tuple[int, int] | None = None) -> Decorator:
-    """Skip when ROCm tests run with one older than ``version``, (major, minor)."""
-    return lazy_skip_if(
-        lambda: flags.TEST_WITH_ROCM and version is not None and getRocmVersion() < tuple(version),
-        f"needs ROCm {version} or later",
-    )
-
-
 def xfailIf(condition: object) -> Decorator:
     """``unittest.expectedFailure`` if the condition is true."""
     return unittest.expectedFailure if condition else lambda fn: fn
@@ -126,21 +82,6 @@ def slowTest(fn: Any) -> Any:
     slow = lazy_skip_if(lambda: not flags.TEST_WITH_SLOW, "slow: runs with PYTORCH_TEST_WITH_SLOW=1")(fn)
     slow.slow_test = True
     return slow
-
-
-def slowTestIf(condition: object) -> Decorator:
-    """:func:`slowTest` if the condition is true when the test is decorated."""
-    return slowTest if condition else lambda fn: fn
-
-
-def serialTest(condition: bool = True) -> Decorator:
-    """Does nothing, and exists for compatibility: here the tests of a file always run one after the other."""
-    return lambda fn: fn
-
-
-def skip_but_pass_in_sandcastle(reason: str) -> Decorator:
-    """Skip. In the environment that upstream calls sandcastle, pass without running, and say so on stderr."""
-    return skip_but_pass_in_sandcastle_if(True, reason)
 
 
 def skip_but_pass_in_sandcastle_if(condition: object, reason: str) -> Decorator:
@@ -189,20 +130,9 @@ class _Setting:
                 self._write(self._wishes[-1][1] if self._wishes else self._before)
 
 
-def _read_determinism() -> tuple[bool, bool, bool]:
-    mode, only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return mode, only, torch.utils.deterministic.fill_uninitialized_memory
-
-
-def _write_determinism(values: tuple[bool, bool, bool]) -> None:
-    mode, only, torch.utils.deterministic.fill_uninitialized_memory = values
-    torch.use_deterministic_algorithms(mode, warn_only=only)
-
-
 _swapping = _Setting(
     torch.__future__.get_swap_module_params_on_conversion, torch.__future__.set_swap_module_params_on_conversion
 )
-_determinism = _Setting(_read_determinism, _write_determinism)
 _default_dtype = _Setting(torch.get_default_dtype, torch.set_default_dtype)
 
 
@@ -214,27 +144,9 @@ def SwapTensorsGuard(use_swap_tensors: bool | None) -> AbstractContextManager[No
     return contextlib.nullcontext() if use_swap_tensors is None else _swapping.at(use_swap_tensors)
 
 
-def DeterministicGuard(
-    deterministic: bool, *, warn_only: bool = False, fill_uninitialized_memory: bool = True
-) -> AbstractContextManager[None]:
-    """Set torch's deterministic-algorithms flags, and restore them afterwards."""
-    return _determinism.at((deterministic, warn_only, fill_uninitialized_memory))
-
-
 def set_default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Set torch's default dtype, and restore it afterwards."""
     return _default_dtype.at(dtype)
-
-
-@contextlib.contextmanager
-def set_cwd(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Change the working directory, and restore it afterwards."""
-    before = os.getcwd()
-    os.chdir(path)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _run_within(guard: Callable[[], AbstractContextManager[None]]) -> Decorator:

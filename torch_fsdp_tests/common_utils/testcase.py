@@ -9,12 +9,10 @@ import re
 import subprocess
 import sys
 import unittest
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import expecttest
-import torch
 
 from torch_fsdp_tests import events, settings
 from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, in_one_line
@@ -268,28 +266,7 @@ class TestCase(expecttest.TestCase):
             return
         self.fail(self._formatMessage(msg, f"{x!r} == {y!r}"))
 
-    def assertEqualIgnoreType(self, *args: Any, **kwargs: Any) -> None:
-        """:meth:`assertEqual` with ``exact_dtype=False``."""
-        self.assertEqual(*args, exact_dtype=False, **kwargs)
-
-    def assertEqualBroadcasting(self, x: torch.Tensor, y: Any, *args: Any, **kwargs: Any) -> None:
-        """Like :meth:`assertEqual`, after ``y`` (a number, sequence or tensor) is expanded to the shape of ``x``."""
-        y = torch.as_tensor(y, dtype=None if isinstance(y, torch.Tensor) else x.dtype, device=x.device)
-        self.assertEqual(x, y.expand_as(x), *args, **kwargs)
-
     # -- other assertions that upstream adds to unittest's
-
-    def assertObjectIn(self, obj: object, iterable: Iterable[object]) -> None:
-        """Fail unless this object itself, and not only an equal one, is among the others."""
-        if not any(obj is other for other in iterable):
-            self.fail(f"this {type(obj).__name__} itself is not among the objects")
-
-    def assertGreaterAlmostEqual(
-        self, first: Any, second: Any, places: int | None = None, msg: str | None = None, delta: Any = None
-    ) -> None:
-        """Fail unless ``first >= second`` up to ``delta``, or up to half of the last of ``places``."""
-        if first < second:
-            self.assertAlmostEqual(first, second, places=places, msg=msg, delta=delta)
 
     def assertExpectedInline(
         self,
@@ -316,43 +293,8 @@ class TestCase(expecttest.TestCase):
         """unittest's ``assertLogs``. The default logger is ``torch``, because torch's loggers do not reach the root."""
         return super().assertLogs(logging.getLogger("torch") if logger is None else logger, level)
 
-    def assertNotWarn(self, callable: Callable[[], object], msg: str = "") -> None:
-        """Fail if the call warns, even if torch has given a one-time warning before."""
-        with warnings.catch_warnings(record=True) as caught, _torch_warns_always():
-            warnings.simplefilter("always")
-            callable()
-        if caught:
-            self.fail(self._formatMessage(msg or None, f"warned: {[str(each.message) for each in caught]}"))
-
-    @contextlib.contextmanager
-    def assertWarnsOnceRegex(self, category: type[Warning], regex: str = "") -> Iterator[None]:
-        """Fail unless the block gives a warning of exactly this category whose text begins with a match of ``regex``.
-
-        Inside the block, torch gives its one-time warnings every time. Differs from upstream's: one warning must meet
-        both conditions.
-        """
-        with warnings.catch_warnings(record=True) as caught, _torch_warns_always():
-            warnings.simplefilter("always")
-            yield
-        if not any(type(each.message) is category and re.match(regex, str(each.message)) for each in caught):
-            given = [f"{each.category.__name__}: {each.message}" for each in caught] or "no warning"
-            self.fail(f"no {category.__name__} begins with {regex!r}; given: {given}")
-
     @staticmethod
     def run_process_no_exception(code: str, env: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
         """Run Python source in a fresh interpreter, and return its stdout and stderr for any exit status."""
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
         return done.stdout, done.stderr
-
-
-@contextlib.contextmanager
-def _torch_warns_always() -> Iterator[None]:
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        yield
-    finally:
-        torch.set_warn_always(before)
-
-
-TestCaseBase = TestCase  # upstream's name for use as a base of classes made at run time

@@ -6,5 +6,3 @@ holds the facts, and ``reproduce(rank, world_size, device)`` returns what torch 
 """
 
 from torch_fsdp_tests.defects.in_tests import NO_DEFECT, torch_defect
-
-__all__ = ["NO_DEFECT", "torch_defect"]

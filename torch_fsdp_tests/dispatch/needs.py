@@ -22,7 +22,7 @@ _RANKS_ARE_PROCESSES = {"MultiProcessTestCase": True, "MultiProcContinuousTest":
 # Where to look for a base class that the file does not import by name.
 _HOMES = ("common_fsdp", "common_distributed", "distributed._tensor.common_dtensor")
 # Decorators that need room for a number of ranks, which is their last positional argument or the one of this name.
-_ROOM = {"skip_if_lt_x_gpu": "x", "nccl_skip_if_lt_x_gpu": "x", "at_least_x_gpu": "x", "requires_world_size": "n"}
+_ROOM = {"skip_if_lt_x_gpu": "x", "at_least_x_gpu": "x", "requires_world_size": "n"}
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

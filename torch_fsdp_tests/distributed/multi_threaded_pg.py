@@ -1,6 +1,6 @@
 """Upstream's name for the process group whose ranks are threads, :mod:`torch_fsdp_tests.threaded_pg`."""
 
-from torch_fsdp_tests.threaded_pg import (
+from torch_fsdp_tests.threaded_pg import (  # noqa: F401
     CollectiveError,
     CollectiveTimeout,
     Mismatch,
@@ -12,16 +12,3 @@ from torch_fsdp_tests.threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-
-__all__ = [
-    "CollectiveError",
-    "CollectiveTimeout",
-    "Mismatch",
-    "PeerFailed",
-    "ProcessLocalGroup",
-    "ThreadLocalWorld",
-    "ThreadedWork",
-    "_create_threaded_pg",
-    "_install_threaded_pg",
-    "_uninstall_threaded_pg",
-]

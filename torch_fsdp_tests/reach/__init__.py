@@ -5,14 +5,3 @@
 
 from torch_fsdp_tests.reach.functions import Function, functions_of, module_name, owners
 from torch_fsdp_tests.reach.reachmap import MalformedMap, MapBuilder, Reached, ReachMap
-
-__all__ = [
-    "Function",
-    "MalformedMap",
-    "MapBuilder",
-    "ReachMap",
-    "Reached",
-    "functions_of",
-    "module_name",
-    "owners",
-]

@@ -39,16 +39,6 @@ from torch_fsdp_tests.threaded_pg.meeting import (
     default_limit,
 )
 
-__all__ = [
-    "CollectiveError",
-    "CollectiveTimeout",
-    "Mismatch",
-    "PeerFailed",
-    "ProcessLocalGroup",
-    "ThreadLocalWorld",
-    "ThreadedWork",
-]
-
 Lists = Sequence[Sequence[Tensor]]
 Work = Callable[..., None]
 

@@ -13,17 +13,14 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 
 from .cases import (
     DTensorContinuousTestBase,
-    DTensorOpTestBase,
     DTensorTestBase,
     DTensorTestMixin,
-    map_local_for_rank,
-    map_local_tensor_for_rank,
     num_devices,
     skip_unless_torch_gpu,
     with_comms,
 )
 from .experts import ExpertLayer, ExpertParallel, ExpertParallelWithTP, Experts, TensorParallelForExpert
-from .layers import MLPModule, MLPStacked, RMSNormPython
+from .layers import MLPModule, RMSNormPython
 from .transformer import Attention, FeedForward, ModelArgs, Transformer, TransformerBlock
 
 
@@ -34,29 +31,3 @@ def __getattr__(name: str) -> Any:
         device = accelerator.current()
         return device.type if name == "DEVICE_TYPE" else device.backend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = [
-    "Attention",
-    "DTensorContinuousTestBase",
-    "DTensorOpTestBase",
-    "DTensorTestBase",
-    "DTensorTestMixin",
-    "ExpertLayer",
-    "ExpertParallel",
-    "ExpertParallelWithTP",
-    "Experts",
-    "FeedForward",
-    "MLPModule",
-    "MLPStacked",
-    "ModelArgs",
-    "RMSNormPython",
-    "TensorParallelForExpert",
-    "Transformer",
-    "TransformerBlock",
-    "map_local_for_rank",
-    "map_local_tensor_for_rank",
-    "skip_if_lt_x_gpu",
-    "skip_unless_torch_gpu",
-    "with_comms",
-]

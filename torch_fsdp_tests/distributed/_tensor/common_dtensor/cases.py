@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +16,6 @@ from torch_fsdp_tests import accelerator, substitutes
 from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
-    MultiThreadedTestCase,
     requires,
     run_subtests,
 )
@@ -68,10 +66,6 @@ class DTensorTestMixin(_Base):
     def mesh(self) -> DeviceMesh:
         """The mesh of :meth:`build_device_mesh`, which is built once per test. A test may assign its own."""
         return self.build_device_mesh()
-
-    def init_manual_seed_for_rank(self) -> None:
-        """Seed each rank differently."""
-        torch.manual_seed(self.rank)
 
     def run_subtests(self, *args: Any, **kwargs: Any) -> None:
         """See :func:`torch_fsdp_tests.common_distributed.run_subtests`."""
@@ -167,27 +161,3 @@ class DTensorContinuousTestBase(DTensorTestMixin, MultiProcContinuousTest):
         device.bind(rank)
         substitutes.install(device)
         super()._init_pg(rank, world_size, rdvz_file)
-
-
-class DTensorOpTestBase(DTensorTestMixin, MultiThreadedTestCase):
-    """Every test runs in ``world_size`` threads over an in-process group, by default as many as :func:`num_devices`."""
-
-    @property
-    def world_size(self) -> int:
-        return num_devices()
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_threads()
-
-
-def map_local_tensor_for_rank(
-    tensor: torch.Tensor, rank: int, func: Callable[[torch.Tensor, int], torch.Tensor]
-) -> torch.Tensor:
-    """``func(tensor, rank)``: here each rank is a process or a thread."""
-    return func(tensor, rank)
-
-
-def map_local_for_rank(rank: int, func: Callable[[int], Any]) -> Any:
-    """``func(rank)``; see :func:`map_local_tensor_for_rank`."""
-    return func(rank)
