@@ -108,7 +108,7 @@ class Accelerator:
         """
         launch = launcher.found()
         if launch is not None:
-            made = f"wants {world_size} ranks, the launcher made {launch.world_size}"
+            made = f"needs {world_size} ranks, but the launcher made {launch.world_size}"
             return made if world_size > launch.world_size else None
         if self.is_host or world_size <= self.count or (self.count and self.has("shared_device")):
             return None
@@ -141,7 +141,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     if count == 0:
         raise ConfigurationError(
             f"the device {device_type!r} was requested, but this torch ({torch.__version__}) sees none: "
-            "check the driver and the variable that restricts visibility, or name another with --device or "
+            "check the driver and the variable that restricts visibility, or name another device with --device or "
             f"{DEVICE_VARIABLE}"
         )
     ranks = ranks or max(count, 2)
@@ -180,7 +180,7 @@ def _checked_backend(device_type: str, backend: str | None) -> str:
     if backend in _HOLLOW_BACKENDS:
         raise ConfigurationError(
             f"the backend {backend!r} moves no data between processes, so a test over it proves nothing: "
-            f"name another with --backend or {BACKEND_VARIABLE}"
+            f"name another backend with --backend or {BACKEND_VARIABLE}"
         )
     if backend not in dist.Backend.backend_list:
         raise ConfigurationError(
@@ -275,7 +275,7 @@ def _described(vendor: vendors.Vendor, backend: str | None, ranks: int | None) -
     try:
         found = describe(backend=backend, ranks=ranks)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{what} says: {error}") from error
+        raise ConfigurationError(f"{what} reports: {error}") from error
     except Exception as error:
         raise ConfigurationError(f"{what} failed: {in_one_line(error)}") from error
     if not isinstance(found, Accelerator):
@@ -286,7 +286,7 @@ def _described(vendor: vendors.Vendor, backend: str | None, ranks: int | None) -
 def _unknown_device(name: str) -> str:
     """A sentence about a device type that torch does not know. It offers what this build of torch has."""
     if name in vendors.installed():
-        remedy = "install the extension of torch that brings it, or set `describe` in its Vendor"
+        remedy = "install the extension of torch that adds it, or set `describe` in its Vendor"
         return f"unknown device {name!r}: torch {torch.__version__} does not know it; {remedy}"
     found = torch.accelerator.current_accelerator()
     known = sorted({"cpu", *vendors.installed(), *([] if found is None else [found.type])})

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 CAPABILITIES: Mapping[str, str] = {
-    "device_memory": "its own memory, apart from the host's",
+    "device_memory": "memory of its own, separate from the host's",
     "device_index": "devices with an index",
     "streams": "streams that run work independently",
     "pinned_memory": "host memory pinned for the device",
     "memory_stats": "statistics of its memory allocator",
     "sleep_kernel": "a kernel that keeps the device busy for a given time",
-    "peer_access": "devices that reach each other's memory",
+    "peer_access": "devices that can access each other's memory",
     "graphs": "graphs of recorded work",
     "bf16_collectives": "collectives over bfloat16",
     "fp16_collectives": "collectives over float16",

@@ -118,9 +118,9 @@ def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | Non
     if called & set(_names(os.environ.get(ALSO_FOR_VARIABLE))):
         return None
     if called & set(excepted):
-        return f"written for all devices except {', '.join(excepted)}, and the device under test is {device_type}"
+        return f"written for all devices except {', '.join(excepted)}, but the device under test is {device_type}"
     if only and not called & set(only):
-        return f"written for {', '.join(only)} only, and the device under test is {device_type}"
+        return f"written for {', '.join(only)} only, but the device under test is {device_type}"
     return None
 
 

@@ -147,7 +147,7 @@ def check_ran(value: object, what: str = "the test") -> None:
         return
     if isinstance(value, types.CoroutineType):
         value.close()  # otherwise the interpreter warns that nobody awaited it
-    raise TypeError(f"nothing of {what} ran, because it {how}")
+    raise TypeError(f"{what} did not run, because it {how}")
 
 
 def check_returned(value: object) -> None:
@@ -158,11 +158,11 @@ def check_returned(value: object) -> None:
         raise TypeError(f"the test returned {found}, which nobody checks: assert what should hold, and return nothing")
 
 
-_ASYNC = "write `def`, and run what is async with asyncio.run()"
+_ASYNC = "write `def`, and run the coroutine with asyncio.run()"
 _TO_RUN = {
     types.CoroutineType: f"is an `async def`: {_ASYNC}",
     types.AsyncGeneratorType: f"is an `async def` with a `yield`: {_ASYNC}",
-    types.GeneratorType: "is a generator: remove its `yield`; parameters belong into @parametrize or self.subTest()",
+    types.GeneratorType: "is a generator: remove its `yield`; parameters belong in @parametrize or self.subTest()",
 }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 LINUX = sys.platform.startswith("linux")
 MACOS = sys.platform == "darwin"
 
-REFUSAL = "torch_fsdp_tests runs on Linux and, on the CPU, on macOS; not on Windows (WSL 2 counts as Linux)"
+REFUSAL = "torch_fsdp_tests does not run on Windows: use Linux, WSL 2, or macOS (CPU only)"
 
 LOOPBACK = "127.0.0.1"  # not "localhost", which some containers cannot resolve
 
@@ -73,7 +73,7 @@ def allow_open_files(number: int) -> None:
     if soft == unlimited or soft >= number:
         return
     if hard != unlimited and hard < number:
-        raise OSError(f"the limit of open files is {hard}, and {number} are needed; raise it with ulimit -Hn {number}")
+        raise OSError(f"the limit of open files is {hard}, but {number} are needed; raise it with ulimit -Hn {number}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 

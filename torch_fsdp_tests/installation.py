@@ -43,7 +43,7 @@ def version() -> str:
     """``0.1.0``, or ``0.1.0 (6ed3527-dirty)`` where the commit is known, or should be."""
     known = commit()
     if known is None and CHECKOUT is not None and (CHECKOUT / ".git").exists():
-        known = "unknown commit: git does not tell it"
+        known = "unknown commit: git cannot read the repository"
     return f"{__version__} ({known})" if known else __version__
 
 

@@ -75,13 +75,13 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
     if missing:
         raise LaunchError(
             f"{LAUNCHED_VARIABLE}=1 says that a launcher made the ranks, but these variables are not set: "
-            f"{', '.join(missing)}"
+            f"{', '.join(missing)}; set them, or unset {LAUNCHED_VARIABLE}"
         )
     numbers = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     wrong = [f"{name}={text!r}" for name, text in numbers.items() if not text.isdecimal()]
     if wrong or int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
         described = ", ".join(wrong) or f"RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}"
-        raise LaunchError(f"a launcher does not set {described}; {LAUNCHED_VARIABLE}=0 ignores these variables")
+        raise LaunchError(f"{described} cannot be right; if no launcher made this process, set {LAUNCHED_VARIABLE}=0")
     return Launch(
         rank=int(numbers["RANK"]),
         world_size=int(numbers["WORLD_SIZE"]),

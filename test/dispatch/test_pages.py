@@ -118,7 +118,9 @@ def varied() -> dict[str, Any]:
         a_test("TestOffload.test_cpu_offload", State.SKIPPED, reason=f"needs graphs {LONG}"),
         a_test("TestOffload.test_defect", State.KNOWN_DEFECT),
         a_test("TestOffload.test_flaky", flaky=True, notes=[f"left a file {LONG}"]),
-        a_test("TestOffload.test_later", State.NOT_RUN, reason="not run: the end of the run came first"),
+        a_test(
+            "TestOffload.test_later", State.NOT_RUN, reason="not run: the process was stopped with the run before it"
+        ),
     )
     defect = {
         "id": "fsdp2_defect",
@@ -194,7 +196,7 @@ class TestContent(unittest.TestCase):
             "1 test showed 2 known defects of this torch, as expected.",
             "1 test passed only when run again.",
             "1 test was skipped; its reason is given below.",
-            "1 test did not run, because something else ended first.",
+            "1 test did not run, because the file or the run ended first.",
             "0.1.0 (abc1234)",
             "machine-1",
             "2026-01-02 03:04:05 UTC",
@@ -230,7 +232,7 @@ class TestContent(unittest.TestCase):
             ),
             (
                 a_report(a_file("test_x", *map(a_test, ("T.test_1", "T.test_2")), a_test("T.t", State.KNOWN_DEFECT))),
-                "All 2 tests that should pass did pass. 1 test showed ",
+                "All 2 tests that should pass passed. 1 test showed ",
             ),
             (a_report(exit_code=5), "No test was executed, so this run proves nothing."),
             (a_report(exit_code=130), ": <span class=bad>interrupted</span>"),
@@ -267,7 +269,7 @@ class TestContent(unittest.TestCase):
         told = html.unescape(re.sub("<[^>]+>", " ", page))
         for words in (
             "passed with 1 known failure",
-            "The test that should pass did pass. 1 test failed, as the list of known failures says.",
+            "The test that should pass passed. 1 test failed, as the list of known failures says.",
             "1 known to fail",
             "the driver lacks it",
             "RuntimeError: no such kernel",

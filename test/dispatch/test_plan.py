@@ -271,7 +271,7 @@ class TestDevices(unittest.TestCase):
             self.assertTrue(found.is_lent_whole)
             self.assertIn("each file gets all 3 of them, one file at a time", found.remark or "")
             self.assertEqual(found.environment((0, 1, 2)), {})
-            with self.assertRaisesRegex(ConfigurationError, "--devices: .* lent whole or not at all"):
+            with self.assertRaisesRegex(ConfigurationError, "--devices: .* gets all of them or none"):
                 find("foo", ("0",), {})
         with self.declared({}):  # torch imports extensions, and one of them may define it
             unknown = find("foo", None, {})

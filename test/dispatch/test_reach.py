@@ -416,7 +416,7 @@ class TestChanges(SourcesCase):
         (self.folder / "d.patch").write_text(textwrap.dedent(text))
         found = self.change(str(self.folder / "d.patch"))
         self.assertEqual(set(found.names), {"torch.distributed.fsdp._new", API, f"{API}.Policy"})
-        self.assertEqual(found.remarks, ("ignored, because the map does not cover it: torch/nn/linear.py",))
+        self.assertEqual(found.remarks, ("ignored, because the map does not cover them: torch/nn/linear.py",))
 
     def test_standard_input(self):
         text = Path(self.diff(_core=("return 2", "return 3"))).read_text()

@@ -169,13 +169,13 @@ class TestReaching(CommandCase):
         self.assertNotIn("was recorded with", self.err)  # another build of the same version
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
         self.assertEqual((jobs(), self.code), (["TestX.test_3", "TestX.test_2"], 0))
-        self.assertIn("the map was recorded with torch 9.8.7+y, but 9.9.0+x is installed\n", self.err)
+        self.assertIn("the map was recorded with torch 9.8.7+y, but torch 9.9.0+x is installed\n", self.err)
 
     def test_a_test_that_is_gone(self):
         self.write({"test_x": body("pass", "pass")})
         out = self.reach("shard")
         self.assertEqual(self.code, 0, out)
-        self.assertIn("note: the map has tests that do not exist any more: TestX.test_3", out)
+        self.assertIn("note: the map names tests that no longer exist: TestX.test_3", out)
 
     def test_bad_input_is_refused_in_a_sentence(self):
         (self.root / "folder").mkdir()

@@ -128,7 +128,7 @@ class TestLists(TreeCase):
         environment = {"DISABLED_TESTS_FILE": "/no/where/d.json", "SLOW_TESTS_FILE": "/no/where/s.json"}
         self.check({"test_p": PASS}, passed=1, env=environment)
         for name in ("d.json", "s.json"):
-            self.assertIn(f"/no/where/{name} does not exist, so no test is disabled or slow because of it", self.err)
+            self.assertIn(f"/no/where/{name} does not exist, so it disables no test and marks none as slow", self.err)
         self.run_command("--known-failures", "/no/where")
         self.assertEqual(self.code, 2)
 
@@ -316,7 +316,7 @@ class TestReports(TreeCase):
             passed=2,
             failed=1,
             skipped=1,
-            says=[*says, "side by side: .*second/compare.html"],
+            says=[*says, "comparison: .*second/compare.html"],
         )
         report = json.loads((second / "report.json").read_text())
         fits(self, report, schema("report"))
@@ -478,7 +478,7 @@ class TestConsole(TreeCase):
         out = self.check({"test_x": record + PASS, "test_y": record + PASS}, [*HOST, "-j1"], passed=2)
         words = "torch 9.9.9, device foo, backend foocl, ranks 3"
         self.assertEqual(out.count(words), 1, out)
-        self.assertRegex(out, f"note: unlike what the first line says, test_x tests with {words}")
+        self.assertRegex(out, f"note: test_x runs with {words}, devices not shared, and not as the first line says")
         environment = self.declare("foo", 2)  # only the device's own extension knows its backend
         out = self.check({}, ["--device", "foo", "--devices", "0"], passed=2, env=environment)
         self.assertTrue(out.startswith(words), out)

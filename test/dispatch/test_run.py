@@ -163,7 +163,7 @@ class TestVerdicts(TreeCase):
         self.check({"test_s": skip}, skipped=1, says=["NO TEST WAS EXECUTED"])
 
     def test_minimum_executed(self):
-        self.check({"test_p": PASS}, ["--minimum-executed", "2"], passed=1, code=1, says=["too few: 1"])
+        self.check({"test_p": PASS}, ["--minimum-executed", "2"], passed=1, code=1, says=["too few tests: 1 were"])
         self.check({}, ["--minimum-executed", "1"], passed=1)
 
 
@@ -201,7 +201,8 @@ class TestBadEnds(TreeCase):
                 cases = {c.get("name"): c for c in ET.parse(next((self.root / name).glob("*/*.xml"))).iter("testcase")}
                 told = [(each.tag, each.attrib["message"]) for test in ("test_2", "test_3") for each in cases[test]]
                 self.assertEqual([tag for tag, _ in told], ["error", "skipped"])
-                self.assertRegex(" ".join(message for _, message in told), f"{name} not run: {name} came first$")
+                words = f"{name} not run: the process was killed by {name} before it$"
+                self.assertRegex(" ".join(message for _, message in told), words)
 
     def test_leaves_at_once(self):
         files = {
@@ -212,9 +213,9 @@ class TestBadEnds(TreeCase):
             "test_late": f"{PASS}import atexit\natexit.register(os._exit, 7)\n",
         }
         says = [
-            "crashed: TestX.test_1: did not run to its end: exit status 3",
+            "crashed: TestX.test_1: did not finish: the process exited with status 3",
             "must call run_tests",
-            "exit status 7 ended the process after its tests",
+            "the process exited with status 7 after its tests",
         ]
         self.check(files, ["--keep-going"], passed=1, failed=5, says=says)
 
@@ -228,7 +229,7 @@ class TestBadEnds(TreeCase):
 
     def test_hang_shows_stacks_and_is_limited(self):
         text = body("pass", "here_it_hangs()", "pass") + "def here_it_hangs():\n    time.sleep(60)\n"
-        says = ["file limit of 1 s", r"in here_it_hangs", "tests not reached: TestX.test_3"]
+        says = ["file's time limit of 1 s", r"in here_it_hangs", "tests not reached: TestX.test_3"]
         self.check({"test_x": text}, ["--timeout", "1", "--report", self.root / "r"], passed=1, failed=1, says=says)
         (file,) = json.loads((self.root / "r/report.json").read_text())["files"]
         (attempt,) = file["attempts"]
@@ -237,7 +238,7 @@ class TestBadEnds(TreeCase):
 
     def test_hang_that_ignores_sigterm_is_killed(self):
         text = body("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
-        self.check({"test_x": text}, ["--timeout", "1"], failed=1, says=["file limit of 1 s"])
+        self.check({"test_x": text}, ["--timeout", "1"], failed=1, says=["file's time limit of 1 s"])
 
     def test_garbage_on_stdout(self):
         text = body("os.write(1, bytes(range(256)) * 400)", "self.fail()")
@@ -398,7 +399,9 @@ class TestSelecting(TreeCase):
 
     def test_parts_to_which_no_test_falls(self):
         times = self.write_json("times.json", {"default": {"default": {"test_x": 1500}}})
-        self.check({"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["they have no tests"])
+        self.check(
+            {"test_x": PASS}, ["--shard", 3, 3, "--test-times", times], code=0, says=["none of these parts has a test"]
+        )
         self.check({}, ["--shard", 1, 3, "--test-times", times], passed=1)
         self.check({}, ["--shard", 1, 3, "--test-times", times, "-k", "nothing_fits"], code=5)
 
@@ -644,7 +647,7 @@ class TestReruns(TreeCase):
         self.check({}, [], passed=1, failed=1)
         self.check({}, ["--failed"], passed=1)
         self.check({}, ["--failed"], code=5)
-        self.assertIn("nothing of this failed when it was last run here on ", self.err)
+        self.assertIn("none of the selected tests failed when they were last run here on ", self.err)
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
 
     def test_death_that_a_rerun_survives_is_flaky(self):

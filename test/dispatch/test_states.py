@@ -209,11 +209,11 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual(
             beginnings,
             {
-                "TestX.test_1": "TypeError: nothing of the test ran, because it is an `async def`"[:48],
-                "TestX.test_2": "TypeError: nothing of the test ran, because it is a generator"[:48],
+                "TestX.test_1": "TypeError: the test did not run, because it is an `async def`"[:48],
+                "TestX.test_2": "TypeError: the test did not run, because it is a generator"[:48],
                 "TestX.test_3": "TypeError: the test returned a value of type int",
-                "TestX.test_4": "TypeError: nothing of the test ran, because it is an"[:48],
-                "TestY.test_1": "TypeError: nothing of setUp ran, because it is a",
+                "TestX.test_4": "TypeError: the test did not run, because it is an"[:48],
+                "TestY.test_1": "TypeError: setUp did not run, because it is an `async def`"[:48],
             },
         )
         self.assertNotIn("never awaited", self.report["files"][0]["attempts"][0]["output"])
@@ -228,14 +228,17 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual(told, {"TestX.test_1": ("left something behind", words), "TestX.test_2": ("passed", "")})
 
     def test_deaths(self):
-        for line, reason in (("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")):
-            with self.subTest(reason):
+        for line, how in (
+            ("os._exit(3)", "exited with status 3"),
+            ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ):
+            with self.subTest(how):
                 self.assertEqual(
                     self.states(test_x=body("pass", line, "pass")),
                     {
                         "TestX.test_1": ("passed", "test", None, ""),
-                        "TestX.test_2": ("crashed", "test", None, f"did not run to its end: {reason}"),
-                        "TestX.test_3": ("not run", "test", None, f"not run: {reason} came first"),
+                        "TestX.test_2": ("crashed", "test", None, f"did not finish: the process {how}"),
+                        "TestX.test_3": ("not run", "test", None, f"not run: the process {how} before it"),
                     },
                 )
                 self.assertEqual([each.get("type") for each in self.cases["TestX", "test_2"]], ["crashed"])
@@ -243,7 +246,8 @@ class TestStatesOfProcesses(StatesCase):
 
     def test_time_out(self):
         states = self.states("--timeout", "3", test_x=body("time.sleep(60)"))
-        wanted = ("timed out", "test", None, "did not run to its end: the file limit of 3 s")
+        reason = "did not finish: the process was stopped at the file's time limit of 3 s"
+        wanted = ("timed out", "test", None, reason)
         self.assertEqual(states, {"TestX.test_1": wanted})
         self.assertEqual(
             [(each.tag, each.get("type")) for each in self.cases["TestX", "test_1"]], [("error", "timed out")]

@@ -263,7 +263,9 @@ class TestRefusals(VersionsCase):
     def test_options_that_are_not_handed_on(self):
         self.write({"test_x": PASS})
         self.handed_on = ["--list"]
-        self.assertIn("--list of run_test.py cannot be used here", self.refused(f"1={self.environment('9.1.0')}"))
+        self.assertIn(
+            "--list of run_test.py cannot be used with several versions", self.refused(f"1={self.environment('9.1.0')}")
+        )
 
     def test_environment_that_lacks_something(self):
         self.write({"test_x": PASS})

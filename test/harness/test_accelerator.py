@@ -87,7 +87,7 @@ class TestChoice(TestCase):
             (f"{__name__}:nothing", "cannot be imported: AttributeError: "),
             ("builtins:dict", "returned a dict; it must return an Accelerator"),
             ("builtins:len", "failed: TypeError: "),
-            (f"{__name__}:misspelt", "says: unknown capability 'streems'"),
+            (f"{__name__}:misspelt", "reports: unknown capability 'streems'"),
         ):
             with self.subTest(name), self.assertRaisesRegex(ConfigurationError, f"describes the device 'foo' {words}"):
                 self.chosen({"foo": vendors.Vendor("foo", describe=name)}, DEVICE="foo")

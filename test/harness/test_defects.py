@@ -143,7 +143,7 @@ class TestCommand(TestCase):
         """The command exits with 1 and names the defect."""
         done = run("fsdp2_divides_twice", beside=REPAIRED, REPAIRED_DEFECTS="fsdp2_divides_twice")
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        self.assertIn("not as expected: fsdp2_divides_twice is absent, and present was expected", done.stdout)
+        self.assertIn("not as expected: fsdp2_divides_twice is absent, but present was expected", done.stdout)
 
     def test_selection(self):
         status, out, _ = said("--list", "--family", "FSDP2", "--consequence", Consequence.HANG.value)
@@ -162,7 +162,7 @@ class TestCommand(TestCase):
                 "fsdp2_extension_gets_one_payload",
                 "--consequence",
                 "hang",
-            ): "no defect has this family and this consequence",
+            ): "none of these defects has this family and this consequence",
         }
         for arguments, words in cases.items():
             with self.subTest(arguments=arguments):

@@ -115,8 +115,8 @@ class DeviceTypeTest(TestCase):
     def test_devices_left_out_skip_and_say_why(self):
         body = {"test_y": lambda self, device: None}
         cases: list[tuple[dict[str, Any], str]] = [
-            ({"only_for": ("bar", "baz")}, "written for bar, baz only, and the device under test is foo"),
-            ({"except_for": "foo"}, "written for all devices except foo, and the device under test is foo"),
+            ({"only_for": ("bar", "baz")}, "written for bar, baz only, but the device under test is foo"),
+            ({"except_for": "foo"}, "written for all devices except foo, but the device under test is foo"),
         ]
         for options, reason in cases:
             cls = made_for(FOO, body, **options)["TestXFOO"]

@@ -124,7 +124,7 @@ class TestOneMachine(TestCase):
                 "TestFewer.test_ends_together": ["ok"],
                 "TestFewer.test_passes": ["ok"],
                 "TestFewer.test_passes_again": ["ok"],
-                "TestMore.test_is_left_out": ["skipped 'wants 5 ranks, the launcher made 3'"],
+                "TestMore.test_is_left_out": ["skipped 'needs 5 ranks, but the launcher made 3'"],
                 "TestStaying.test_1_begins": ["ok"],
                 "TestStaying.test_2_same_ranks": ["ok"],
                 "TestStaying.test_3_fails": ["ERROR"],
@@ -180,7 +180,7 @@ class TestTwoNodes(TestCase):
                 "TestFewer.test_ends_together": ["ok"],
                 "TestFewer.test_passes": ["ok"],
                 "TestFewer.test_passes_again": ["ok"],
-                "TestMore.test_is_left_out": ["skipped 'wants 5 ranks, the launcher made 4'"],
+                "TestMore.test_is_left_out": ["skipped 'needs 5 ranks, but the launcher made 4'"],
                 "TestStaying.test_1_begins": ["ok"],
                 "TestStaying.test_2_same_ranks": ["ok"],
             },
@@ -282,7 +282,7 @@ class TestRule(TestCase):
             (["-j", "2"], "one after the other"),
             (["--devices", "0"], "LOCAL_RANK"),
             (["--coverage"], "without one"),
-            (["--ranks", "5"], "the launcher made 4"),
+            (["--ranks", "5"], "the launcher made only 4"),
         ],
     )
     def test_the_dispatcher_refuses_what_cannot_work(self, arguments, words):
@@ -295,7 +295,7 @@ class TestRule(TestCase):
     @parametrize(
         "wrong,words",
         [
-            ({"TORCH_FSDP_TESTS_LAUNCHED": "1", "LOCAL_RANK": ""}, "these variables are not set: LOCAL_RANK"),
+            ({"TORCH_FSDP_TESTS_LAUNCHED": "1", "LOCAL_RANK": ""}, "these variables are not set: LOCAL_RANK; set them"),
             ({"TORCH_FSDP_TESTS_LAUNCHED": "yes"}, "is 'yes': it must be 1"),
             ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4"),
             ({"MASTER_PORT": "any"}, "MASTER_PORT='any'"),

@@ -189,7 +189,7 @@ class TestIdleRanks(PeersCase):
         self.assertEqual([rank for rank, count in self.run_file(1024).items() if count], [1])
 
     def test_too_few_open_files(self):
-        words = "the limit of open files is 4096, and 4097 are needed; raise it with ulimit -Hn 4097"
+        words = "the limit of open files is 4096, but 4097 are needed; raise it with ulimit -Hn 4097"
         with mock.patch("resource.getrlimit", lambda _: (1024, 4096)), self.assertRaisesRegex(OSError, words):
             host.allow_open_files(4097)
 

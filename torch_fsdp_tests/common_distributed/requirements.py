@@ -144,7 +144,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
     def reason() -> str | None:
         device = accelerator.current()
         if device.is_host:
-            return None if allow_cpu else f"needs {x} or more accelerators; the device under test is the CPU"
+            return None if allow_cpu else f"needs {x} or more accelerators, but the device under test is the CPU"
         return device.lacks_room_for(x)
 
     return requires(reason)
@@ -222,7 +222,8 @@ def requires_accelerator_dist_backend(backends: list[str] | None = None) -> Call
     def reason() -> str | None:
         device = accelerator.current()
         if device.is_host or (backends is not None and device.backend not in backends):
-            return f"needs the backend {' or '.join(backends or ['of an accelerator'])}; {device.backend} is under test"
+            wanted = " or ".join(backends or ["of an accelerator"])
+            return f"needs the backend {wanted}, but {device.backend} is under test"
         return None
 
     return requires(reason)

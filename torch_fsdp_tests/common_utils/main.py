@@ -38,11 +38,11 @@ _ELSEWHERE = {
 def _own_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     options = parser.add_argument_group("options in addition to unittest's")
-    options.add_argument("--seed", type=int, metavar="N", help="seed of every test, in its ranks too (default 1234)")
+    options.add_argument("--seed", type=int, metavar="N", help="seed of every test and of its ranks (default: 1234)")
     options.add_argument("--showlocals", action="store_true", help="the same as --locals")
     options.add_argument("--no-showlocals", dest="showlocals", action="store_false", help=argparse.SUPPRESS)
     options.add_argument("--repeat", type=int, default=1, metavar="N", help="run the tests N times, or until one fails")
-    options.add_argument("--accept", action="store_true", help="update the inline strings of expecttest")
+    options.add_argument("--accept", action="store_true", help="update the strings that expecttest keeps in the tests")
     options.add_argument("--discover-tests", action="store_true", help="print the names of the tests, and run nothing")
     return parser
 
@@ -57,12 +57,12 @@ class _Runner(unittest.TextTestRunner):
         def print_errors_and_leaks() -> None:
             print_errors()
             state.notes.report(self.stream)  # type: ignore[arg-type]
-            for defects, words in (
-                (testcase.shown, "known defect of torch shown"),
-                (testcase.repaired, "repaired in this torch"),
+            for defects, words, how in (
+                (testcase.shown, "known defect of torch shown", "by"),
+                (testcase.repaired, "repaired in this torch", "as shown by"),
             ):
                 for defect, tests in defects.items():
-                    print(f"{words}: {defect}, by {', '.join(tests)}", file=self.stream)
+                    print(f"{words}: {defect}, {how} {', '.join(tests)}", file=self.stream)
 
         result.printErrors = print_errors_and_leaks
         return result

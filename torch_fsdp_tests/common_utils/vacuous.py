@@ -29,7 +29,7 @@ KINDS = {
     "empty": "neither has an element",
     "zero": "both have only zeros, as if nothing had been computed",
     "small": "both are smaller than the tolerance, so zeros would pass, too",
-    "nonfinite": "both have an infinity or a NaN, as after any mistake that lets numbers explode",
+    "nonfinite": "both have an infinity or a NaN, which many mistakes lead to",
 }
 
 # The names, texts and calls that say so, where the expected value is written in a call.

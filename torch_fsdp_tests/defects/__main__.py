@@ -25,19 +25,24 @@ The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m torch_fsdp_tests.defects",
-        description="Check the installed torch for known defects of FSDP.",
+        description="Check the installed torch for the known defects of FSDP.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="defects to try, by id or glob (default: all)")
-    parser.add_argument("--family", choices=["FSDP1", "FSDP2"], help="only defects of this family")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="the defects to check, by id or glob (default: all)")
+    parser.add_argument("--family", choices=["FSDP1", "FSDP2"], help="check only defects of this family")
     names = [consequence.value for consequence in Consequence]
-    parser.add_argument("--consequence", choices=names, metavar="WHAT", help=f"only these: {', '.join(names)}")
-    parser.add_argument("--list", action="store_true", help="list the defects, and try none")
+    parser.add_argument(
+        "--consequence",
+        choices=names,
+        metavar="WHAT",
+        help=f"check only defects with this consequence: {', '.join(names)}",
+    )
+    parser.add_argument("--list", action="store_true", help="list the defects, and check none")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
-    parser.add_argument("--issue", metavar="ID", help="try the defect, and print a text for torch's issue tracker")
-    parser.add_argument("--markdown", action="store_true", help="print the table of defects by version, and try none")
+    parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
+    parser.add_argument("--markdown", action="store_true", help="print the table of defects by version, and check none")
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
     return parser.parse_args(argv)
@@ -66,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         if options.family in (None, defect.family) and options.consequence in (None, defect.consequence.value)
     ]
     if not chosen:
-        return _complain("no defect has this family and this consequence; --list shows all")
+        return _complain("none of these defects has this family and this consequence; --list shows all")
     if options.list:
         from torch_fsdp_tests.defects import texts
 
@@ -122,7 +127,7 @@ def _try(options: argparse.Namespace, ids: list[str]) -> int:
             if finding.answer is Answer.PRESENT:
                 print(f"\n{texts.details(finding)}")
         for finding in unexpected:
-            answers = f"{finding.answer.value}, and {finding.expected.value} was expected"
+            answers = f"{finding.answer.value}, but {finding.expected.value} was expected"
             print(f"\nnot as expected: {finding.defect.id} is {answers}")
         print(f"\n{heading}\n{texts.counts(findings)}")
     is_present = any(finding.answer is Answer.PRESENT for finding in findings)

@@ -199,7 +199,7 @@ class Agents:
         now = time.monotonic()
         if self._end_by is not None:
             for rank in self.busy if now >= self._end_by else ():
-                self._lose(self._peers.of_rank[rank], f"did not end its part of the file within {END_LIMIT:g} s")
+                self._lose(self._peers.of_rank[rank], f"did not finish its part of the file within {END_LIMIT:g} s")
             return None
         for rank, part in sorted(self._parts.items()):
             if part.ended is not None and now >= part.ended_at + DEATH_NEWS:
@@ -218,16 +218,16 @@ class Agents:
             over = self._over.get(rank)
             name = self._peers.of_rank[rank].hello.host
             leaks = () if over is None else over.leaks
-            notes += [f"at rank {rank} on {name} the process {each} was left running and was ended" for each in leaks]
+            notes += [f"the process {each} was left running at rank {rank} on {name}, and was killed" for each in leaks]
             if part.ended is None:
                 continue
             early = part.ended_at + DEATH_NEWS < self._ended_at
             killed = over is not None and over.was_killed
             if killed:
                 limit = f"{agent.PATIENCE:g} s"
-                notes.append(f"the file's process at rank {rank} on {name} did not leave within {limit} and was killed")
+                notes.append(f"the file's process at rank {rank} on {name} did not exit within {limit}, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
-                notes.append(f"the file's process at rank {rank} left early: {self._in_words(rank, part.ended)}")
+                notes.append(f"the file's process at rank {rank} ended early: {self._in_words(rank, part.ended)}")
             else:
                 continue
             output.append(f"--- the file's process at rank {rank} on {name} printed ---\n{part.ended.output}")

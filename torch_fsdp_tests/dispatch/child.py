@@ -120,7 +120,7 @@ class Run:
         events.Reporting.fail_fast = self.orders.run.fail_fast
         events.Reporting.forgiven = verdicts["known"].keys()
         if gone := set(self.orders.part.test.order).difference(names):
-            events.note(f"the map has tests that do not exist any more: {', '.join(sorted(gone))}")
+            events.note(f"the map names tests that no longer exist: {', '.join(sorted(gone))}")
         events.emit(
             "announced",
             tests=[names[index] for index in picked],

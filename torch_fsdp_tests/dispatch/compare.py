@@ -73,7 +73,7 @@ def load(path: Path) -> dict[str, Any]:
                 raise TypeError
         html_report.facts(report), html_report.totals(report), html_report.verdict(report), summary(report["files"])
     except (KeyError, TypeError, ValueError) as error:
-        raise MalformedList(f"--compare: {path} is not a report.json of run_test.py") from error
+        raise MalformedList(f"{path} is not a report.json of run_test.py") from error
     return report
 
 

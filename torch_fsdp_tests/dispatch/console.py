@@ -132,7 +132,7 @@ class Console:
             return
         self.under_test |= told | {name: facts[name] for name in ("ranks", "shared") if facts.get(name) is not None}
         if self._introduced:
-            self.say(f"note: unlike what the first line says, {file} tests with {self._about_test()}")
+            self.say(f"note: {file} runs with {self._about_test()}, and not as the first line says")
         elif told.get("backend"):
             self.introduce()
 
@@ -285,12 +285,12 @@ class Console:
         for defect in results.repaired_defects():
             places = f" at {', '.join(defect['places'])}" if defect["places"] else ""
             tests = ", ".join(defect["tests"])
-            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), by {tests}{places}")
+            self.say(f"repaired in this torch: {defect['id']} ({defect['title']}), as shown by {tests}{places}")
         for difference in results.unlike_release():
             self.say(difference)
         if results.files and results.is_left_empty():
             of = f"shard {results.run.shard} of {results.run.num_shards}"
-            self.say(f"{of} has only parts of files, and they have no tests")
+            self.say(f"{of} has only parts of files, and none of these parts has a test")
         elif results.files and not results.executed and not results.failed and results.signal is None:
             if self._run.patterns and not any(file.tests() for file in results.files):
                 self.say(
@@ -299,7 +299,8 @@ class Console:
             self.say(f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}")
         elif results.executed < results.run.minimum_executed:
             self.say(
-                f"too few: {results.executed} tests were executed, --minimum-executed is {results.run.minimum_executed}"
+                f"too few tests: {results.executed} were executed, but --minimum-executed is "
+                f"{results.run.minimum_executed}"
             )
         plan = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
         self.say(f"{plan} ({seconds(sum(file.seconds for file in results.files))} one after the other)")

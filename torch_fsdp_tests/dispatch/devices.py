@@ -112,7 +112,7 @@ def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping
     if names is not None and not vendor.visibility_variables:
         raise ConfigurationError(
             f"--devices: no vendor declares a variable that restricts which devices of type {vendor.device_type!r} a "
-            "process sees, so they are lent whole or not at all; leave the option out"
+            "process sees, so a file gets all of them or none; leave the option out"
         )
     variable = _variable(vendor, environment) or next(iter(vendor.visibility_variables), None)
     return DeviceSet(vendor.device_type, names or _visible(vendor, environment), variable, vendor.backend)
@@ -163,7 +163,10 @@ def _refuse_absent(vendor: Vendor) -> None:
     if _visible(vendor, os.environ):
         return
     if (name := _variable(vendor, os.environ)) is not None:
-        raise ConfigurationError(f"{name} is {os.environ[name]!r}, which leaves no {vendor.device_type!r} device")
+        raise ConfigurationError(
+            f"{name} is {os.environ[name]!r}, which leaves no {vendor.device_type!r} device: set it to the devices "
+            "that the tests may use, or unset it"
+        )
     if vendor.count_devices is not None:
         raise ConfigurationError(
             f"there is no {vendor.device_type!r} device: count_devices of its vendor returned 0; check the driver"

@@ -16,12 +16,12 @@ class ExitStatus(enum.IntEnum):
         status.sentence = sentence
         return status
 
-    OK = 0, "every test that ran passed, or nothing was left for this shard"
+    OK = 0, "every test that ran had the expected outcome, or this shard had nothing to run"
     FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated)"
-    REFUSED = 2, "bad arguments, an unknown test, malformed input, or a place that cannot be written to"
+    REFUSED = 2, "bad arguments, an unknown test, malformed input, or a path that cannot be written to"
     BROKEN = (
         3,
-        "the dispatcher itself could not continue: a report could not be written, or a process of the launch is gone",
+        "the dispatcher itself could not continue: a report could not be written, or a process of the launch was lost",
     )
     NOTHING_RAN = 5, "nothing ran: the selection is empty, or none of its tests was executed"
     HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"

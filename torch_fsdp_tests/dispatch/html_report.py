@@ -123,9 +123,7 @@ def _lead(data: Mapping[str, Any]) -> str:
         told = [f"{failed} of the {plural(ran, 'test')} that ran failed, in {plural(files, 'file')}."]
     elif ran:
         held = ran - count["known defect"] - count["known failure"]
-        did = (
-            "that should pass did pass" if held < ran else "that ran passed" if ran < sum(count.values()) else "passed"
-        )
+        did = "that should pass passed" if held < ran else "that ran passed" if ran < sum(count.values()) else "passed"
         told = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
     else:
         told = ["No test was executed, so this run proves nothing."]
@@ -145,7 +143,7 @@ def _lead(data: Mapping[str, Any]) -> str:
         were, their = ("was", "its reason is") if count["skipped"] == 1 else ("were", "their reasons are")
         told.append(f"{plural(count['skipped'], 'test')} {were} skipped; {their} given below.")
     if count["not run"]:
-        told.append(f"{plural(count['not run'], 'test')} did not run, because something else ended first.")
+        told.append(f"{plural(count['not run'], 'test')} did not run, because the file or the run ended first.")
     return f"<p class=lead>{' '.join(told)}</p>"
 
 
@@ -275,9 +273,9 @@ def _features(data: Mapping[str, Any]) -> str:
     columns = [("feature", "f"), ("", "b"), *((title, "n") for title in numbers), ("what was missing", "m")]
     table = page.table(columns, grouped(data["features"], cells), stack=True)
     words = (
-        f"✓ every test came out as it should; ✗ a test failed; {'~ a test failed as listed; ' * listed}- no test was "
-        "executed. Tests that show a known defect of torch fail as expected and are counted apart. A test may count "
-        "for several features."
+        "✓ every test had the expected outcome; ✗ a test failed; "
+        f"{'~ a test failed, as the list of known failures says; ' * listed}- no test was executed. Tests that show "
+        "a known defect of torch fail as expected, and are counted separately. A test may count for several features."
     )
     return f"<p class=dim>{words}</p>{table}" if table else ""
 
@@ -292,7 +290,7 @@ def _capabilities(data: Mapping[str, Any]) -> str:
         for name in dict.fromkeys([*sorted(CAPABILITIES, key=lambda name: name not in found), *found])
     ]
     device = page.text(" with ".join(filter(None, [data["device"], data["backend"]])))
-    words = f"What {device} can do (✓) and cannot do (-). Tests that need more are skipped."
+    words = f"The capabilities that {device} has (✓) and lacks (-). Tests that need a missing one are skipped."
     return f"<p class=dim>{words}</p><ul class=has>{''.join(lines)}</ul>"
 
 

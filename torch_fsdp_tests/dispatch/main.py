@@ -130,7 +130,7 @@ def _main(run: RunTests, agents: Agents | None) -> ExitStatus:
     names = {name: tests_by_class(text) for name, text in sources.items()}  # of files that the selection has read
     jobs, default = _plan(run, selection, known, names, devices_needed, pool, device_set)
     if not selection:
-        nothing = f"nothing of this failed when it was last run here on {device_set.type}"
+        nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
         _remark(nothing if run.failed_only else "nothing is selected")
     elif not jobs:
         _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
@@ -187,7 +187,7 @@ def _earlier(run: RunTests) -> Report | None:
 def _is_there(path: Path) -> bool:
     """Whether one of upstream's lists exists. Upstream's CI also names files that it could not fetch."""
     if not path.exists():
-        _remark(f"{path} does not exist, so no test is disabled or slow because of it")
+        _remark(f"{path} does not exist, so it disables no test and marks none as slow")
     return path.exists()
 
 
@@ -335,7 +335,7 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
         remarks += compare.lines(*pair)
         path = run.report or Path()
         attempt(
-            "the comparison", run.report, lambda: f"side by side: {installation.short_path(compare.write(path, *pair))}"
+            "the comparison", run.report, lambda: f"comparison: {installation.short_path(compare.write(path, *pair))}"
         )
     return remarks, complete
 

@@ -34,8 +34,12 @@ environment variables, as in PyTorch's run_test.py (options have priority):
   PYTORCH_TEST_WITH_SLOW               also run tests that are listed or marked as slow
   PYTORCH_TEST_RERUN_DISABLED_TESTS    as --rerun-disabled-tests
   BUILD_ENVIRONMENT, TEST_CONFIG       select which recorded times are used
-and TORCH_FSDP_TESTS_DEVICE, _BACKEND, _RANKS as --device, --backend, --ranks, and
-TORCH_FSDP_TESTS_STRICT_DEFECTS as --strict-defects
+
+environment variables of the suite:
+  TORCH_FSDP_TESTS_DEVICE              as --device
+  TORCH_FSDP_TESTS_BACKEND             as --backend
+  TORCH_FSDP_TESTS_RANKS               as --ranks
+  TORCH_FSDP_TESTS_STRICT_DEFECTS      as --strict-defects
 """
 
 
@@ -112,7 +116,7 @@ def _path(text: str) -> Path:
 def make_parser() -> _Parser:
     parser = _Parser(
         prog=installation.program_name(),
-        description="Run the FSDP tests below a folder against the installed torch, each file in a process of its own.",
+        description="Run the tests of FSDP with the installed torch. Each file runs in a process of its own.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -127,7 +131,7 @@ def make_parser() -> _Parser:
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
     words = "the same as TEST"
     add("-i", "--include", **several, help=words)
-    add("-x", "--exclude", **several, help="leave these out")
+    add("-x", "--exclude", **several, help="leave out these tests")
     words = "only tests whose name contains this text, or matches this glob; may be repeated"
     add("-k", action="append", type=_pattern, dest="patterns", metavar="PATTERN", help=words)
     add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
@@ -137,13 +141,13 @@ def make_parser() -> _Parser:
         dest="failed_only",
         help="only tests that failed when they were last run here, on this device",
     )
-    words = (
-        "tests that reach a function, class, module, file, FILE:LINES, diff (- for stdin), or another torch's folder"
-    )
+    words = "only tests that execute a function, class, module, file or FILE:LINES, or what has changed in a diff "
+    words += "(- for stdin) or compared with another torch's folder"
     add("--reaching", nargs="+", action="extend", metavar="WHAT", help=words)
-    words = "tests that reach what differs between the installed FSDP and the one that the map was recorded with"
+    words = "only tests that execute what differs between the installed FSDP and that of the map"
     add("--changed", **flag, help=words)
-    add("--map", type=_path, metavar="FILE", help="the map of what tests reach (default: the project's own)")
+    words = "with --reaching or --changed: the map of what tests execute (default: the one that ships for this torch)"
+    add("--map", type=_path, metavar="FILE", help=words)
     words = f"where the tests are (default: {DEFAULT_DIRECTORY})"
     add("--test-directory", type=_path, metavar="DIR", help=words)
     add("--list", **flag, dest="list_files", help="list files with their ranks and expected time, and run nothing")
@@ -162,12 +166,14 @@ def make_parser() -> _Parser:
     )
     words = f"split a file that takes longer than S seconds by its tests (default: {RunTests.split_threshold:g})"
     add("--split-threshold", type=_positive, metavar="S", help=words)
-    add("--devices", type=_names, metavar="LIST", help="devices to lend, such as 0,1,2,3 or 0-7 (default: all visible)")
+    words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
+    add("--devices", type=_names, metavar="LIST", help=words)
     words = "on the CPU: run N files at a time (default: depends on cores and ranks)"
     add("-j", "--jobs", type=_whole(1, MOST_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
-    add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help="default number of ranks of a test")
+    words = "number of ranks of a test that does not set its own (default: depends on the device)"
+    add("--ranks", type=_whole(1, settings.MOST_RANKS), metavar="N", help=words)
     words = "read recorded times from this file, in PyTorch's formats; may be repeated"
     add("--test-times", type=Path, action="append", metavar="FILE", help=words)
     add("--save-times", type=_path, metavar="DIR", help="write the times of this run to this folder")
@@ -182,12 +188,14 @@ def make_parser() -> _Parser:
         metavar="S",
         help="time limit of a file in seconds (default: depends on its recorded time)",
     )
-    words = "report a running file as slow every S seconds, after S seconds and twice its recorded time"
+    words = (
+        "report a file as slow when it has run for S seconds and for twice its recorded time, and then every S seconds"
+    )
     add("--slow-after", type=_positive, metavar="S", help=f"{words} (default: {RunTests.slow_after:g})")
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=_whole(0, MOST_RERUNS), metavar="N", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
-    words = "fail a test if torch does not have the defect that it shows, or lacks what its release has"
+    words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
     add(
         "--minimum-executed",
@@ -199,9 +207,10 @@ def make_parser() -> _Parser:
     words += f"(default: unittest's order, and {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
     add("--showlocals", **flag, dest="show_locals", help="show local variables in tracebacks")
-    words = f"measure tests, harness, and torch's FSDP and state dicts with coverage.py (in {REPORTS}/.coverage)"
+    words = "measure with coverage.py which lines of the tests, the harness, and torch's FSDP and state dicts run "
+    words += f"(in {REPORTS}/.coverage)"
     add("--coverage", **flag, help=words)
-    words = "with --coverage: write a map of which tests reach which functions, for --reaching and --changed"
+    words = "with --coverage: write a map of which tests execute which functions, for --reaching and --changed"
     add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     words = "PyTorch's list of disabled tests"
@@ -324,15 +333,15 @@ def _refusal_under(launch: launcher.Launch | None, run: RunTests) -> str | None:
     if launch is None:
         return None
     if not host.can_fork():
-        return "a launcher's processes need an operating system where a process that has imported torch may fork: Linux"
+        return "a launcher can only be used on Linux, where a process that has imported torch may fork"
     if (run.jobs or 1) > 1:
-        return f"-j {run.jobs}: under a launcher files run one after the other, over all ranks"
+        return f"-j {run.jobs}: under a launcher files run one after the other, over all ranks; leave the option out"
     if run.devices is not None:
-        return "--devices: under a launcher every rank takes the device of its LOCAL_RANK"
+        return "--devices: under a launcher every rank takes the device of its LOCAL_RANK; leave the option out"
     if run.coverage:
         return "--coverage does not measure the processes of a launcher; run it without one"
     if (run.ranks or 1) > launch.world_size:
-        return f"--ranks {run.ranks}: the launcher made {launch.world_size}"
+        return f"--ranks {run.ranks}: the launcher made only {launch.world_size}; let it make more, or ask for fewer"
     return None
 
 

@@ -212,7 +212,7 @@ class TestProcess:
         if self.running is not None:
             state = State.NOT_RUN if ending.how is How.STOPPED else state
             seconds = round(time.monotonic() - self._running_since, 3)
-            reason = f"did not run to its end: {ending}"
+            reason = f"did not finish: the process {ending.in_words()}"
             return [TestResult(self.running, state, seconds=seconds, reason=reason, text=_tail(output))]
         if ending.how is How.STOPPED:
             return []
@@ -220,19 +220,19 @@ class TestProcess:
             return [_about_file(State.ERROR, self._broken["reason"], self._broken["text"])]
         if not self._over:
             when = "before its tests were known" if not self._announced else "between tests"
-            return [_about_file(state, f"{ending} ended the process {when}", _tail(output))]
+            return [_about_file(state, f"the process {ending.in_words()} {when}", _tail(output))]
         failed = any(test.outcome.is_bad or test.outcome is State.KNOWN_FAILURE for test in self.results)
         # If a fixture failed, perhaps none of the announced tests ran either.
         fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
         if ending.how is How.EXITED and ending.detail in fine:
             return []
-        return [_about_file(state, f"{ending} ended the process after its tests", _tail(output))]
+        return [_about_file(state, f"the process {ending.in_words()} after its tests", _tail(output))]
 
     def _not_reached(self, ending: Ending) -> Iterator[TestResult]:
         seen = {result.name for result in self.results} | {self.running}
         # What a failed fixture sets up: a class, or the whole file, which has no class name.
         unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
-        came_first = "the process never reached it" if self._over else f"{ending} came first"
+        came_first = "the process never reached it" if self._over else f"the process {ending.in_words()} before it"
         for name in dict.fromkeys(name for name in self._announced if name not in seen):
             cls = name.rpartition(".")[0]
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else came_first
@@ -250,5 +250,6 @@ def _about_file(state: State, reason: str, text: str = "") -> TestResult:
 
 def not_started(job: Job, why: str, now: float) -> Attempt:
     ending = Ending(How.NOT_STARTED, why)
-    blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=str(ending))
+    reason = f"the process {ending.in_words()}"
+    blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=reason)
     return Attempt(job=job, ending=ending, tests=(blame,), began=now, ended=now)

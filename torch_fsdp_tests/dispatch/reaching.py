@@ -78,7 +78,7 @@ def _remarks(
     unmapped: set[str],
 ) -> Iterable[str]:
     if known.torch.partition("+")[0] != (version or "").partition("+")[0]:  # all builds of a version have the same FSDP
-        yield f"the map was recorded with torch {known.torch}, but {version} is installed"
+        yield f"the map was recorded with torch {known.torch}, but torch {version} is installed"
     for change in found:
         yield from change.remarks
     yield from chosen.remarks

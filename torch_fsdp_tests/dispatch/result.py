@@ -69,14 +69,14 @@ class TestResult:
 
 
 class How(enum.Enum):
-    """How a process ended. The detail is filled into the text."""
+    """How a process ended: in a few words, and as the rest of a sentence. The detail is filled into both."""
 
-    EXITED = "exit status {}"
-    KILLED = "{}"  # by the signal of this name
-    TIMED_OUT = "the file limit of {:g} s"
-    STOPPED = "the end of the run"  # a person or the caller ended the run, and this process with it
-    LOST = "the loss of {}"  # the dispatcher ended it, because the file's process at another rank had left
-    NOT_STARTED = "a failed start: {}"  # because of the harness or the machine
+    EXITED = "exit status {}", "exited with status {}"
+    KILLED = "{}", "was killed by {}"  # the signal of this name
+    TIMED_OUT = "time limit of {:g} s", "was stopped at the file's time limit of {:g} s"
+    STOPPED = "stopped with the run", "was stopped with the run"  # a person or the caller ended the run
+    LOST = "lost {}", "was stopped because {} was lost"  # the file's process at another rank had left
+    NOT_STARTED = "not started: {}", "could not be started: {}"  # because of the harness or the machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,11 @@ class Ending:
     detail: str | float = ""
 
     def __str__(self) -> str:
-        return self.how.value.format(self.detail)
+        return self.how.value[0].format(self.detail)
+
+    def in_words(self) -> str:
+        """What happened to the process, to follow "the process"."""
+        return self.how.value[1].format(self.detail)
 
 
 @dataclasses.dataclass(frozen=True)

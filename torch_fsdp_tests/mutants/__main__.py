@@ -75,7 +75,7 @@ def _main(asked: Options) -> ExitStatus:
     trials = Trials(
         _setting(asked, device.type), tests, mutant.equivalents(asked.equivalent, device.type == devices.HOST)
     )
-    _say(f"{plural(len(chosen), 'mutant')} of {len(found)}, {asked.jobs} at a time; {len(findings)} known")
+    _say(f"{plural(len(chosen), 'mutant')} of {len(found)}, {asked.jobs} at a time; {len(findings)} tried already")
     status = ExitStatus.OK
     try:
         with contextlib.closing(trials.judge(each for each in chosen if each.id not in known)) as judged:

@@ -75,7 +75,9 @@ class Record:
         facts = json.loads(whole[0]) if whole else {}
         for name, value in self.facts.items():
             if facts.get(name) != value:
-                raise ValueError(f"{self._path} is about {name} {facts.get(name)!r}, not {value!r}: leave out --resume")
+                raise ValueError(
+                    f"{self._path} is about {name} {facts.get(name)!r}, not {value!r}: leave out --resume to start anew"
+                )
         self._path.write_text("".join(whole), encoding="utf-8")
         return [Finding.from_json(json.loads(line)) for line in whole[1:]]
 

@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> Options:
     """Parse the arguments. Exits if they are wrong."""
     parser = _Parser(
         prog="python -m torch_fsdp_tests.mutants",
-        description="Change one small thing at a time in torch's FSDP, and see which tests notice.",
+        description="Make one small change to torch's FSDP at a time, and see whether a test notices it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -72,10 +72,11 @@ def parse(argv: Sequence[str]) -> Options:
         "--sample",
         type=_positive,
         metavar="N",
-        help="draw N mutants that a test can notice, half from FSDP1 and half from FSDP2",
+        help="draw N mutants at random whose code a test runs, half of them from FSDP1 and half from FSDP2",
     )
     add("--seed", type=int, default=1, metavar="S", help="the same seed draws the same mutants (default: 1)")
-    add("--module", default="*", metavar="GLOB", help="only modules whose full name, or name in the package, matches")
+    words = "change only modules whose full name, or whose name in the package, matches"
+    add("--module", default="*", metavar="GLOB", help=words)
     add("--mutant", action="append", default=[], metavar="ID", help="try this mutant; may be repeated")
     add(
         "--package",
@@ -83,10 +84,10 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="NAME",
         help=f"the package to change, such as a vendor's FSDP (default: {PACKAGE})",
     )
-    add("--list", action="store_true", help="print the mutants, and try none")
+    add("--list", action="store_true", help="print the mutants, and run nothing")
     add = parser.add_argument_group("which tests").add_argument
-    add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="only tests of these files")
-    words = "the map of what tests reach (default: the one that ships for this torch)"
+    add("-i", "--include", nargs="+", action="extend", default=[], metavar="TEST", help="run only tests of these files")
+    words = "the map of what tests execute (default: the one that ships for this torch)"
     add("--map", type=Path, metavar="FILE", help=words)
     words = "the folder of the tests (default: those of the suite)"
     add("--test-directory", type=Path, default=TESTS, metavar="DIR", help=words)
@@ -97,8 +98,9 @@ def parse(argv: Sequence[str]) -> Options:
     words = "multiply all time limits, for busy machines (default: 1)"
     add("--patience", type=float, default=1.0, metavar="FACTOR", help=words)
     words = (
-        "stop trying a mutant after tests of so many seconds by the map; the most telling come first (default: never)"
+        "run tests of at most S seconds for each mutant, by the times in the map; the most specific tests run first "
     )
+    words += "(default: no limit)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
     words = f"the folder for results (default: {REPORTS}/mutants)"

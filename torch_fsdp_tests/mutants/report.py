@@ -138,7 +138,7 @@ def _head(data: Mapping[str, Any]) -> str:
     about["Python"] = page.text(data["python"])
     tried = len(data["mutants"])
     rest = (
-        f"<p>{tried} of {data['selected']} mutants were tried; --resume goes on.</p>"
+        f"<p>{tried} of {data['selected']} mutants were tried; --resume continues.</p>"
         if tried < data["selected"]
         else ""
     )

@@ -170,10 +170,10 @@ class Trials:
                 batch = _after(batch, bad, attempt)
         left_out = f", of the first {len(chosen)} of {len(reaching)}" if len(chosen) < len(reaching) else ""
         if not executed:
-            why = "no test runs the statement" if not reaching else "the tests that enter it skip here"
+            why = "no test runs the statement" if not reaching else "the tests of its function are skipped here"
             return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why)
         if not self._reached(mutant.id).exists():
-            why = f"no test runs the statement{left_out}"
+            why = f"none of the tests runs the statement{left_out}"
             return dataclasses.replace(told, outcome=Outcome.NOT_REACHED, why=why, tests=tuple(executed))
         why = f"of {len(reaching)} tests the first {len(chosen)} ran" if left_out else ""
         return dataclasses.replace(told, outcome=Outcome.MISSED, why=why, tests=tuple(executed))

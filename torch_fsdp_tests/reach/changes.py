@@ -240,7 +240,7 @@ class Changes:
             else:
                 outside.append(path)
         if outside:
-            remarks.append(f"ignored, because the map does not cover it: {shown(outside)}")
+            remarks.append(f"ignored, because the map does not cover them: {shown(outside)}")
         return Change(tuple(sorted(names)), tuple(remarks))
 
     def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str]) -> set[str]:

@@ -33,11 +33,18 @@ Nothing is installed into an existing environment. All others are made once and 
   python -m torch_fsdp_tests.versions 2.9.1 2.15.0 nightly -i distributed \\
       --index-url https://download.pytorch.org/whl/cpu -- --strict-defects
 
-An interrupted run continues where it stopped. A version that ran in the same state of the suite does not run again.
-Without a version, the table shows the results that exist.
+An interrupted run continues where it stopped. A version that has run with the same state of the suite is not run again.
+Without a version, the table shows the existing results.
 
 exit statuses:
 """
+# What the exit statuses mean for several versions, where that differs from one run.
+SENTENCES = {
+    ExitStatus.OK: "every version ran, and every test that ran had the expected outcome",
+    ExitStatus.FAILED: "a test or a file failed with one of the versions",
+    ExitStatus.BROKEN: "a version could not be run or did not finish, or a result could not be written",
+    ExitStatus.NOTHING_RAN: "no test was executed",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
 
     def format_help(self) -> str:
-        self.epilog = EPILOG + "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
+        sentences = {status: status.sentence for status in ExitStatus} | SENTENCES
+        self.epilog = EPILOG + "\n".join(f"  {status:3d}  {sentence}" for status, sentence in sentences.items())
         return super().format_help()
 
 

@@ -71,7 +71,7 @@ def of(arguments: Sequence[str]) -> Suite:
     given = {name: value for name, value in vars(parser.parse_intermixed_args(own)).items() if value != []}
     spelled = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
     for name in _OURS & given.keys():
-        raise Refusal(f"the option {spelled[name]} of run_test.py cannot be used here")
+        raise Refusal(f"the option {spelled[name]} of run_test.py cannot be used with several versions of torch")
     directory = given.get("test_directory", CHECKOUT / DEFAULT_DIRECTORY)
     if not directory.is_dir():
         raise Refusal(f"the test directory {directory} does not exist")
