@@ -20,7 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
     broken=">=2.13",
     upstream=("https://github.com/pytorch/pytorch/issues/155680",),
-    fails_with=("ValueError", "RuntimeError"),
 )
 
 

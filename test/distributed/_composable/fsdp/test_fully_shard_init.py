@@ -649,7 +649,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         self._test_to_empty_and_reset_parameters(ref_model, model, dim, mesh, mp_policy.param_dtype)
 
     def _two_mlps(self, dim: int) -> list[MLP]:
-        return [MLP(dim, bias=False, dim_multiplier=1, with_buffer=with_buffer) for with_buffer in (True, False)]
+        return [MLP(dim, bias=with_bias, dim_multiplier=1, with_buffer=with_bias) for with_bias in (True, False)]
 
     @skip_if_lt_x_gpu(1)
     @subtests(dim=[8, 3])
@@ -712,11 +712,15 @@ class TestFullyShardMetaDeviceInit(InitTest):
     def test_invalid_meta_device_init(self):
         mesh = make_mesh(self.world_size)
         with META:
-            model = nn.Sequential(MLP(8))
-            shard_each((model[0], model), mesh=mesh)
-        names = [f"0.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")]
-        message = f"should be materialized from meta device before training.*{re.escape(str(names))}"
-        with self.assertRaisesRegex(RuntimeError, message):
+            model = nn.Sequential(MLP(8), MLP(8))
+            shard_each((*model, model), mesh=mesh)
+        model[0].to_empty(device=self.device)
+        names = [f"1.{linear}.{name}" for linear in ("in_proj", "out_proj") for name in ("weight", "bias")]
+        message = (
+            "FSDP parameters should be materialized from meta device before training, "
+            f"but the following were still on meta device: {names}\nFor example, call module.to_empty(device)"
+        )
+        with self.assertRaisesRegex(RuntimeError, f"^{re.escape(message)}"):
             model(self._input(4, 8))
 
     @skip_if_lt_x_gpu(1)
@@ -1116,12 +1120,12 @@ class TestFullyShardMixedDtypeParam(InitTest):
     def test_mixed_dtypes_no_grad_param(self):
         self._test_frozen_dtype(torch.float8_e4m3fn)
 
-    @torch_defect("fsdp2_integer_parameters_are_refused")
     @skip_if_lt_x_gpu(1)
     @subtests(dtype=[torch.int8, torch.uint8])
     def test_integer_no_grad_param(self, dtype):
         """Beyond upstream: the frozen parameter may have an integer dtype, which cannot have gradients (#177844)."""
-        self._test_frozen_dtype(dtype)
+        with torch_defect("fsdp2_integer_parameters_are_refused"):
+            self._test_frozen_dtype(dtype)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_dtypes_of_trained_params(self):

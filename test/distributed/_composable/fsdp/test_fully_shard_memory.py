@@ -29,7 +29,7 @@ from torch_fsdp_tests import accelerator, torch_facts
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, patch_post_backward
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -400,11 +400,10 @@ class TestFullyShardMemory(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_buffer_is_dropped(self):
-        """Beyond upstream: HSDP keeps an all-reduce input until the next group's reduction, and none after backward."""
+        """Beyond upstream: HSDP keeps each all-reduce input during backward, and none after it."""
         model = self._sharded(SMALL, mesh=self._mesh(replicated=True))
         self._check_held_for_all_reduce(model)
 
-    @torch_defect("fsdp2_input_of_all_reduce_hook_is_freed")
     @skip_if_lt_x_gpu(2)
     def test_input_of_all_reduce_hook_is_dropped(self):
         """Beyond upstream: the same holds for the input of an all-reduce hook."""
@@ -412,24 +411,30 @@ class TestFullyShardMemory(FSDPTest):
         given: list[torch.Tensor] = []
         for module in internals.fsdp_modules(model):
             module.set_all_reduce_hook(given.append)
-        self._check_held_for_all_reduce(model, lambda held: held is given[-1])
+        freed = torch_defect("fsdp2_input_of_all_reduce_hook_is_freed")
+        self._check_held_for_all_reduce(model, lambda held: held is given[-1], freed)
         self.assertEqual(len(given), 2 * 4)
 
     def _check_held_for_all_reduce(
-        self, model: nn.Module, is_right: Callable[[torch.Tensor], bool] = lambda held: True
+        self,
+        model: nn.Module,
+        is_right: Callable[[torch.Tensor], bool] = lambda held: True,
+        freed: torch_defect = NO_DEFECT,
     ) -> None:
-        """Train twice. In backward each group holds one buffer from its own reduction to that of the next group."""
+        """Train twice. Each group holds one buffer from its own reduction to the end of backward."""
 
         def look(group: internals.Group) -> int:
             state = group._all_reduce_state
-            self.assertTrue(state is not None and is_right(state.all_reduce_input))
+            if state is None or not is_right(state.all_reduce_input):
+                return 0
             return sum(each._all_reduce_state is not None for each in groups_of(model))
 
         for _ in range(2):
             loss = model(self._tokens(SMALL)).sum()
             with self._after_each_group(look) as held:
                 loss.backward()
-            self.assertEqual(len(held), 4)
+            with freed:
+                self.assertEqual(held, [1, 2, 3, 4])  # three blocks and the root
             self.assertEqual([group._all_reduce_state for group in groups_of(model)], [None] * 4)
             dist.barrier()
 

@@ -1205,10 +1205,11 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThre
     @subtests(columns=[Shard(1), Shard(-1)])
     def test_shard_placement_fn_contiguous_params_grads(self, columns):
         """Shards of a matrix's columns are contiguous, and so are the unsharded parameters and the gradients."""
-        model = broadcast_parameters(MLP(4, self.device))
+        model = broadcast_parameters(nn.Sequential(MLP(4, self.device), MLP(4, self.device, dim_multiplier=3)))
         ref_model = copy.deepcopy(model)
-        fully_shard(model, shard_placement_fn=lambda param: columns if param.ndim > 1 else Shard(0))
-        self.assertEqual([param.placements[0].dim for param in model.parameters()], [1, 0, 1, 0])
+        groups = (model[0], model[1].in_proj, model)
+        shard_each(groups, shard_placement_fn=lambda param: columns if param.ndim > 1 else Shard(0))
+        self.assertEqual([param.placements[0].dim for param in model.parameters()], [1, 0] * 4)
         seen: list[int] = []
 
         def check(tensors: Iterable[torch.Tensor]) -> None:
@@ -1217,8 +1218,8 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThre
             self.assertTrue(all(tensor.is_contiguous() for tensor in (*tensors, *locals_)))
             seen.append(len(locals_))
 
-        for linear in (model.in_proj, model.out_proj):
-            linear.register_forward_pre_hook(lambda module, args: check(module.parameters()))
+        for mlp in model:
+            mlp.register_forward_pre_hook(lambda module, args: check(module.parameters()))
         generator = torch.Generator().manual_seed(self.rank)
         for _ in range(2):
             inp = torch.randn(2, 4, generator=generator).to(self.device)
@@ -1229,7 +1230,8 @@ class TestFullyShardShardPlacementFnMultiThread(TrainingMixin, FSDPTestMultiThre
                 loss_of(each(inp)).backward()
             check(model.parameters())
             check(param.grad for param in model.parameters())
-            self.assertEqual(seen, [4, 0, 0, 4, 4])  # whole in forward, shards before and after
+            # Whole in forward, except for the layer whose forward has not begun, and shards before and after.
+            self.assertEqual(seen, [8, 0, 2, 8, 8])
             average_gradients(ref_model)
             check_sharded_parity(self, ref_model, model)
 

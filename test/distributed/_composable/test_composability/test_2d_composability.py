@@ -12,8 +12,10 @@ import io
 import math
 import os
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -570,13 +572,25 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
         if use_orig_params:
             self._check_optim_state(run, get_optimizer_state_dict(run.model, run.optim), model_class)
 
-    @torch_defect("fsdp1_optim_state_of_group_without_first_rank_raises")
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_of_flat_parameters(self):
-        """Beyond upstream: the same holds for DSD with flat parameters, also on ranks that share none with rank 0."""
+        """Beyond upstream: the same holds for DSD with flat parameters, also on ranks that share none with rank 0.
+
+        Each broadcast is from a rank of its group. With the defect it is not, and here it is nevertheless.
+        """
         run = self._fsdp1_run(use_orig_params=False).train(range(1))
-        self._check_optim_state(run, get_optimizer_state_dict(run.model, run.optim), SimpleModel)
+        original, sources = dist.broadcast_object_list, []
+
+        def broadcast(objects: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
+            sources.append(src is None or src in dist.get_process_group_ranks(group))
+            original(objects, group=group, **{**kwargs, "group_src": 0})
+
+        with mock.patch.object(dist, "broadcast_object_list", broadcast):
+            osd = get_optimizer_state_dict(run.model, run.optim)
+        with torch_defect("fsdp1_optim_state_of_group_without_first_rank_raises"):
+            self.assertTrue(all(sources))
+        self._check_optim_state(run, osd, SimpleModel)
 
     def _check_optim_state(self, run: Run, osd: dict[str, Any], model_class: type[SimpleModel]) -> None:
         """The moments must be DTensors on the whole mesh, with the values of a plain model after one step."""
