@@ -1,21 +1,20 @@
+"""The parts of the build that pyproject.toml cannot describe."""
+
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from torch_fsdp_tests import __version__, installation  # noqa: E402
+from torch_fsdp_tests import installation  # noqa: E402
 
-LINTERS = (HERE / ".ci" / "lint.txt").read_text(encoding="utf-8").split()  # also installed alone, without torch
-TESTS = (HERE / ".ci" / "test.txt").read_text(encoding="utf-8").splitlines()  # also installed beside any torch
-COMPLETION = ["argcomplete"]
 TRAVELLING = ("test/*.*", "test/distributed/**/*.*")  # the tests of the suite itself stay in the checkout
 
 
@@ -53,35 +52,4 @@ class SourcesWithCommit(sdist):
         _write_commit(Path(base_dir))
 
 
-setup(
-    name="torch_fsdp_tests",
-    version=__version__,
-    description="A standalone test suite for the FSDP inside the installed PyTorch",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="BSD-3-Clause",
-    python_requires=">=3.10",
-    packages=find_packages(include=["torch_fsdp_tests", "torch_fsdp_tests.*"]),
-    package_data={
-        "torch_fsdp_tests": [
-            *("dispatch/data/*", "defects/data/*", "reach/data/*", "mutants/data/*", "mutants/site/*"),
-            *("*.md", "*/*.md", "py.typed"),
-        ]
-    },
-    cmdclass={"build_py": BuildWithTests, "sdist": SourcesWithCommit},
-    entry_points={"console_scripts": [f"{installation.COMMAND} = torch_fsdp_tests.__main__:main"]},
-    # Not torch: which one is tested is up to the user, and no installation of the suite may replace it.
-    install_requires=["expecttest", "numpy"],
-    extras_require={
-        "dev": [*LINTERS, *TESTS, *COMPLETION],
-        "ci": TESTS,
-        "completion": COMPLETION,
-        "spmd": ["spmd-types"],
-    },
-    classifiers=[
-        "Operating System :: POSIX :: Linux",
-        "Operating System :: MacOS",
-        "Programming Language :: Python :: 3",
-        "Topic :: Software Development :: Testing",
-    ],
-)
+setup(cmdclass={"build_py": BuildWithTests, "sdist": SourcesWithCommit})

@@ -24,7 +24,7 @@ from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.version_ranges import version_fits
 
 LIMIT = 300  # seconds for one step
-NEEDED = {"pip": ">=22.3", "setuptools": ">=70.1"}  # pip for --python, setuptools to build wheels by itself
+NEEDED = {"pip": ">=22.3", "setuptools": ">=77"}  # pip for --python, setuptools for the licence
 USED = ("torch", "numpy", "expecttest")  # by the tests; these packages come from the environment of this test
 FILE = "distributed/fsdp/test_fsdp_uneven"
 
