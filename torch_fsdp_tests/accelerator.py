@@ -285,9 +285,11 @@ def _described(vendor: vendors.Vendor, backend: str | None, ranks: int | None) -
 
 def _unknown_device(name: str) -> str:
     """A sentence about a device type that torch does not know. It offers what this build of torch has."""
+    unknown = f"unknown device {name!r}: torch {torch.__version__} does not know it"
     if name in vendors.installed():
-        remedy = "install the extension of torch that adds it, or set `describe` in its Vendor"
-        return f"unknown device {name!r}: torch {torch.__version__} does not know it; {remedy}"
+        return f"{unknown}; install the extension of torch that adds it, or set `describe` in its Vendor"
+    if any(vendor.device_type == name for vendor in vendors.BUILT_IN):
+        return f"{unknown}; install the extension of torch that adds it, or name another device with --device"
     found = torch.accelerator.current_accelerator()
     known = sorted({"cpu", *vendors.installed(), *([] if found is None else [found.type])})
     return f"unknown device {name!r}: torch {torch.__version__} and the installed vendors know {', '.join(known)}"

@@ -239,6 +239,11 @@ class TestDevices(unittest.TestCase):
         return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
 
     @staticmethod
+    def nodes(count: int) -> AbstractContextManager[object]:
+        """A machine on which each vendor counts so many devices."""
+        return unittest.mock.patch.object(Vendor, "devices_there", lambda self: count)
+
+    @staticmethod
     @contextlib.contextmanager
     def declared(entries: dict[str, Any], autoload: str = "1") -> Iterator[None]:
         """Packages that declare these values, by device type. Torch imports their extensions under ``autoload``."""
@@ -352,7 +357,10 @@ class TestDevices(unittest.TestCase):
                 find(name, None, {})
 
     def test_what_a_run_checks_of_a_device(self):
-        """A run checks a device without torch if the answer is certain, and otherwise asks torch."""
+        """A run checks a device without torch if the answer is certain, and otherwise asks torch.
+
+        A variable that names devices, and a package that declares some, do not make it certain that torch has them.
+        """
         foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
         gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
         for found, device, backend, asks in (
@@ -364,13 +372,18 @@ class TestDevices(unittest.TestCase):
             (there, "xpu", "gloo", False),
             (there, "xpu", "nccl", True),
             (gone, "xpu", None, True),
-            (foo, "foo", "foocl", False),
+            (foo, "foo", "foocl", True),
+            (foo, None, None, False),
+            (DeviceSet("npu", ("0",), "N", "hccl"), "npu", None, True),
         ):
             declared = self.declared({"foo": Vendor("foo")}, autoload="0")
             with self.subTest(device=device, backend=backend), self.built_for("xpu"), declared:
-                with unittest.mock.patch.object(devices, "_ask_torch") as asked:
+                with unittest.mock.patch.object(devices, "_ask_torch") as asked, self.nodes(int(found is not gone)):
                     devices.check(found, device, backend, None)
                 self.assertEqual(asked.called, asks)
+        with unittest.mock.patch.object(devices, "_ask_torch") as asked, self.built_for("xpu"), self.nodes(0):
+            devices.check(there, "xpu", None, None)  # its variable names a device that does not exist
+        asked.assert_called_once_with("xpu", None, None)
         with (
             self.built_for("cuda"),
             self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'"),
@@ -378,14 +391,16 @@ class TestDevices(unittest.TestCase):
             devices.check(there, "xpu", None, None)
 
         described = Vendor("foo", describe="torch_foo.testing:describe")
-        for vendor, autoload, loads_only in (
-            (described, "0", {}),
-            (Vendor("foo"), "1", {"only_whether_it_loads": True}),
+        for vendor, device, autoload, loads_only in (
+            (described, "foo", "0", {}),
+            (described, None, "0", {}),
+            (Vendor("foo"), "foo", "1", {}),
+            (Vendor("foo"), None, "1", {"only_whether_it_loads": True}),
         ):
             with self.declared({"foo": vendor}, autoload), self.built_for(None):
                 with unittest.mock.patch.object(devices, "_ask_torch") as asked:
-                    devices.check(foo, "foo", "foocl", 3)
-                asked.assert_called_once_with("foo", "foocl", 3, **loads_only)
+                    devices.check(foo, device, "foocl", 3)
+                asked.assert_called_once_with(device, "foocl", 3, **loads_only)
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
     def test_what_cannot_be_imported_is_refused_before_the_first_test(self):

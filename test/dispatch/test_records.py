@@ -479,6 +479,10 @@ class TestConsole(TreeCase):
         words = "torch 9.9.9, device foo, backend foocl, ranks 3"
         self.assertEqual(out.count(words), 1, out)
         self.assertRegex(out, f"note: test_x runs with {words}, devices not shared, and not as the first line says")
+        variable = {"ASCEND_RT_VISIBLE_DEVICES": "0"}  # set, although there is no such device
+        out = self.check({}, ["-j1"], passed=2, env=variable)
+        self.assertTrue(out.startswith(words), out)
+        self.assertNotIn("note:", out)
         environment = self.declare("foo", 2)  # only the device's own extension knows its backend
         out = self.check({}, ["--device", "foo", "--devices", "0"], passed=2, env=environment)
         self.assertTrue(out.startswith(words), out)

@@ -618,6 +618,23 @@ class TestDevices(TreeCase):
             self.err, r"^run_test.py: unknown backend 'nope': this torch offers [a-z, ]*gloo.*--backend or [^\n]*\n$"
         )
 
+    @unittest.skipIf(torch_version() is None, "torch is not installed")
+    def test_a_device_that_only_its_vendor_knows_is_refused_before_any_file(self):
+        """Neither a package that declares a device nor a variable that names one makes torch know it."""
+        self.write({"test_x": f"open({str(self.root / 'ran')!r}, 'w')\n" + PASS})
+        declared = self.declare("foo", 2, "foocl", is_described=False)
+        for device, environment, words in (
+            ("foo", declared, "install the extension of torch that adds it, or set `describe` in its Vendor"),
+            ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, "install the extension of torch that adds it, or name another"),
+        ):
+            with self.subTest(device):
+                self.run_command("--device", device, env=environment, limit=300)
+                self.assertEqual((self.code, self.out), (2, ""), self.err)
+                self.assertRegex(
+                    self.err, rf"^run_test.py: unknown device '{device}': torch .* know it; {words}[^\n]*\n$"
+                )
+        self.assertFalse((self.root / "ran").exists())
+
     def test_plan_without_the_device(self):
         self.write({"test_x": PASS + "    world_size = 3\n"})
         plan = json.loads(self.run_command("--device", "xpu", "--dry-run", "--json"))

@@ -75,17 +75,24 @@ class TreeCase(unittest.TestCase):
         path.write_text(data if isinstance(data, str) else json.dumps(data))
         return path
 
-    def declare(self, device: str, count: int, backend: str | None = None) -> dict[str, str]:
-        """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo"."""
+    def declare(self, device: str, count: int, backend: str | None = None, is_described: bool = True) -> dict[str, str]:
+        """The files of a package that declares devices of a type, restricted by ``FOO_VISIBLE`` for "foo".
+
+        Torch does not know the type, so there are such devices only if the package describes them.
+        """
         folder = self.root / "packages"
         information = folder / f"{device}-1.dist-info"
         information.mkdir(parents=True)
         (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {device}\nVersion: 1\n")
         entry = f"[torch_fsdp_tests.accelerators]\n{device} = {device}_vendor:VENDOR\n"
         (information / "entry_points.txt").write_text(entry)
-        declared = f"Vendor({device!r}, ({f'{device.upper()}_VISIBLE'!r},), lambda: {count}, {backend!r})"
+        variables, describe = (f"{device.upper()}_VISIBLE",), f"{device}_device:describe" if is_described else None
+        declared = f"Vendor({device!r}, {variables!r}, lambda: {count}, {backend!r}, {describe!r})"
         text = f"from torch_fsdp_tests.vendors import Vendor\nVENDOR = {declared}\n"
         (folder / f"{device}_vendor.py").write_text(text)
+        described = f"Accelerator({device!r}, backend or 'gloo', {count}, ranks or {count})"
+        text = f"from torch_fsdp_tests.accelerator import Accelerator\ndescribe = lambda backend, ranks: {described}\n"
+        (folder / f"{device}_device.py").write_text(text)
         return {"PYTHONPATH": str(folder)}
 
     def check(

@@ -150,12 +150,25 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
             f"build that was, or name another device with --device"
         )
     usual = backend in (None, "gloo", device_set.backend)
-    there = device is None or device_set.type == HOST or bool(device_set.names)
+    there = device is None or device_set.type == HOST or is_there(device_set)
     described = declared is not None and declared.describe is not None
     if described or not (usual and there):
         _ask_torch(device, backend, ranks)
     elif loads_extensions(os.environ):
         _ask_torch(device, backend, ranks, only_whether_it_loads=True)
+
+
+def is_there(device_set: DeviceSet) -> bool:
+    """Whether it is certain, without torch, that torch has these devices: it was built for them, and their nodes exist.
+
+    A variable that names devices proves nothing, and torch may lack the extension of a device that a package declares.
+    """
+    if device_set.type in vendors.installed():
+        return False
+    ours = [vendor for vendor in vendors.BUILT_IN if vendor.device_type == device_set.type]
+    return any(
+        torch_is_built_for(vendor.torch_build) and vendor.devices_there() for vendor in ours if vendor.torch_build
+    )
 
 
 def _refuse_absent(vendor: Vendor) -> None:

@@ -270,7 +270,8 @@ def _under_test(run: RunTests, device_set: DeviceSet, launched: int | None) -> d
     """Return what the files are expected to test on. A file with ranks reports the facts, and the console compares."""
     lendable = device_set.lendable or 0
     ranks = run.ranks or launched or (max(2, min(DEFAULT_RANKS, lendable)) if lendable else DEFAULT_RANKS)
-    guessed = run.device is None and not lendable and devices.loads_extensions(os.environ)
+    known = devices.is_there(device_set) if lendable else not devices.loads_extensions(os.environ)
+    guessed = run.device is None and not known
     return {
         "torch": devices.torch_version(),
         "device": device_set.type,
