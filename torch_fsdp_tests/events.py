@@ -1,20 +1,8 @@
-"""The stream between a test file's process and the dispatcher: both ends, standard library only.
-
-The dispatcher passes the number of an inherited descriptor in an environment variable. The process of the test file
-takes the descriptor (:func:`attach`) and writes one JSON object per line. What tests print goes elsewhere. Without a
-stream every function here does nothing, so a test file behaves the same if it is run by hand.
-
-The lines, by their ``event``: ``announced`` (``tests``: ids in the order in which they will run), ``started`` and
-``ended`` (one test, or a fixture that failed), ``note`` and ``facts`` (about the running test, or about the file when
-none runs), ``ranks`` (a test wants these ranks of a launch), ``broken`` (the file itself failed), ``over`` (the runner
-came to its end).
-"""
+"""What unittest does in a test file, as messages to the dispatcher: a result class, notes and facts."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import sys
 import time
 import types
@@ -22,70 +10,24 @@ import unittest
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from torch_fsdp_tests import stream
+from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
-DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"
 PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # passes on what one process recorded as ``probed``
 
 _MODULE_PREFIX = "__main__."
 
-# --- the test file's end ----------------------------------------------------------------------------------------------
-
-_descriptor: int | None = None
-_owner = 0  # id of the process that attached; its forks must not write to the stream
 _running: str | None = None  # id of the test that runs
 _file_facts: dict[str, Any] = {}
 _watcher: Callable[[str | None], None] | None = None
 
 
-def attach() -> bool:
-    """Take the dispatcher's descriptor, so that no process started from here inherits it or the variable.
-
-    Returns False if there is none. Raises ``ValueError`` if the variable does not name an open descriptor.
-    """
-    global _descriptor, _owner
-    text = os.environ.pop(DESCRIPTOR_VARIABLE, None)
-    if text is None:
-        return False
-    try:
-        os.set_inheritable(int(text), False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{DESCRIPTOR_VARIABLE} is {text!r}, which is not an open descriptor") from error
-    _descriptor, _owner = int(text), os.getpid()
-    return True
-
-
-def attached() -> bool:
-    """Whether what this process emits reaches a dispatcher."""
-    return _descriptor is not None and os.getpid() == _owner
-
-
-def detach() -> None:
-    """Close this process' copy of the stream. For a process that was forked from the test process. May be repeated."""
-    global _descriptor
-    os.environ.pop(DESCRIPTOR_VARIABLE, None)
-    if _descriptor is not None:
-        os.close(_descriptor)
-        _descriptor = None
-
-
-def emit(event: str, **fields: Any) -> None:
-    """Write one event. If the dispatcher has died, the stream is closed silently."""
-    if not attached() or _descriptor is None:
-        return
-    data = json.dumps({"event": event, **fields}, default=str).encode() + b"\n"
-    try:
-        while data:
-            data = data[os.write(_descriptor, data) :]
-    except OSError:
-        detach()
-
-
 def note(text: str) -> None:
     """Add a note, such as a leak, to the running test, or to the file if no test runs."""
-    emit("note", test=_running, text=text)
+    stream.send(stream.Note(_running, text))
 
 
 def record(**fields: Any) -> None:
@@ -95,7 +37,7 @@ def record(**fields: Any) -> None:
     """
     if _running is None:
         _file_facts.update(fields)
-    emit("facts", test=_running, facts=fields)
+    stream.send(stream.Facts(_running, stream.plain(fields)))
 
 
 def file_facts() -> Mapping[str, Any]:
@@ -229,11 +171,9 @@ def _phase_of(test: Any, trace: types.TracebackType | None) -> Phase:
     return Phase.FIXTURE
 
 
-def _ended(name: str, verdict: Verdict, text: str = "", scope: Scope = Scope.TEST, **more: Any) -> None:
-    about = {"seconds": 0.0, "subtests": 0, "subtests_skipped": {}} | more
-    ranks = [rank.to_json() for rank in verdict.ranks]
-    told = {"outcome": verdict.state, "reason": verdict.reason, "phase": verdict.phase, "ranks": ranks}
-    emit("ended", test=name, scope=scope, text=text, **told, **about)
+def _ended(name: str, verdict: Verdict, **more: Any) -> None:
+    result = TestResult(name, verdict.state, phase=verdict.phase, reason=verdict.reason, ranks=verdict.ranks)
+    stream.send(stream.Ended(dataclasses.replace(result, **more)))
 
 
 class Reporting(unittest.TestResult):
@@ -254,7 +194,7 @@ class Reporting(unittest.TestResult):
         self._subtests = 0
         self._subtests_skipped: dict[str, int] = {}  # how many, by reason
         self._began = time.perf_counter()
-        emit("started", test=_running)
+        stream.send(stream.Started(_running))
         enter(test.id())
 
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -357,31 +297,8 @@ class Reporting(unittest.TestResult):
 
     def stopTestRun(self) -> None:
         super().stopTestRun()
-        emit("over")
+        stream.send(stream.Over())
 
 
 class EventResult(Reporting, unittest.TextTestResult):
     """unittest's result class, which also sends events. ``TextTestRunner.resultclass`` is set to it."""
-
-
-# --- the dispatcher's end ---------------------------------------------------------------------------------------------
-
-
-class Reader:
-    """Turns the bytes of one stream into events. Anything else is kept in ``garbage``, and does not raise."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self.garbage: list[bytes] = []
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the events that are complete with these bytes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        found = []
-        for line in lines:
-            try:
-                event = json.loads(line)
-                found.append(event | {"event": str(event["event"])})
-            except (ValueError, KeyError, TypeError):
-                self.garbage.append(line)
-        return found

@@ -49,7 +49,14 @@ def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, A
 
 def a_file(name: str, *tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     failed = any(State(test["outcome"]).is_bad for test in tests)
-    attempt = {"ending": "exit status 0", "began": 0.0, "ended": 9.5, "slots": [0], "failed": failed, "notes": []}
+    attempt = {
+        "ending": {"how": "exited", "detail": 0},
+        "began": 0.0,
+        "ended": 9.5,
+        "slots": [0],
+        "failed": failed,
+        "notes": [],
+    }
     attempts = [attempt | {"facts": {}, "output": ""}]
     about = {"shard_id": 1, "num_shards": 1, "estimate": 3.0, "failed": failed, "attempts": attempts}
     return {"file": name, "tests": list(tests), **about, **more}

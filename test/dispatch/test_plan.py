@@ -27,10 +27,11 @@ from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situati
 from torch_fsdp_tests.dispatch.needs import Needs, needs_of, parse
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.pool import DevicePool
-from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How, TestResult
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
+from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.vendors import ConfigurationError, Vendor
 from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.version_ranges import version_fits

@@ -12,7 +12,7 @@ PACKAGE = Path(torch_fsdp_tests.__path__[0])
 # The lowest layer comes first. Names on one line may import each other. Modules that are not listed are above all
 # layers. The longest name that matches a module counts.
 LAYERS = [
-    {"capabilities", "events", "messages", "verdict"},
+    {"capabilities", "events", "messages", "stream", "verdict"},
     {"host", "installation", "launcher", "peers", "forkserver", "reach", "settings", "vendors", "version_ranges"},
     {"torch_facts", "torch_names", "accelerator", "accelerator_probe"},
     {"ranks", "threaded_pg"},

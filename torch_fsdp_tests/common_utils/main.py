@@ -11,7 +11,7 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import accelerator, events, settings
+from torch_fsdp_tests import accelerator, settings, stream
 from torch_fsdp_tests.vendors import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 
 from . import state, testcase
@@ -92,7 +92,7 @@ class _Program(unittest.TestProgram):
                 sys.exit(0)
             print(*(test.id().removeprefix("__main__.") for test in _flat(self.test)), sep="\n")
             sys.exit(0)
-        if not self.test.countTestCases() and not events.attached():
+        if not self.test.countTestCases() and not stream.attached():
             if not ranks.is_follower():
                 print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
             sys.exit(NO_TESTS_RAN)
@@ -121,7 +121,7 @@ def _check_device() -> None:
 
     A dispatcher has checked this before it started the file.
     """
-    if not events.attached() and any(map(os.environ.get, (DEVICE_VARIABLE, BACKEND_VARIABLE))):
+    if not stream.attached() and any(map(os.environ.get, (DEVICE_VARIABLE, BACKEND_VARIABLE))):
         accelerator.current()
 
 

@@ -24,7 +24,7 @@ from torch_fsdp_tests.peers import GATHER_LIMIT, Peer, Peers
 from torch_fsdp_tests.verdict import ranks_in_words
 
 END_LIMIT = 20.0  # seconds for an agent to end its part of a file
-DEATH_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
+END_NEWS = 2.0  # seconds by which the end of rank 0's part may be noticed later than the ends that it caused
 ANSWER_LIMIT = 60.0  # seconds for an agent to describe its machine
 FEW = 5  # the most differences that are named
 assert agent.PATIENCE < END_LIMIT
@@ -189,7 +189,7 @@ class Agents:
 
     def due(self) -> float | None:
         """The time at which :meth:`check_time` has something to do."""
-        early = [part.ended_at + DEATH_NEWS for part in self._parts.values() if part.ended is not None]
+        early = [part.ended_at + END_NEWS for part in self._parts.values() if part.ended is not None]
         if self._end_by is None:
             return min(early, default=None)
         return self._end_by if self.busy else None
@@ -202,7 +202,7 @@ class Agents:
                 self._lose(self._peers.of_rank[rank], f"did not finish its part of the file within {END_LIMIT:g} s")
             return None
         for rank, part in sorted(self._parts.items()):
-            if part.ended is not None and now >= part.ended_at + DEATH_NEWS:
+            if part.ended is not None and now >= part.ended_at + END_NEWS:
                 return f"the file's process at rank {rank} ({self._in_words(rank, part.ended)})"
         return None
 
@@ -221,7 +221,7 @@ class Agents:
             notes += [f"the process {each} was left running at rank {rank} on {name}, and was killed" for each in leaks]
             if part.ended is None:
                 continue
-            early = part.ended_at + DEATH_NEWS < self._ended_at
+            early = part.ended_at + END_NEWS < self._ended_at
             killed = over is not None and over.was_killed
             if killed:
                 limit = f"{agent.PATIENCE:g} s"

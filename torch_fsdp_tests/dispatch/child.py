@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch_fsdp_tests import events, host, messages, settings
+from torch_fsdp_tests import events, host, messages, settings, stream
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, named
 from torch_fsdp_tests.dispatch.runtests import RunTests
@@ -121,14 +121,15 @@ class Run:
         events.Reporting.forgiven = verdicts["known"].keys()
         if gone := set(self.orders.part.test.order).difference(names):
             events.note(f"the map names tests that no longer exist: {', '.join(sorted(gone))}")
-        events.emit(
-            "announced",
-            tests=[names[index] for index in picked],
-            selected=selected,
-            unknown=remarks,
-            matched=verdicts["matched"],
-            known=verdicts["known"],
-            left_out=list(verdicts["skip"]),
+        stream.send(
+            stream.Announced(
+                tests=tuple(names[index] for index in picked),
+                selected=selected,
+                unknown=tuple(remarks),
+                matched=frozenset(verdicts["matched"]),
+                known=verdicts["known"],
+                left_out=tuple(verdicts["skip"]),
+            )
         )
         return events.Suite(tests[index] for index in picked)
 
@@ -198,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     host.die_with_parent(orders.dispatcher)
-    events.attach()
+    stream.attach()
     faulthandler.enable()
     # If the file's process ignores the signal: write the stacks, and then die of the signal.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
@@ -214,14 +215,14 @@ def main(argv: Sequence[str]) -> None:
     except SystemExit as left:
         if not run.happened and host.exit_status(left) == 0:
             words = "the file ended before its tests with exit status 0, as if they had passed: to skip them, raise "
-            events.emit("broken", reason=f"{words}unittest.SkipTest in setUpModule()", text="")
+            stream.send(stream.Broken(f"{words}unittest.SkipTest in setUpModule()"))
         raise
     except BaseException as error:
         trace = _below(error.__traceback__, file)
         if isinstance(error, SyntaxError) and trace is error.__traceback__:
             trace = None  # all its frames belong to the machinery that read the file
         text = "".join(traceback.format_exception(type(error), error, trace))
-        events.emit("broken", reason=in_one_line(error), text=text)
+        stream.send(stream.Broken(in_one_line(error), text))
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
         if isinstance(error, KeyboardInterrupt):
@@ -229,7 +230,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
     if not run.happened:
         words = "the file ended without running its tests: it must call run_tests() or unittest.main() at its end"
-        events.emit("broken", reason=words, text="")
+        stream.send(stream.Broken(words))
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 

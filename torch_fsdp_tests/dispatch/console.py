@@ -18,9 +18,10 @@ from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, FileResult, TestResult
+from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.stream import FILE_ITSELF, TestResult
 from torch_fsdp_tests.verdict import Scope, State, closing_line
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import events, forkserver
+from torch_fsdp_tests import forkserver, stream
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.messages import Connection, MessageError
@@ -120,12 +120,12 @@ def _become(request: Fork, server: socket.socket) -> tuple[str, ...]:
         server.sendall(os.getpid().to_bytes(4, "big"))
         if server.recv(1) != _GO:
             os._exit(1)  # the server is gone, and the dispatcher does not know this process
-    output, stream = request.descriptors
+    output, descriptor = request.descriptors
     for target in (1, 2):
         os.dup2(output, target)
     os.close(output)
     os.environ.clear()
-    os.environ.update(request.environment, **{events.DESCRIPTOR_VARIABLE: str(stream)})
+    os.environ.update(request.environment, **{stream.DESCRIPTOR_VARIABLE: str(descriptor)})
     tempfile.tempdir = None
     return request.command
 

@@ -16,6 +16,7 @@ from torch_fsdp_tests.dispatch.features import COUNTS, FEATURES, features_of
 from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.page import Row, Section
+from torch_fsdp_tests.dispatch.result import Ending, How
 from torch_fsdp_tests.messages import from_data
 from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State, rank_rows, tally, tell
 
@@ -330,6 +331,10 @@ def _failure(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     return page.folded(head, inside, is_open=True, attributes=_item(file, test))
 
 
+def _ending(attempt: Mapping[str, Any]) -> str:
+    return str(Ending(How(attempt["ending"]["how"]), attempt["ending"]["detail"]))
+
+
 def _failures(data: Mapping[str, Any]) -> str:
     parts = []
     for file in data["files"]:
@@ -339,7 +344,7 @@ def _failures(data: Mapping[str, Any]) -> str:
         last = file["attempts"][-1]
         attempts = f", {len(file['attempts'])} attempts" if len(file["attempts"]) > 1 else ""
         parts.append(f'<div {page.HOLDER}="{escape(file["file"])}">')
-        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(last['ending'])}{attempts}</span></h3>")
+        parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(_ending(last))}{attempts}</span></h3>")
         parts += [_failure(file, test) for test in bad]
         left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:
@@ -371,7 +376,7 @@ def _flaky(data: Mapping[str, Any]) -> str:
         first = file["attempts"][0]
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{len(file['attempts'])} attempts</span></h3>")
         parts += [page.names("Passed only when run again", names)] * bool(names)
-        parts.append(page.folded(f"output of the first attempt ({escape(first['ending'])})", page.pre(first["output"])))
+        parts.append(page.folded(f"output of the first attempt ({escape(_ending(first))})", page.pre(first["output"])))
     return "".join(parts)
 
 
@@ -414,7 +419,7 @@ def _timeline(data: Mapping[str, Any]) -> str:
             x, width = _LEFT + attempt["began"] * scale, max(2.0, (attempt["ended"] - attempt["began"]) * scale - 1)
             kind = STATES["failed" if attempt["failed"] else _state_of_file(file)][0]
             name = _name(file).rpartition("/")[2].removeprefix("test_")
-            title = escape(f"{_name(file)}: {page.seconds(attempt['ended'] - attempt['began'])}, {attempt['ending']}")
+            title = escape(f"{_name(file)}: {page.seconds(attempt['ended'] - attempt['began'])}, {_ending(attempt)}")
             for slot in attempt["slots"]:
                 y = slot * _ROW + 2
                 parts.append(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.result import FileResult, TestResult
+from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import State, rank_rows, tell
 
 # The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab refuse.

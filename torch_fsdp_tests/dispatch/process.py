@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import events, host, messages
+from torch_fsdp_tests import host, messages, stream
 from torch_fsdp_tests.dispatch import child
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.result import FILE_ITSELF, Attempt, Ending, How, TestResult
+from torch_fsdp_tests.dispatch.result import Attempt, Ending, How
 from torch_fsdp_tests.forkserver import start_fresh
+from torch_fsdp_tests.stream import FILE_ITSELF, TestResult
 from torch_fsdp_tests.verdict import Phase, Scope, State
 
 GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
@@ -45,7 +46,7 @@ class TestProcess:
         self.said_slow: float | None = None  # when it was last reported as slow
         self.results: list[TestResult] = []
         self.facts: dict[str, Any] = {}
-        self._reader = events.Reader()
+        self._reader = stream.Reader()
         self._announced: list[str] = []
         self._unknown: list[str] = []
         self._selected = 0
@@ -54,7 +55,7 @@ class TestProcess:
         self._left_out: set[str] = set()
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
-        self._broken: dict[str, Any] | None = None
+        self._broken: stream.Broken | None = None
         self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
         self.is_gone = False
         self._over = False
@@ -84,7 +85,7 @@ class TestProcess:
                     pid = start_fresh(
                         [*measure, "-m", child.__name__, *command],
                         [write],
-                        {**environment, events.DESCRIPTOR_VARIABLE: str(write)},
+                        {**environment, stream.DESCRIPTOR_VARIABLE: str(write)},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -99,48 +100,52 @@ class TestProcess:
             os.close(write)
 
     def listen(self) -> bool:
-        """Read the events of the process. Returns False if no more will come."""
+        """Read the messages of the process. Returns False if no more will come."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.events_descriptor, 1 << 16):
-                for event in self._reader.feed(data):
-                    self._take(event)
+                for message in self._reader.feed(data):
+                    self._take(message)
             return False
         return True
 
-    def _take(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "announced":
-                self._announced += event["tests"]
-                self._unknown += event["unknown"]
-                self._selected += event["selected"]
-                self._matched = (self._matched or set()) | set(event["matched"])
-                self._known |= event["known"]
-                self._left_out |= set(event["left_out"])
+    def _take(self, message: stream.Message) -> None:
+        match message:
+            case stream.Announced():
+                self._announced += message.tests
+                self._unknown += message.unknown
+                self._selected += message.selected
+                self._matched = (self._matched or set()) | message.matched
+                self._known |= message.known
+                self._left_out |= set(message.left_out)
                 self._over = False
-            case "started":
-                self.running, self._running_since = event["test"], time.monotonic()
-            case "ended":
-                self._take_end(event)
-            case "note":
-                self._notes.setdefault(event["test"], []).append(event["text"])
-            case "facts":
-                about = self.facts if event["test"] is None else self._test_facts.setdefault(event["test"], {})
-                about.update(event["facts"])
-            case "broken":
-                self._broken = event
-            case "over":
+            case stream.Started(test):
+                self.running, self._running_since = test, time.monotonic()
+            case stream.Ended(result):
+                self._take_end(result)
+            case stream.Note(test, text):
+                self._notes.setdefault(test, []).append(text)
+            case stream.Facts(test, facts):
+                about = self.facts if test is None else self._test_facts.setdefault(test, {})
+                about.update(facts)
+            case stream.Broken():
+                self._broken = message
+            case stream.Over():
                 self._over = True
-            case "ranks":
-                self.ranks |= set(event["ranks"])
+            case stream.NeedsRanks(ranks):
+                self.ranks |= set(ranks)
 
-    def _take_end(self, event: dict[str, Any]) -> None:
-        name = event["test"]
-        told = {field: value for field, value in event.items() if field not in ("event", "test")}
-        told |= {"is_left_out": name in self._left_out, "notes": self._notes.pop(name, ())}
-        result = messages.from_data(TestResult, {"name": name, "facts": self._test_facts.pop(name, {}), **told})
-        if result.outcome.may_be_known and name in self._known:
-            result = dataclasses.replace(result, outcome=State.KNOWN_FAILURE)
-        self.results.append(result)
+    def _take_end(self, result: TestResult) -> None:
+        name = result.name
+        is_known = result.outcome.may_be_known and name in self._known
+        self.results.append(
+            dataclasses.replace(
+                result,
+                outcome=State.KNOWN_FAILURE if is_known else result.outcome,
+                is_left_out=name in self._left_out,
+                notes=tuple(self._notes.pop(name, ())),
+                facts=self._test_facts.pop(name, {}),
+            )
+        )
         self.running = None
 
     def stop(self, why: Ending, now: float) -> None:
@@ -217,7 +222,7 @@ class TestProcess:
         if ending.how is How.STOPPED:
             return []
         if self._broken is not None:
-            return [_about_file(State.ERROR, self._broken["reason"], self._broken["text"])]
+            return [_about_file(State.ERROR, self._broken.reason, self._broken.text)]
         if not self._over:
             when = "before its tests were known" if not self._announced else "between tests"
             return [_about_file(state, f"the process {ending.in_words()} {when}", _tail(output))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -16,12 +17,13 @@ from torch_fsdp_tests import __version__, installation
 from torch_fsdp_tests.dispatch import devices, features, html_report
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.console import repeat_command
-from torch_fsdp_tests.dispatch.result import Attempt, FileResult, TestResult
+from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import State
 
-VERSION = 4
+VERSION = 5
 FILE, PAGE = "report.json", "report.html"
 UNFINISHED = "report.unfinished.json"  # during the run, and for ever if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
@@ -93,7 +95,7 @@ def _file(run: RunTests, file: FileResult) -> dict[str, Any]:
 
 def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
     return {
-        "ending": str(attempt.ending),
+        "ending": dataclasses.asdict(attempt.ending),
         "began": round(attempt.began, 3),
         "ended": round(attempt.ended, 3),
         "slots": list(attempt.lent),

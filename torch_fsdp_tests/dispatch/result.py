@@ -7,91 +7,45 @@ import enum
 from typing import Any
 
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.verdict import Phase, RankResult, Scope, State
-
-FILE_ITSELF = "(the file itself)"  # replaces the test if no test is to blame
-
-
-@dataclasses.dataclass(frozen=True)
-class TestResult:
-    """The result of one test in one process. ``name`` is ``Class.test``, or ``Class.fixture`` for a failed fixture."""
-
-    __test__ = False
-
-    name: str
-    outcome: State
-    scope: Scope = Scope.TEST
-    phase: Phase | None = None
-    seconds: float = 0.0
-    reason: str = ""  # one line: why it skipped, failed or was not run
-    text: str = ""  # tracebacks, except those of the ranks
-    ranks: tuple[RankResult, ...] = ()
-    is_left_out: bool = False  # by a list
-    subtests: int = 0  # subtests that ran
-    subtests_skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # number of skipped subtests, by reason
-    notes: tuple[str, ...] = ()
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def rerun_name(self) -> str | None:
-        """What to select to run it again: the test, the class of a fixture, or None for the whole file."""
-        return {Scope.TEST: self.name, Scope.CLASS: self.class_name, Scope.FILE: None}[self.scope]
-
-    @property
-    def is_fixture(self) -> bool:
-        """Whether it is the failure of a fixture of a class or of the file. A fixture that passes has no result."""
-        return self.scope is not Scope.TEST and self.name != FILE_ITSELF
-
-    @property
-    def class_name(self) -> str:
-        """The name of its class. Empty for a module's fixture and for the file itself."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def method(self) -> str:
-        """The name of the test, or of the fixture that failed in its place."""
-        return self.name.rpartition(".")[2]
-
-    @property
-    def executed_subtests(self) -> int:
-        return max(self.subtests, int(self.facts.get("subtests") or 0))
-
-    @property
-    def skipped_subtests(self) -> dict[str, int]:
-        """The number of skipped subtests by reason: from the ranks, or else from unittest."""
-        return dict(self.facts.get("subtests_skipped") or self.subtests_skipped)
-
-    @property
-    def requirements_not_met(self) -> list[str]:
-        """Why the test, or subtests of it, could not run here. Exclusions by a list are not requirements."""
-        skipped = self.outcome is State.SKIPPED and not self.is_left_out
-        return list(dict.fromkeys([*[self.reason] * skipped, *self.skipped_subtests]))
+from torch_fsdp_tests.stream import TestResult
+from torch_fsdp_tests.verdict import Scope, State
 
 
-class How(enum.Enum):
-    """How a process ended: in a few words, and as the rest of a sentence. The detail is filled into both."""
+class How(str, enum.Enum):
+    """How a process ended, and what the detail is."""
 
-    EXITED = "exit status {}", "exited with status {}"
-    KILLED = "{}", "was killed by {}"  # the signal of this name
-    TIMED_OUT = "time limit of {:g} s", "was stopped at the file's time limit of {:g} s"
-    STOPPED = "stopped with the run", "was stopped with the run"  # a person or the caller ended the run
-    LOST = "lost {}", "was stopped because {} was lost"  # the file's process at another rank had left
-    NOT_STARTED = "not started: {}", "could not be started: {}"  # because of the harness or the machine
+    EXITED = "exited"  # the exit status
+    KILLED = "killed"  # the name of the signal
+    TIMED_OUT = "timed out"  # the time limit in seconds
+    STOPPED = "stopped"  # no detail: a person or the caller ended the run
+    LOST = "lost"  # what was lost: the file's process at another rank had left
+    NOT_STARTED = "not started"  # the reason, which lies in the harness or the machine
+
+
+_WORDS = {
+    How.EXITED: ("exit status {}", "exited with status {}"),
+    How.KILLED: ("{}", "was killed by {}"),
+    How.TIMED_OUT: ("time limit of {:g} s", "was stopped at the file's time limit of {:g} s"),
+    How.STOPPED: ("stopped with the run", "was stopped with the run"),
+    How.LOST: ("lost {}", "was stopped because {} was lost"),
+    How.NOT_STARTED: ("not started: {}", "could not be started: {}"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """The end of a process. ``detail`` is the exit status, the signal, the time limit, or why it did not start."""
+    """The end of a process. A report has these two fields."""
 
     how: How
     detail: str | float = ""
 
     def __str__(self) -> str:
-        return self.how.value[0].format(self.detail)
+        """A few words, such as ``exit status 1``."""
+        return _WORDS[self.how][0].format(self.detail)
 
     def in_words(self) -> str:
         """What happened to the process, to follow "the process"."""
-        return self.how.value[1].format(self.detail)
+        return _WORDS[self.how][1].format(self.detail)
 
 
 @dataclasses.dataclass(frozen=True)

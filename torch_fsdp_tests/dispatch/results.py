@@ -9,8 +9,9 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.result import FileResult, TestResult
+from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import Scope, State, tally
 
 

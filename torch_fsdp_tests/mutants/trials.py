@@ -21,12 +21,13 @@ from torch_fsdp_tests.dispatch.forkserver import ForkServer
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.reaper import Reaper
-from torch_fsdp_tests.dispatch.result import Attempt, TestResult
+from torch_fsdp_tests.dispatch.result import Attempt
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.mutants import hook
 from torch_fsdp_tests.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.mutants.mutant import Mutant, Tests
 from torch_fsdp_tests.reach import Reached
+from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import Scope, State
 
 TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time

@@ -23,7 +23,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import accelerator, events, host, launcher
+from torch_fsdp_tests import accelerator, host, launcher, stream
 from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
@@ -68,13 +68,13 @@ class Crew:
         self.peers = Peers(launch, protocol.FROM_SEAT)
         self._seats: dict[int, _Seat] = {}
         self._environment = dict(os.environ)
-        self._called = set() if events.attached() else set(range(1, launch.world_size))
+        self._called = set() if stream.attached() else set(range(1, launch.world_size))
         self._give_up = time.monotonic() + GATHER_LIMIT
 
     def gather(self, ranks: Collection[int] = ()) -> list[_Seat]:
         """Wait for these ranks' processes, and return them. Raises :class:`HarnessError` if one is missing."""
         if new := set(ranks) - self._called - {0}:
-            events.emit("ranks", ranks=sorted(new))  # the dispatcher starts them
+            stream.send(stream.NeedsRanks(tuple(sorted(new))))  # the dispatcher starts them
             self._called |= new
             self._give_up = time.monotonic() + GATHER_LIMIT
         absent = self.peers.gather(self._called, self._give_up) if self.lost is None else []
@@ -345,8 +345,8 @@ def _follow(launch: launcher.Launch) -> NoReturn:
         if follower is not None:
             follower.close()
         close_server()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        for output in (sys.stdout, sys.stderr):
+            output.flush()
         os._exit(status)
 
 

@@ -23,7 +23,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import accelerator, events, forkserver, host, messages, settings, torch_facts
+from torch_fsdp_tests import accelerator, forkserver, host, messages, settings, stream, torch_facts
 from torch_fsdp_tests.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
 
@@ -180,8 +180,8 @@ class ServerHandle:
 
     @staticmethod
     def _fork(ours: socket.socket, theirs: socket.socket) -> int:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        for output in (sys.stdout, sys.stderr):
+            output.flush()
         pid = os.fork()
         if pid:
             return pid
@@ -233,7 +233,7 @@ def fresh() -> None:
 
 def _run(control: socket.socket) -> None:
     """Run the server in its process."""
-    events.detach()
+    stream.detach()
     host.adopt_orphans()
     server = Server(control)
     for remark in forkserver.preload(torch_facts.PRELOADED):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import coverage, report
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.result import Ending, How
+from torch_fsdp_tests.dispatch.result import How
 from torch_fsdp_tests.verdict import State
 from torch_fsdp_tests.versions import facts
 from torch_fsdp_tests.versions.environments import Environment
@@ -25,7 +25,6 @@ RECORD = "version.json"
 FACTS = "facts.json"
 LOG = "output.log"
 STOPPING = 10.0  # seconds for run_test.py to end its files and to write its report
-_STOPPED = str(Ending(How.STOPPED))
 _NEEDED = ("expecttest", "numpy")  # needed beside torch; without the other packages some tests of the harness skip
 _ASK = f"""\
 import importlib.util, json, platform
@@ -158,7 +157,7 @@ def _came_to_its_end(parts: list[dict[str, Any]]) -> bool:
 
 
 def _was_stopped(file: Mapping[str, Any]) -> bool:
-    return file["attempts"][-1]["ending"] == _STOPPED
+    return file["attempts"][-1]["ending"]["how"] == How.STOPPED
 
 
 def _has_failed(file: Mapping[str, Any]) -> bool:
