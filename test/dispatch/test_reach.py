@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.child import Orders, select_tests
 from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.reach import Function, MalformedMap, MapBuilder, Reached, ReachMap, functions_of, owners
-from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
+from torch_fsdp_tests.reach.changes import Change, Changes, Code, UnknownChange
 from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.reach.selection import select
@@ -378,6 +378,23 @@ class TestChanges(SourcesCase):
                 with self.subTest(step=step, reverse=reverse, options=options):
                     found = self.change(self.diff(*options, reverse=reverse, _core=step))
                     self.assertEqual(found, Change((f"{CORE}.Unit.step",)))
+
+    def test_what_is_known_about_the_changed_code(self):
+        """The order of tests is made from it."""
+        (edit,) = self.change(self.diff(_core=("x += LIMIT\n", "x -= LIMIT\n"))).edits
+        self.assertEqual((edit.name, edit.statements), (f"{CORE}.shard", frozenset({0})))
+        self.assertEqual(edit.text.split(), ["x", "+=", "LIMIT", "x", "-=", "LIMIT"])
+        self.assertEqual(edit.around.split(), "def shard(x): x += LIMIT return x".split())
+        (edit,) = self.change("shard").edits
+        self.assertEqual((edit.text, edit.around.split()[:2]), ("", ["def", "shard(x):"]))
+        (edit,) = self.change("_core.py:8-8").edits
+        self.assertEqual((edit.text.strip(), edit.statements), ("return x", frozenset({1})))
+
+    def test_the_errors_on_which_a_change_decides(self):
+        source = 'def f(x):\n    if x > 1:\n        raise ValueError(f"{x} is too large")\n    return g(x, "other")\n'
+        for line, messages in ((2, " is too large"), (3, " is too large"), (4, "")):
+            (edit,) = Code("m", source.encode()).edits([(line, line, "")])
+            self.assertEqual((edit.name, edit.messages, edit.statements), ("m.f", messages, frozenset({line - 2})))
 
     def test_a_diff_in_a_file_that_has_moved_on(self):
         diff = self.diff(_core=("return 2", "return 3"))

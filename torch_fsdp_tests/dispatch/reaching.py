@@ -14,17 +14,19 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest
 from torch_fsdp_tests.reach import recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange, shown
+from torch_fsdp_tests.reach.order import Order, noticed_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap
 from torch_fsdp_tests.reach.selection import Selection, select
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results
 
+MUTANTS = "mutants/findings.jsonl"  # in the folder of reports: what noticed earlier changes
 SHIPPED = Path(recording.__file__).parent / "data"
 
 
 def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], list[str]]:
-    """The tests of a selection that a change reaches, most specific first, and remarks.
+    """The tests of a selection that a change reaches, the most telling first, and remarks.
 
     Raises :class:`UnknownTest` if that cannot be determined.
     """
@@ -43,10 +45,17 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
         raise UnknownTest(f"{run.map or 'the map'} is nested too deeply to be read") from error
     except OSError as error:
         raise UnknownTest(f"{error.filename or 'a file'} cannot be read: {error.strerror or error}") from error
-    chosen = select((name for change in found for name in change.names), known)
+    edits = [edit for change in found for edit in change.edits]
+    texts = {test.file: _text(run.test_directory / f"{test.file}.py") for test in selection}
+    order = Order(known, texts, noticed_in(run.reports / MUTANTS))
+    chosen = select((name for change in found for name in change.names), known, lambda tests: order.sort(tests, edits))
     tests = keep(selection, chosen.tests)
     unmapped = {test.file for test in selection} - {test.file for test in known.tests}
     return tests, list(_remarks(found, chosen, tests, known, version, unmapped))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def keep(selection: Sequence[TestRun], wanted: Iterable[Reached]) -> list[TestRun]:

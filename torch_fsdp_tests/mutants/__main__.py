@@ -27,6 +27,7 @@ from torch_fsdp_tests.mutants.mutant import Mutant, NoPackage, Tests
 from torch_fsdp_tests.mutants.options import Options
 from torch_fsdp_tests.mutants.trials import Setting, Trials
 from torch_fsdp_tests.reach import MalformedMap, ReachMap
+from torch_fsdp_tests.reach.order import noticed_in
 from torch_fsdp_tests.vendors import ConfigurationError
 
 
@@ -51,7 +52,7 @@ def _main(asked: Options) -> ExitStatus:
     device = devices.find(None, None, os.environ)
     found = list(mutant.all_of(asked.package, device.type == devices.HOST, asked.module))
     chosen, excluded = _choose(asked, found), Counter(each.excluded for each in found if each.excluded)
-    tests = Tests(ReachMap.load(asked.map), _sources(asked))
+    tests = Tests(ReachMap.load(asked.map), _sources(asked), noticed_in(asked.output / report.RECORD))
     if asked.sample is not None:
         run = [each for each in chosen if tests.is_run(each)]
         excluded["code that no test runs"] += len(chosen) - len(run)

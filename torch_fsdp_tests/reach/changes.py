@@ -6,21 +6,32 @@ that a change of comments or layout does not count.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch_fsdp_tests.reach import recording
+from torch_fsdp_tests.reach.functions import (
+    Function,
+    digests,
+    find_root,
+    functions_in,
+    module_name,
+    places_in,
+    statements_in,
+)
 from torch_fsdp_tests.reach.functions import digest as digest_of
-from torch_fsdp_tests.reach.functions import digests, find_root, functions_in, module_name
+from torch_fsdp_tests.reach.order import Edit
 from torch_fsdp_tests.reach.reachmap import ReachMap
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _SHOWN = 5  # names in a sentence
+_READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
 
 class UnknownChange(ValueError):
@@ -29,10 +40,17 @@ class UnknownChange(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The names of what changes, and remarks on what could not be determined."""
+    """The names of what changes, remarks on what could not be determined, and the changed code where it is known."""
 
     names: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = dataclasses.field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, names: Iterable[str], remarks: Iterable[str] = (), edits: Iterable[Edit] = ()) -> Change:
+        """The change of these names, with those edits that are about them."""
+        known = {*names}
+        return cls(tuple(sorted(known)), tuple(remarks), tuple(edit for edit in edits if edit.name in known))
 
 
 def shown(names: Iterable[str]) -> str:
@@ -85,7 +103,7 @@ class Changes:
             if before.digest != digest_of(content):
                 now = self._parsed(content, module, remarks)
                 names |= {module} if now is None else _differing(before.parts, now)
-        return Change(tuple(sorted(names)), tuple(remarks))
+        return Change.of(names, remarks, self._whole(names))
 
     # --- names and files ------------------------------------------------------------------------------------------
 
@@ -99,7 +117,21 @@ class Changes:
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
             found |= {name} if self._map.is_function(name) or not held else held
-        return Change(tuple(sorted(found)))
+        return Change.of(found, (), self._whole(found))
+
+    def _whole(self, names: Collection[str]) -> Iterator[Edit]:
+        """All of these functions as edits, with their source if they are few."""
+        by_module: dict[str, list[str]] = {}
+        for name in names if len(names) <= _READ else ():
+            parts = name.split(".")
+            heads = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+            by_module.setdefault(next((head for head in heads if head in self._map.modules), ""), []).append(name)
+        for module, inside in by_module.items():
+            content = self._read(self._root.parent / self._path_of(module)) if module else None
+            try:
+                yield from Code(module, content or b"").whole(inside)
+            except (SyntaxError, ValueError):
+                continue
 
     def _named(self, text: str) -> tuple[str, ...]:
         """Look up a full name, the end of a name (``FlatParamHandle.unshard``), or a name that a package exports."""
@@ -188,7 +220,10 @@ class Changes:
         if not 1 <= first <= last <= count:
             raise UnknownChange(f"{file} has only the lines 1 to {count}, not {first}-{last}")
         try:
-            return Change(tuple(sorted(_around(content, module, range(first, last + 1)))))
+            numbers = range(first, last + 1)
+            text = "\n".join(content.decode(errors="replace").split("\n")[first - 1 : last])
+            made = Code(module, content).edits([(number, number, text) for number in numbers])
+            return Change.of(_around(content, module, numbers), (), self._numbered(made, module, content))
         except (SyntaxError, ValueError) as error:
             raise UnknownChange(f"{file} is not valid Python: {error}") from error
 
@@ -204,28 +239,39 @@ class Changes:
         raise UnknownChange(f"the folder {folder} holds no {self._prefix}{recording.FOLDERS[0]} to compare with")
 
     def _of_tree(self, other: Path) -> Change:
-        names, remarks = set[str](), list[str]()
+        names, remarks, edits = set[str](), list[str](), list[Edit]()
         trees = {p.relative_to(root).as_posix() for root in (self._root, other) for p in recording.sources(root)}
         for path in sorted(trees):
             module = self._name_of(self._root / path)
             ours, theirs = self._read(self._root / path), self._read(other / path)
             if ours != theirs and self._covers(module):
-                names |= self._difference(module, ours, theirs, remarks)
-        return Change(tuple(sorted(names)), tuple(remarks))
+                names |= self._difference(module, ours, theirs, remarks, edits)
+        return Change.of(names, remarks, edits)
 
-    def _difference(self, module: str, before: bytes | None, after: bytes | None, remarks: list[str]) -> set[str]:
-        sides = [None if side is None else self._parsed(side, module, remarks) for side in (before, after)]
+    def _difference(
+        self, module: str, ours: bytes | None, theirs: bytes | None, remarks: list[str], edits: list[Edit]
+    ) -> set[str]:
+        sides = [None if side is None else self._parsed(side, module, remarks) for side in (ours, theirs)]
         if sides[0] is None or sides[1] is None:
             return {module}
+        assert ours is not None and theirs is not None
+        edits += self._numbered(Code(module, ours).edits(_regions(ours, theirs)), module, ours)
         return _differing(sides[0], sides[1])
+
+    def _numbered(self, edits: Iterable[Edit], module: str, content: bytes) -> Iterator[Edit]:
+        """The edits with the numbers of their statements, if these are those of the map."""
+        known = self._map.modules.get(module)
+        is_recorded = known is not None and known.digest == digest_of(content)
+        for edit in edits:
+            yield edit if is_recorded else dataclasses.replace(edit, statements=frozenset())
 
     # --- diffs ----------------------------------------------------------------------------------------------------
 
     def of_diff(self, text: str, called: str) -> Change:
         """The changes in a unified diff. The installed package may have them already or not."""
-        names, remarks, outside = set[str](), list[str](), list[str]()
+        names, remarks, outside, edits = set[str](), list[str](), list[str](), list[Edit]()
         if not text.strip():
-            return Change((), (f"{called} is empty",))
+            return Change.of((), (f"{called} is empty",))
         files = list(_files_of(text))
         if not files:
             raise UnknownChange(f"{called} is not a unified diff")
@@ -234,16 +280,16 @@ class Changes:
             inside = f"/{path}".rpartition(f"/{self._prefix}")[2]
             dotted = (self._prefix + inside).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
             if len(modules) == 1:
-                names |= self._of_hunks(modules[0], hunks, remarks)
+                names |= self._of_hunks(modules[0], hunks, remarks, edits)
             elif path.endswith(".py") and self._covers(dotted):
                 names.add(dotted)  # new
             else:
                 outside.append(path)
         if outside:
             remarks.append(f"ignored, because the map does not cover them: {shown(outside)}")
-        return Change(tuple(sorted(names)), tuple(remarks))
+        return Change.of(names, remarks, edits)
 
-    def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str]) -> set[str]:
+    def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str], edits: list[Edit]) -> set[str]:
         content = self._read(self._root.parent / self._path_of(module))
         if content is None or not hunks:  # gone here, or renamed
             return {module}
@@ -251,7 +297,7 @@ class Changes:
         for is_applied in (False, True):
             changed = _patched(lines, [hunk.reversed() if is_applied else hunk for hunk in hunks])
             if changed is not None:
-                return self._difference(module, content, "\n".join(changed).encode(), remarks)
+                return self._difference(module, content, "\n".join(changed).encode(), remarks, edits)
         remarks.append(f"the diff does not fit the installed {self._path_of(module)}, so its line numbers count")
         touched = (line for hunk in hunks for line in hunk.touched())
         return _around(content, module, [line for line in touched if line <= len(lines)])
@@ -327,8 +373,74 @@ def _around(content: bytes, module: str, numbers: Iterable[int]) -> set[str]:
     """The innermost functions, classes or modules around these lines, except blank lines and comments."""
     lines, parts = [line.strip() for line in content.split(b"\n")], functions_in(content, module)
     code = [number for number in numbers if lines[number - 1] and not lines[number - 1].startswith(b"#")]
-    return {max((p for p in parts if p.first <= n <= p.last), key=lambda p: p.first).name for n in code}
+    return {_innermost(parts, number).name for number in code}
+
+
+def _innermost(parts: Iterable[Function], line: int) -> Function:
+    return max((part for part in parts if part.first <= line <= part.last), key=lambda part: (part.first, -part.last))
 
 
 def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in {**before, **after} if before.get(name) != after.get(name)}
+
+
+_Region = tuple[int, int, str]  # the first and the last line, and the text on both sides
+
+
+def _regions(before: bytes, after: bytes) -> Iterator[_Region]:
+    """What differs. Lines that are added count to the line before which they are."""
+    import difflib
+
+    ours, theirs = (side.decode(errors="replace").split("\n") for side in (before, after))
+    for tag, first, last, start, end in difflib.SequenceMatcher(None, ours, theirs).get_opcodes():
+        if tag != "equal":
+            yield first + 1, max(first + 1, last), "\n".join([*ours[first:last], *theirs[start:end]])
+
+
+class Code:
+    """The source of a module, to be cut into edits. Raises ``SyntaxError``."""
+
+    def __init__(self, module: str, content: bytes) -> None:
+        self._module, self._tree = module, ast.parse(content)
+        self._lines = content.decode(errors="replace").split("\n")
+        self._parts = places_in(self._tree, module, len(self._lines))
+
+    def whole(self, names: Iterable[str]) -> Iterator[Edit]:
+        for name in names:
+            yield Edit(name, around=self.text(name))
+
+    def edits(self, regions: Iterable[_Region]) -> Iterator[Edit]:
+        """An edit for each function, class or module in which something differs."""
+        statements = statements_in(self._tree, self._module)
+        touched: dict[str, set[int]] = {}
+        texts: dict[str, list[str]] = {}
+        for first, last, text in regions:
+            name = _innermost(self._parts, first).name
+            touched.setdefault(name, set()).update(range(first, last + 1))
+            texts.setdefault(name, []).append(text)
+        for name, lines in touched.items():
+            inside = [(node, each) for node, each in statements if each.function == name]
+            changed = [(node, each) for node, each in inside if lines.intersection(range(each.first, each.last + 1))]
+            yield Edit(
+                name,
+                "\n".join(dict.fromkeys(texts[name])),
+                self.text(name),
+                " ".join(messages(node) for node, _ in changed),
+                frozenset(each.number for _, each in changed),
+            )
+
+    def text(self, name: str) -> str:
+        """The source of a function; nothing for a class or a module, whose functions are not its own."""
+        found = (part for part in self._parts if part.name == name and part.body is not None)
+        return "\n".join(line for part in found for line in self._lines[part.first - 1 : part.last])
+
+
+def messages(node: ast.stmt) -> str:
+    """The texts of the errors and warnings that a statement gives, or decides on."""
+    given = [each for each in node.body if isinstance(each, ast.Raise)] if isinstance(node, ast.If) else [node]
+    texts = []
+    for each in given:
+        called = ast.unparse(each.value.func) if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) else ""
+        if isinstance(each, (ast.Raise, ast.Assert)) or re.search("assert|raise|warn", called):
+            texts += [n.value for n in ast.walk(each) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return " ".join(texts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -64,21 +64,26 @@ def functions_of(source_path: Path, package_root: Path) -> list[Function]:
 
 def functions_in(source: bytes, module: str) -> list[Function]:
     """As :func:`functions_of`, of the content of a file."""
-    tree = ast.parse(source)
-    length = source.count(b"\n") + 1
-    return [Function(module, 1, length, _digest(tree)), *_inside(tree, f"{module}.")]
+    return places_in(ast.parse(source), module, source.count(b"\n") + 1, _digest)
 
 
-def _inside(scope: ast.AST, prefix: str) -> Iterator[Function]:
+def places_in(
+    tree: ast.Module, module: str, length: int, digest_of: Callable[[_Scope], str] = lambda _: ""
+) -> list[Function]:
+    """As :func:`functions_in`, of a tree, and without digests, which take most of the time."""
+    return [Function(module, 1, length, digest_of(tree)), *_inside(tree, f"{module}.", digest_of)]
+
+
+def _inside(scope: ast.AST, prefix: str, digest_of: Callable[[_Scope], str]) -> Iterator[Function]:
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = prefix + node.name
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             body = None if isinstance(node, ast.ClassDef) else _body(node)
-            yield Function(name, first, node.end_lineno or node.lineno, _digest(node), body)
-            yield from _inside(node, f"{name}." if body is None else f"{name}.<locals>.")
+            yield Function(name, first, node.end_lineno or node.lineno, digest_of(node), body)
+            yield from _inside(node, f"{name}." if body is None else f"{name}.<locals>.", digest_of)
         elif not isinstance(node, ast.expr):  # under a condition, in a loop
-            yield from _inside(node, prefix)
+            yield from _inside(node, prefix, digest_of)
 
 
 def statements_in(tree: ast.Module, module: str) -> list[tuple[ast.stmt, Statement]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch_fsdp_tests.reach.changes import shown
 from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
@@ -19,11 +19,16 @@ class Selection:
     remarks: tuple[str, ...]
 
 
-def select(names: Iterable[str], known: ReachMap) -> Selection:
+def select(
+    names: Iterable[str],
+    known: ReachMap,
+    sort: Callable[[Sequence[Reached]], Iterable[Reached]] = iter,
+) -> Selection:
     """The tests that reach any of these functions, classes and modules.
 
     First come those that enter a function that is named, then those that only reach the class or the module of code
-    that belongs to no function, or that the map does not know.
+    that belongs to no function, or that the map does not know. ``sort`` gives the order of each of the two; without it
+    the most specific tests come first.
     """
     entering = around = 0
     unreached, instead = list[str](), dict[str, list[str]]()
@@ -41,7 +46,7 @@ def select(names: Iterable[str], known: ReachMap) -> Selection:
         around |= known.bits_of(enclosing)
         if not known.knows(name):
             instead.setdefault(enclosing, []).append(name)
-    tests = (*known.in_order(entering), *known.in_order(around & ~entering))
+    tests = (*sort(known.in_order(entering)), *sort(known.in_order(around & ~entering)))
     remarks: tuple[str, ...] = ()
     if instead:
         new = shown(name for names in instead.values() for name in names)

@@ -1,0 +1,157 @@
+"""The order of tests for a change: what their words, their kind, and their cost tell."""
+
+import json
+import random
+import tempfile
+import unittest
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch_fsdp_tests.reach import MapBuilder, ReachMap
+from torch_fsdp_tests.reach.functions import Statement
+from torch_fsdp_tests.reach.order import Edit, Order, noticed_in
+
+FUNCTION = "torch.m.unshard_flat_param"
+
+
+def test_file(**bodies: str) -> str:
+    """A file of tests. A body whose name does not begin with ``test`` is a helper."""
+    methods = (f"    def {name}(self):\n        {body}\n" for name, body in bodies.items())
+    return "class T(TestCase):\n" + "\n".join(methods)
+
+
+class OrderCase(unittest.TestCase):
+    def names(
+        self,
+        source: str,
+        *edits: Edit,
+        tests: Iterable[str],
+        seconds: Mapping[str, float] | None = None,
+        also: Mapping[str, Iterable[str]] | None = None,
+        noticed: Iterable[str] = (),
+    ) -> list[str]:
+        """The names of the tests in their order. All enter the function, and what ``also`` says."""
+        builder = MapBuilder()
+        for test in tests:
+            builder.add("f", f"T.{test}", [FUNCTION, *(also or {}).get(test, ())], (seconds or {}).get(test, 1.0))
+        known = builder.build("any")
+        order = Order(known, {"f": source}, {FUNCTION: [("f", f"T.{test}") for test in noticed]})
+        return [test.test.removeprefix("T.") for test in order.sort(known.tests, edits)]
+
+
+class TestWords(OrderCase):
+    def test_of_a_name_before_those_of_a_body_before_none(self):
+        source = test_file(test_a="pass", test_b="self.reshard(x)", test_c_reshard="pass")
+        edit = Edit(FUNCTION, "if reshard: return")
+        self.assertEqual(self.names(source, edit, tests=["test_a", "test_b", "test_c_reshard"])[::-1],
+                         ["test_a", "test_b", "test_c_reshard"])  # fmt: skip
+
+    def test_rare_ones_tell_more(self):
+        source = test_file(test_a="use(common)", test_b="use(common)", test_c="use(rare_one)", test_d="use(common)")
+        edit = Edit(FUNCTION, "rare_one(common)")
+        self.assertEqual(self.names(source, edit, tests=["test_a", "test_b", "test_c", "test_d"])[0], "test_c")
+
+    def test_those_of_helpers_count_for_the_tests_that_call_them(self):
+        source = test_file(test_a="self._other()", test_b="self._check()", _check="x.prefetch = 1", _other="pass")
+        self.assertEqual(self.names(source, Edit(FUNCTION, "prefetch"), tests=["test_a", "test_b"])[0], "test_b")
+
+    def test_changed_lines_tell_more_than_the_lines_around(self):
+        source = test_file(test_a="use(around)", test_b="use(changed)")
+        edit = Edit(FUNCTION, "changed", around="def f():\n  around = changed")
+        self.assertEqual(self.names(source, edit, tests=["test_a", "test_b"])[0], "test_b")
+
+    def test_the_name_of_the_function_counts(self):
+        source = test_file(test_a="x.gather()", test_b="x.unshard()")
+        self.assertEqual(self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"])[0], "test_b")
+
+    def test_generated_tests_have_the_words_of_their_definition(self):
+        source = test_file(test_a="use(offload)", test_a_long="pass")
+        tests = ["test_a_long_x_1", "test_a_x_1"]
+        self.assertEqual(self.names(source, Edit(FUNCTION, "offload"), tests=tests)[0], "test_a_x_1")
+
+
+class TestKinds(OrderCase):
+    def test_tests_of_errors_come_first_if_an_error_changes(self):
+        raises = 'self.assertRaisesRegex(ValueError, "expects a mesh")'
+        source = test_file(test_a='run("expects a mesh")', test_b=raises)
+        changed = Edit(FUNCTION, "if mesh is None:", messages="expects a mesh of one dimension")
+        self.assertEqual(self.names(source, changed, tests=["test_a", "test_b"])[0], "test_b")
+        self.assertEqual(self.names(source, Edit(FUNCTION, "if x:"), tests=["test_a", "test_b"])[0], "test_a")
+
+    def test_what_noticed_an_earlier_change_comes_first(self):
+        source = test_file(test_a="pass", test_b="pass")
+        for noticed in ("test_a", "test_b"):
+            found = self.names(source, Edit(FUNCTION), tests=["test_a", "test_b"], noticed=[noticed])
+            self.assertEqual(found[0], noticed)
+
+    def test_the_specific_come_first_and_then_the_fast(self):
+        source = test_file(test_a="pass", test_b="pass", test_c="pass")
+        also = {"test_a": [f"torch.m.g{n}" for n in range(9)]}
+        tests = ["test_a", "test_b", "test_c"]
+        found = self.names(source, Edit(FUNCTION), tests=tests, also=also, seconds={"test_b": 1.1})
+        self.assertEqual(found, ["test_c", "test_b", "test_a"])
+
+    def test_a_slow_test_must_tell_more(self):
+        source = test_file(test_a="use(prefetch, unshard)", test_b="use(prefetch)")
+        for slow, first in ((0.01, "test_a"), (1.0, "test_a"), (30.0, "test_b")):
+            with self.subTest(slow=slow):
+                seconds = {"test_a": slow, "test_b": 0.01}
+                found = self.names(source, Edit(FUNCTION, "prefetch"), tests=seconds, seconds=seconds)
+                self.assertEqual(found[0], first)
+
+    def test_classes_take_turns(self):
+        builder = MapBuilder()
+        for test in ("A.test_1", "A.test_2", "A.test_3", "B.test_4"):
+            builder.add("f", test, [FUNCTION, *(["torch.m.g"] * test.startswith("B"))], 1.0)
+        known = builder.build("any")
+        found = [test.test for test in Order(known, {}).sort(known.tests, [Edit(FUNCTION)])]
+        self.assertIn("B.test_4", found[1:3])
+
+    def test_variants_wait_for_other_tests(self):
+        source = test_file(test_a="use(prefetch)", test_b="use(other)")
+        tests = [*(f"test_a_x_{n}" for n in range(5)), "test_b"]
+        found = self.names(source, Edit(FUNCTION, "prefetch"), tests=tests)
+        self.assertLess(found.index("test_b"), 5)
+        self.assertGreater(found.index("test_b"), 0)
+
+    def test_tests_that_run_the_changed_statement_come_first(self):
+        builder = MapBuilder()
+        statements = [Statement(FUNCTION, number, 1, 1) for number in range(2)]
+        for test, ran in {"T.test_a": 0, "T.test_b": 1}.items():
+            builder.add("f", test, [FUNCTION], 1.0)
+            builder.add_statements("f", test, [statements[ran]])
+        known = builder.build("any", statements=statements)
+        order = Order(known, {"f": test_file(test_a="use(word)", test_b="pass")})
+        for number, first in ((1, "T.test_b"), (0, "T.test_a"), (7, "T.test_a")):
+            with self.subTest(number=number):
+                edit = Edit(FUNCTION, "word", statements=frozenset({number}))
+                self.assertEqual(order.sort(known.tests, [edit])[0].test, first)
+
+
+class TestOrder(OrderCase):
+    def known(self) -> ReachMap:
+        builder = MapBuilder()
+        for number in range(30):
+            builder.add("f", f"T.test_{number % 7}_{number}", [FUNCTION], 1.0 + number % 3)
+        return builder.build("any")
+
+    def test_it_has_every_test_once_and_depends_on_nothing_else(self):
+        known = self.known()
+        order = Order(known, {})
+        found = order.sort(known.tests, [Edit(FUNCTION)])
+        self.assertEqual(sorted(found), sorted(known.tests))
+        shuffled = random.Random(1).sample(known.tests, len(known.tests))
+        self.assertEqual(order.sort(shuffled, [Edit(FUNCTION)]), found)
+        self.assertEqual(order.sort([], [Edit(FUNCTION)]), [])
+
+    def test_earlier_findings(self):
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "findings.jsonl"
+            self.assertEqual(noticed_in(record), {})
+            lines = [{"torch": "any"}, {"id": "torch.m:f:negate:1", "by": "a/f::T.t"}, {"id": "torch.m:g:negate:1"}]
+            record.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"id": ')
+            self.assertEqual(noticed_in(record), {"torch.m.f": {("a/f", "T.t")}})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,232 @@
+"""The order in which tests should run for a change: first those that would notice it soonest.
+
+A test tells much about a change if its name, its docstring or its body shares rare words with the changed code, if it
+checks errors and the change is about one, if it noticed an earlier change of the same function, and if it enters few
+other functions. What it tells is divided by what it costs. Nothing here runs a test or imports torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import heapq
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
+
+# How much a word of the change counts, by its place there, and by its place in the test.
+CHANGED, NAMED, AROUND = 1.0, 1.0, 0.25
+IN_NAME, IN_BODY = 3.0, 1.0
+
+# What a test tells. The words add up to 1 for a body that has them all.
+BASE = 0.1  # any test that runs what changes
+ERRORS = 0.5  # besides, a test of errors that has the words of the message
+SPECIFIC = 0.2  # besides, the most specific test
+NOTICED = 2.0  # besides, a test that noticed an earlier change of the function
+ELSEWHERE = 0.2  # factor for a test that enters the function, but does not run what changes in it
+AGAIN = 0.5  # factor for each earlier variant of the same test
+SAME_CLASS = 0.85  # factor for each earlier test of the same class
+
+START = 1.0  # seconds that a test costs in addition to its own
+COST = 0.7  # the power of the seconds by which what a test tells is divided
+USUAL = 60  # words of a body; those of a longer one count less
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """What changes in a function, class or module."""
+
+    name: str
+    text: str = ""  # the changed lines, before and after
+    around: str = ""  # the source of the function, with comments and docstring
+    messages: str = ""  # of the errors and warnings that the changed lines give, or decide on
+    statements: frozenset[int] = frozenset()  # the numbers of the changed ones
+
+
+def noticed_in(record: Path) -> dict[str, set[tuple[str, str]]]:
+    """The tests that noticed mutants, with their files, by the changed function; empty if there is no record of any.
+
+    The record is that of ``python -m torch_fsdp_tests.mutants``.
+    """
+    found: dict[str, set[tuple[str, str]]] = {}
+    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the last line can be cut short
+            finding = json.loads(line)
+            if finding.get("by"):
+                module, function, *_ = finding["id"].split(":")
+                file, _, test = finding["by"].partition("::")
+                found.setdefault(f"{module}.{function}", set()).add((file, test))
+    return found
+
+
+class Order:
+    """Sorts tests for a change."""
+
+    def __init__(
+        self,
+        reach: ReachMap,
+        sources: Mapping[str, str],
+        noticed: Mapping[str, Iterable[tuple[str, str]]] | None = None,
+    ) -> None:
+        """``sources`` are the texts of test files by name. ``noticed`` are the tests, with their files, that noticed
+        earlier changes of a function, by its name.
+        """
+        self._map = reach
+        self._noticed = {name: frozenset(tests) for name, tests in (noticed or {}).items()}
+        self._files = {name: _File(source) for name, source in sources.items()}
+
+    def sort(self, tests: Iterable[Reached], edits: Sequence[Edit]) -> list[Reached]:
+        """The tests with the highest score first. A score falls with each earlier test of the same kind."""
+        scores = self.scores(tests, edits)
+        earlier: collections.Counter[tuple[str, str]] = collections.Counter()
+        order = []
+        queue = [(-score, test.seconds, test) for test, score in scores.items()]
+        heapq.heapify(queue)
+        while queue:
+            promised, seconds, test = heapq.heappop(queue)
+            variants, others = (test.file, self._definition(test)), (test.file, _class_of(test))
+            score = scores[test] * AGAIN ** earlier[variants] * SAME_CLASS ** earlier[others]
+            if score < -promised:  # since scores only fall, the first test that keeps its promise is the best
+                heapq.heappush(queue, (-score, seconds, test))
+                continue
+            order.append(test)
+            earlier.update((variants, others))
+        return order
+
+    def scores(self, tests: Iterable[Reached], edits: Sequence[Edit]) -> dict[Reached, float]:
+        """What each test would tell about the change for what it costs."""
+        tests = [*tests]
+        wanted, messages = _wanted(edits), {word for edit in edits for word in words(edit.messages)}
+        rarity = self._rarity
+        most = sum(weight * rarity.get(word, 0.0) for word, weight in wanted.items()) or 1.0
+        running = {*self._map.in_order(functools.reduce(int.__or__, map(self._running, edits), 0))}
+        noticed = {key for edit in edits for key in self._noticed.get(edit.name, ())}
+        narrowest = min((test.breadth for test in tests), default=0)
+        scores = {}
+        for test in tests:
+            text = self._text(test)
+            shared = text.words & wanted.keys()
+            tells = BASE + sum(wanted[word] * rarity.get(word, 0.0) * text.weight(word) for word in shared) / most
+            tells += ERRORS * text.checks_errors * len(messages & text.words) / max(1, len(messages))
+            tells += SPECIFIC * (1 + narrowest) / (1 + test.breadth)
+            tells += NOTICED * ((test.file, test.test) in noticed)
+            tells *= 1.0 if test in running else ELSEWHERE
+            scores[test] = tells / (START + test.seconds) ** COST
+        return scores
+
+    def _running(self, edit: Edit) -> int:
+        """The tests that run any changed statement, as bits. All of the function, if these are not known."""
+        found = functools.reduce(int.__or__, (self._map.running(edit.name, each) for each in edit.statements), 0)
+        return found or self._map.bits_of(edit.name)
+
+    @functools.cached_property
+    def _rarity(self) -> Mapping[str, float]:
+        """How much each word says about a test: the fewer bodies have it, the more."""
+        bodies = [text.words for file in self._files.values() for text in file.bodies()]
+        counts = collections.Counter(word for each in bodies for word in each)
+        return {word: math.log(1 + len(bodies) / count) for word, count in counts.items()}
+
+    def _text(self, test: Reached) -> _Text:
+        return self._file(test).text(*test.test.rpartition(".")[::2])
+
+    def _definition(self, test: Reached) -> str:
+        return self._file(test).definition(test.test.rpartition(".")[2])
+
+    def _file(self, test: Reached) -> _File:
+        return self._files.get(test.file) or self._files.setdefault(test.file, _File(""))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """The words of a test."""
+
+    name: frozenset[str]
+    words: frozenset[str]  # with those of the name
+    checks_errors: bool
+
+    def weight(self, word: str) -> float:
+        return IN_NAME if word in self.name else IN_BODY / max(1.0, len(self.words) / USUAL)
+
+
+class _File:
+    """The tests and helpers of a file."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[str, str]:
+        """The text of each function, method and class header by its name. Those of one name are joined."""
+        found: dict[str, list[str]] = {}
+        part, decorators = list[str](), list[str]()
+        for line in self._source.splitlines():
+            start = _START.match(line)
+            if start and start["name"]:
+                part = found.setdefault(start["name"], [])
+                part += [*decorators, line]
+                decorators = []
+            elif start or decorators:
+                decorators.append(line)
+            else:
+                part.append(line)
+        return {name: "\n".join(lines) for name, lines in found.items()}
+
+    @functools.cache  # noqa: B019 (there is one object in a run)
+    def definition(self, test: str) -> str:
+        """The name of the function that a test is made from: the longest with which its name begins."""
+        return max((name for name in self._parts if test.startswith(name)), key=len, default="")
+
+    @functools.cache  # noqa: B019
+    def text(self, cls: str, test: str) -> _Text:
+        named, body = words(f"{cls} {test}"), self._body(self.definition(test))
+        return _Text(named, named | body.words, body.checks_errors)
+
+    def bodies(self) -> list[_Text]:
+        return [self._body(name) for name in self._parts if name.startswith("test")]
+
+    @functools.cache  # noqa: B019
+    def _body(self, name: str) -> _Text:
+        """The words of a function and of the functions and classes of the file that it names, except other tests."""
+        own = self._parts.get(name, "")
+        helpers = {each for each in _IDENTIFIER.findall(own) if each in self._parts and not each.startswith("test")}
+        text = "\n".join([own, *(self._parts[each] for each in helpers if each != name)])
+        return _Text(frozenset(), words(text), "assertRaises" in text or "assertWarns" in text)
+
+
+def words(text: str) -> frozenset[str]:
+    """The identifiers of a text and their words, in lower case and in the singular."""
+    return frozenset().union(*map(_words_in, {*_IDENTIFIER.findall(text)}))
+
+
+@functools.cache
+def _words_in(identifier: str) -> frozenset[str]:
+    identifier = identifier.strip("_")
+    return frozenset({identifier, *(part.lower().removesuffix("s") for part in _WORD.findall(identifier))})
+
+
+def _wanted(edits: Iterable[Edit]) -> dict[str, float]:
+    """The words of a change with their weights."""
+    found: dict[str, float] = {}
+    for edit in edits:
+        name = edit.name.rpartition(".")[2]
+        for text, weight in ((f"{edit.text} {edit.messages}", CHANGED), (name, NAMED), (edit.around, AROUND)):
+            for word in words(text):
+                found[word] = max(weight, found.get(word, 0.0))
+    return found
+
+
+def _class_of(test: Reached) -> str:
+    return test.test.rpartition(".")[0]
+
+
+# Where a function or a class begins at the margin or in a class, or the first of its decorators.
+_START = re.compile(r"(?: {4})?(?:@|(?:async )?(?:def|class) (?P<name>\w+))")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w+")
+_WORD = re.compile(r"[A-Z]?[a-z]{2,}|[A-Z]{2,}(?![a-z])")
