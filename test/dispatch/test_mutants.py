@@ -543,7 +543,7 @@ class TestCommand(CommandCase):
         builder.build("any").save(self.map)
         id = "shard:first:arithmetic:1"
         found = self.check_outcomes({id: Outcome.NOT_REACHED}, "--budget", 1)
-        self.assertEqual(found[id].why, "no test runs the statement, of the first 1 of 2")
+        self.assertEqual(found[id].why, "none of the tests runs the statement, of the first 1 of 2")
         self.assertEqual(self.check_outcomes({id: Outcome.NOTICED}, "--budget", 40)[id].executed, 2)
 
     def test_what_noticed_a_mutant_of_the_function_before_comes_first(self):

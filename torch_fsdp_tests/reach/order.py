@@ -28,7 +28,7 @@ IN_NAME, IN_BODY = 3.0, 1.0
 BASE = 0.1  # any test that runs what changes
 ERRORS = 0.5  # besides, a test of errors that has the words of the message
 SPECIFIC = 0.2  # besides, the most specific test
-NOTICED = 2.0  # besides, a test that noticed an earlier change of the function
+NOTICED = 10.0  # factor for a test that noticed an earlier change of the function
 ELSEWHERE = 0.2  # factor for a test that enters the function, but does not run what changes in it
 AGAIN = 0.5  # factor for each earlier variant of the same test
 SAME_CLASS = 0.85  # factor for each earlier test of the same class
@@ -116,7 +116,7 @@ class Order:
             tells = BASE + sum(wanted[word] * rarity.get(word, 0.0) * text.weight(word) for word in shared) / most
             tells += ERRORS * text.checks_errors * len(messages & text.words) / max(1, len(messages))
             tells += SPECIFIC * (1 + narrowest) / (1 + test.breadth)
-            tells += NOTICED * ((test.file, test.test) in noticed)
+            tells *= NOTICED if (test.file, test.test) in noticed else 1.0
             tells *= 1.0 if test in running else ELSEWHERE
             scores[test] = tells / (START + test.seconds) ** COST
         return scores
