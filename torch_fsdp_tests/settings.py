@@ -16,6 +16,7 @@ LONGEST_TIMEOUT = 7 * 86400  # seconds
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
 STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"  # if set, a torch better or worse than known is a failure
+STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"  # if set, a test for whose names torch changed is an error
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"  # if set, a test that leaves something behind fails
 MOST_RANKS = 65536  # of one test; more than any launcher makes
 
@@ -43,6 +44,14 @@ def ranks(environment: Mapping[str, str]) -> int | None:
 def strict_defects(environment: Mapping[str, str]) -> bool:
     """Whether a test fails if torch does not have a defect, or a repair, that its version should have."""
     return environment.get(STRICT_DEFECTS_VARIABLE) == "1"
+
+
+def strict_names(environment: Mapping[str, str]) -> bool:
+    """Whether a test is an error, and not skipped, if torch lacks a private name or cannot answer a question about it.
+
+    Then a torch that renames half of FSDP cannot pass by skipping half of the tests.
+    """
+    return environment.get(STRICT_NAMES_VARIABLE) == "1"
 
 
 def strict_leaks(environment: Mapping[str, str]) -> bool:

@@ -39,8 +39,14 @@ def is_release(version: str) -> bool:
 IS_RELEASE = is_release(torch.__version__)
 
 
-class FactIsUnknown(unittest.SkipTest):
-    """The harness cannot tell whether a fact holds for the installed torch, so the tests that depend on it skip."""
+class FactIsUnknown(torch_names.NameIsGone):
+    """The harness cannot tell whether a fact holds for the installed torch. The tests that depend on it skip, unless
+    the run is strict.
+    """
+
+
+class _SkippedFactIsUnknown(FactIsUnknown, unittest.SkipTest):
+    pass
 
 
 class TorchDiffers(Exception):
@@ -77,7 +83,8 @@ class Fact:
         try:
             return bool(self.probe())
         except Exception as error:
-            raise FactIsUnknown(f"cannot tell whether torch {torch.__version__} {self.says}: {error}") from error
+            kind = FactIsUnknown if settings.strict_names(os.environ) else _SkippedFactIsUnknown
+            raise kind(f"cannot tell whether torch {torch.__version__} {self.says}: {error}") from error
 
     @functools.cached_property
     def differs(self) -> str:
@@ -402,7 +409,7 @@ def reduce_scatter_name() -> str:
 def _first_in_dist(*names: str) -> str:
     found = [name for name in names if _has("torch.distributed", name)()]
     if not found:
-        raise torch_names.NameIsGone(f"torch.distributed has none of {', '.join(names)}: update torch_facts.py")
+        raise torch_names.name_is_gone(f"torch.distributed has none of {', '.join(names)}: update torch_facts.py")
     return found[0]
 
 

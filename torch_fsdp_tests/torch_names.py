@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import unittest
 from pathlib import Path
@@ -16,13 +17,19 @@ from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
 
+from torch_fsdp_tests import settings
+
 __unittest = True
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-class NameIsGone(unittest.SkipTest):
-    """The installed torch does not have a name that a test needs."""
+class NameIsGone(Exception):
+    """The installed torch does not have a name that a test needs. The test skips, unless the run is strict."""
+
+
+class _SkippedNameIsGone(NameIsGone, unittest.SkipTest):
+    pass
 
 
 def module(name: str) -> Any:
@@ -103,7 +110,12 @@ def _caller() -> str:
 def _gone(name: str, asked_in: str) -> NameIsGone:
     path = Path(asked_in)
     shown = path.relative_to(_CHECKOUT) if path.is_relative_to(_CHECKOUT) else path
-    return NameIsGone(f"the installed torch has no {name}, which {shown} uses: update that file")
+    return name_is_gone(f"the installed torch has no {name}, which {shown} uses: update that file")
+
+
+def name_is_gone(reason: str) -> NameIsGone:
+    """The error for a test that cannot run: a skip, or an error if ``--strict-names`` was given."""
+    return NameIsGone(reason) if settings.strict_names(os.environ) else _SkippedNameIsGone(reason)
 
 
 @functools.cache

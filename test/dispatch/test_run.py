@@ -76,8 +76,8 @@ class TestVerdicts(TreeCase):
     def test_repeat_command_has_the_settings_of_the_environment(self):
         set_ones = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "TORCH_FSDP_TESTS_STRICT_LEAKS": "1"}
         words = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 TORCH_FSDP_TESTS_STRICT_LEAKS=1"
-        says = [rf"(?m)^to repeat: {words} \S+ .* --strict-defects$"]
-        self.check({"test_f": FAIL}, ["--strict-defects"], failed=1, env=set_ones, says=says)
+        says = [rf"(?m)^to repeat: {words} \S+ .* --strict-defects --strict-names$"]
+        self.check({"test_f": FAIL}, ["--strict-defects", "--strict-names"], failed=1, env=set_ones, says=says)
 
     def test_paths_are_shown_in_their_shorter_form(self):
         with unittest.mock.patch("os.getcwd", lambda: "/home/me/project/deep"):

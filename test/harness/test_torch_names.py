@@ -75,6 +75,11 @@ class TestRenamed(TestCase):
 
 
 class TestNames(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.addCleanup(mock.patch.stopall)
+        mock.patch.dict("os.environ", {settings.STRICT_NAMES_VARIABLE: "0"}).start()
+
     def test_a_module_is_imported_when_it_is_used(self):
         late = torch_names.module("torch.distributed.no_such_module")
         words = "has no torch.distributed.no_such_module, which test/harness/"
@@ -88,6 +93,12 @@ class TestNames(TestCase):
             _ = late.gone
         self.assertIn("torch.distributed.fsdp._common_utils.gone", str(skip.exception))
         self.assertIn("test/harness/test_torch_names.py uses: update that file", str(skip.exception))
+
+    def test_a_missing_name_is_an_error_in_strict_mode(self):
+        with mock.patch.dict("os.environ", {settings.STRICT_NAMES_VARIABLE: "1"}):
+            with self.assertRaisesRegex(torch_names.NameIsGone, "has no torch.distributed.no_such_module") as error:
+                _ = torch_names.module("torch.distributed.no_such_module").anything
+        self.assertNotIsInstance(error.exception, unittest.SkipTest)
 
     def test_a_patch_reaches_the_module(self):
         late = torch_names.module("torch.distributed.fsdp._common_utils")
@@ -157,7 +168,8 @@ class TestFacts(TestCase):
         mock.patch.object(torch_facts, "unlike_release", []).start()
         mock.patch.object(torch_facts.events, "record").start()
         mock.patch("sys.stderr", io.StringIO()).start()
-        mock.patch.dict("os.environ", {settings.STRICT_DEFECTS_VARIABLE: "0"}).start()
+        lenient = {settings.STRICT_DEFECTS_VARIABLE: "0", settings.STRICT_NAMES_VARIABLE: "0"}
+        mock.patch.dict("os.environ", lenient).start()
         return torch_facts.Fact(since, "does it", probe)
 
     def _probes(self) -> list[mock.Mock]:

@@ -68,6 +68,8 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
         words += ["--timeout", f"{run.timeout:g}"]
     if run.strict_defects:
         words += ["--strict-defects"]
+    if run.strict_names:
+        words += ["--strict-names"]
     if run.arguments:
         words += ["--", *run.arguments]
     set_ones = [f"{name}={shlex.quote(value)}" for name in REPEATED if (value := os.environ.get(name))]

@@ -40,6 +40,7 @@ environment variables of the suite:
   TORCH_FSDP_TESTS_BACKEND             as --backend
   TORCH_FSDP_TESTS_RANKS               as --ranks
   TORCH_FSDP_TESTS_STRICT_DEFECTS      as --strict-defects
+  TORCH_FSDP_TESTS_STRICT_NAMES        as --strict-names
 """
 
 
@@ -197,6 +198,8 @@ def make_parser() -> _Parser:
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
     words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
+    words = "fail a test, instead of skipping it, if torch lacks a private name that the test uses"
+    add("--strict-names", **flag, help=words)
     add(
         "--minimum-executed",
         type=_whole(0, MOST_TESTS),
@@ -244,6 +247,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "pipe_logs": "CI" in set_ones and "VERBOSE_TEST_LOGS" not in true_ones,
         "run_slow": "PYTORCH_TEST_WITH_SLOW" in true_ones,
         "strict_defects": settings.STRICT_DEFECTS_VARIABLE in true_ones,
+        "strict_names": settings.STRICT_NAMES_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
     }
     words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}

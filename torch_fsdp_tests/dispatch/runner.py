@@ -33,7 +33,7 @@ from torch_fsdp_tests.dispatch.reaper import Reaper
 from torch_fsdp_tests.dispatch.result import Attempt, Ending, FileResult, How
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.settings import STRICT_DEFECTS_VARIABLE
+from torch_fsdp_tests.settings import STRICT_DEFECTS_VARIABLE, STRICT_NAMES_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
@@ -106,6 +106,7 @@ class Runner:
             "TORCH_FSDP_TESTS_DEVICE": self._run.device,
             "TORCH_FSDP_TESTS_BACKEND": self._run.backend,
             STRICT_DEFECTS_VARIABLE: "1" if self._run.strict_defects else None,
+            STRICT_NAMES_VARIABLE: "1" if self._run.strict_names else None,
             "TORCH_FSDP_TESTS_RANKS": None if self._run.ranks is None else str(self._run.ranks),
         }
         stated = {name: value for name, value in wishes.items() if value is not None}

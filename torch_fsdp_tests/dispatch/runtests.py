@@ -52,6 +52,7 @@ class RunTests:
     reruns: int = 0
     fail_on_flaky: bool = False
     strict_defects: bool = False
+    strict_names: bool = False
     minimum_executed: int = 0
     show_locals: bool = False
     verbose: bool = False
