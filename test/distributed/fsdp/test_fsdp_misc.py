@@ -718,21 +718,21 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 param.copy_(torch.rand(param.shape, generator=torch.Generator().manual_seed(number)) - 0.5)
 
         def build(device: torch.device) -> FSDP:
-            model = FSDP(
+            return FSDP(
                 copy.deepcopy(local),
                 auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
                 cpu_offload=CPUOffload(offload_params=True),
                 device_id=device,
                 use_orig_params=use_orig_params,
             )
-            handles = internals.handles(model)
-            self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
-            self.assertEqual([handle.device for handle in handles], [device] * 2)
-            return model
 
         with _meta_computes():
-            build(META)
+            of_meta = build(META)
         model = build(self.device)
+        for each, device in ((of_meta, META), (model, self.device)):
+            handles = internals.handles(each)
+            self.assertEqual([handle.flat_param.device for handle in handles], [HOST] * 2)
+            self.assertEqual([handle.device for handle in handles], [device] * 2)
 
         # Beyond upstream: the model also trains.
         inputs = [torch.rand(3, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(self.world_size)]
