@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -31,11 +32,15 @@ from torch_fsdp_tests.common_fsdp import (
     get_devtype,
     subtest_name,
 )
+from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import parametrize, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.cases import FewRanksTest, device_init_modes
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise, subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, named
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.training import loss_of, take_step
 
 params = "cpu_offload,sharding_strategy"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
@@ -352,6 +357,74 @@ class TestNoGrad(_TwoRanks):
         self.assertEqual((expected.requires_grad, output.requires_grad), (True, False))
         self.assertEqual(output.dtype, torch.float16 if mixed_precision else torch.float32)
         self.assertEqual(output, expected.detach())
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+        use_orig_params=[False, True],
+        dtype=[None, torch.bfloat16],
+    )
+    def test_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
+        """Beyond upstream: a model is evaluated in inference mode between steps.
+
+        The first evaluation is the way round fsdp1_inference_mode_breaks_training.
+        """
+        torch.manual_seed(0)
+        ref_model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(get_devtype())
+        model = FSDP(
+            copy.deepcopy(ref_model),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=MixedPrecision(param_dtype=dtype),
+        )
+        optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ref_model, model)]
+        tolerance: dict[str, Any] = {} if dtype is None else {"rtol": 0.05, "atol": 0.02}
+        losses = []
+        for step in range(3):
+            inp = uniform(2, 3, seed=10 * step + self.rank)
+            with torch.inference_mode() if step > 0 else torch.no_grad():
+                self.assertEqual(model(inp).float(), ref_model(inp), **tolerance)
+            for each, optim in zip((ref_model, model), optims):
+                optim.zero_grad()
+                loss = loss_of(each(inp))
+                loss.backward()
+                losses += [loss.detach()] if each is ref_model else []
+            average_gradients(ref_model)
+            for optim in optims:
+                optim.step()
+        check_losses(losses)
+        wanted = {name: param.detach() for name, param in ref_model.named_parameters()}
+        self.assertEqual(full_parameters(model), wanted, **tolerance)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(
+        strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+        use_orig_params=[False, True],
+        dtype=[None, torch.bfloat16],
+    )
+    def test_first_evaluation_in_inference_mode(self, strategy, use_orig_params, dtype):
+        """Beyond upstream: a model that was first used in inference mode can be trained."""
+        ref_model = filled(nn.Linear(3, 5)).to(get_devtype())
+        model = FSDP(
+            copy.deepcopy(ref_model),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=MixedPrecision(param_dtype=dtype),
+        )
+        tolerance: dict[str, Any] = {} if dtype is None else {"rtol": 0.05, "atol": 0.02}
+        inp = uniform(2, 3, seed=self.rank)
+        with torch.inference_mode():
+            self.assertEqual(model(inp).float(), ref_model(inp), **tolerance)
+        keeps_tensors = strategy is not ShardingStrategy.NO_SHARD or dtype is not None
+        with torch_defect("fsdp1_inference_mode_breaks_training", when=keeps_tensors):
+            for each in (ref_model, model):
+                loss_of(each(inp)).backward()
+            average_gradients(ref_model)
+            optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ref_model, model)]
+            take_step(optims)
+            wanted = {name: param.detach() for name, param in ref_model.named_parameters()}
+            self.assertEqual(full_parameters(model), wanted, **tolerance)
 
 
 class TestAutograd(_TwoRanks):

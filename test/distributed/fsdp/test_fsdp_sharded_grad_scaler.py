@@ -390,6 +390,26 @@ class TestShardedGradScalerParityWithDDP(FewRanksTest):
             self._check_scale(scaler, scale)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(factors=[(3.0, 0.25), (1.5, 0.1)])
+    def test_factors(self, factors):
+        """Beyond upstream: the scale grows and backs off by the factors that were given."""
+        growth, backoff = factors
+        scaler = self._scaler(growth_factor=growth, backoff_factor=backoff, growth_interval=1, init_scale=2.0)
+        param = torch.ones(2, device=self.device, requires_grad=True)
+        optim = torch.optim.SGD([param], lr=1.0)
+        scales = []
+        for spoilt in (False, True, True, False):
+            optim.zero_grad()
+            scaler.scale(param.sum()).backward()
+            if spoilt and self.rank == 0:
+                param.grad[0] = math.inf
+            scaler.step(optim)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        up = 2 * growth
+        self.assertEqual(scales, [up, up * backoff, up * backoff**2, up * backoff**2 * growth])
+
+    @skip_if_lt_x_gpu(2)
     @subtests(spoilt=[False, True])
     def test_rank_without_gradients(self, spoilt):
         """Beyond upstream: a rank with nothing to train also has a record and backs off with the other ranks.

@@ -52,6 +52,16 @@ def undo_lazy_initialization_also_after_an_exception() -> None:
     FullyShardedDataParallel.apply = repaired
 
 
+def allocate_outside_of_inference_mode() -> None:
+    allocate = _flat_param.FlatParamHandle.init_flat_param_attributes
+
+    def allocated(self: Any) -> None:
+        with torch.inference_mode(False):
+            allocate(self)
+
+    _flat_param.FlatParamHandle.init_flat_param_attributes = allocated
+
+
 def synchronize_buffers_in_both_groups() -> None:
     """Make a hybrid strategy synchronize each buffer in both groups."""
     synchronize = _init_utils._sync_module_params_and_buffers
@@ -400,6 +410,7 @@ REPAIRS: dict[str, Callable[[], None]] = {
             "if value.size.numel() == 1 or type(model_state_dict.get(key_path[2])) is torch.Tensor:",
         ),
     ),
+    "fsdp1_inference_mode_breaks_training": allocate_outside_of_inference_mode,
     "fsdp1_inf_norm_only_grows": partial(
         edit, fully_sharded_data_parallel, "_get_grad_norm", ("return zero", "return zero.clone()")
     ),

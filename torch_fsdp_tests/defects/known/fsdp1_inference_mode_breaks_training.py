@@ -1,0 +1,35 @@
+"""An evaluation in inference mode before the first step makes training raise.
+
+The first forward of FSDP1 creates the tensors that hold the unsharded flat parameter and the one in low precision. In
+inference mode they become inference tensors, and FSDP1 keeps them. Parameters that are views of them have no autograd
+history in the next forward, and torch forbids copying into them. A plain module and DDP can be trained after such an
+evaluation, and so can FSDP1 after a first forward without inference mode. ``NO_SHARD`` shows it with mixed precision.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from torch_fsdp_tests.defects.registry import Consequence, Defect
+
+DEFECT = Defect(
+    family="FSDP1",
+    consequence=Consequence.ERROR,
+    where="torch.distributed.fsdp._flat_param.FlatParamHandle.init_flat_param_attributes",
+    broken=">=2.9",
+    upstream=("https://github.com/pytorch/pytorch/issues/113203",),
+    fails_with=("AssertionError", "RuntimeError"),
+)
+
+
+def reproduce(rank, world_size, device):
+    model = FSDP(nn.Linear(2, 2, bias=False, device=device), device_id=device, use_orig_params=True)
+    x = torch.ones(1, 2, device=device)
+    with torch.inference_mode():
+        model(x)
+    try:
+        model(x).sum().backward()
+        found = sum(param.grad.sum().item() for param in model.parameters() if param.grad is not None) > 0
+    except (AssertionError, RuntimeError) as error:
+        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, True
