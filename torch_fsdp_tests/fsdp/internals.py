@@ -1,4 +1,6 @@
-"""FSDP's private parts under plain names. This is the only module with torch's private names.
+"""FSDP's private parts under plain names, as far as three or more files use them.
+
+A name that one or two files use stands there, in a call of :mod:`torch_fsdp_tests.torch_names`.
 
 Each function looks up its private name when it is called. If the installed torch does not have the name, the test
 skips, and the reason names it. Then update this file.
