@@ -22,10 +22,11 @@ from torch_fsdp_tests.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.mutants.mutant import Tests
 from torch_fsdp_tests.mutants.operators import OPERATORS
 from torch_fsdp_tests.mutants.sites import Site, Source
-from torch_fsdp_tests.mutants.trials import batches, within
+from torch_fsdp_tests.mutants.trials import within
 from torch_fsdp_tests.reach import MapBuilder, Reached, ReachMap
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
+from torch_fsdp_tests.reach.order import batches
 from torch_fsdp_tests.reach.reachmap import Module
 
 # For each operator: code, and the possible replacements for the last changed line.

@@ -153,6 +153,22 @@ class TestReaching(CommandCase):
             [(job["file"], job["tests"]) for job in json.loads(self.out)["jobs"]], [("test_x", ["TestX.test_2"])]
         )
 
+    def test_a_file_has_several_parts(self):
+        builder = MapBuilder()
+        for number in range(8):
+            builder.add(f"test_{'ab'[number % 2]}", f"TestX.test_{number // 2 + 1}", [f"{CORE}.shard"], 1.0 + number)
+        builder.build("9.8.7", modules_of(self.root / "site/torch")).save(self.map)
+        self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
+        self.reach("shard", "--dry-run", "--json")
+        jobs = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in json.loads(self.out)["jobs"]]
+        tests = [f"TestX.test_{number}" for number in (1, 2, 3, 4)]
+        expected = [("test_a", 1, 2, tests[:2]), ("test_b", 1, 1, tests), ("test_a", 2, 2, tests[2:])]
+        self.assertEqual(jobs, expected)
+        out = self.reach("shard", "--keep-going", "-j", 1)
+        self.assertEqual((self.code, out.splitlines()[-1]), (1, "7 passed, 1 failed, 0 skipped"), out)
+        self.run_command("--failed", "--dry-run", "--json", **self.with_torch)
+        self.assertEqual([job["tests"] for job in json.loads(self.out)["jobs"]], [["TestX.test_3"]])
+
     def test_what_no_test_reaches(self):
         self.reach("Unit.back", "gather")
         self.assertEqual((self.code, self.out), (5, "0 passed, 0 failed, 0 skipped\n"))

@@ -66,7 +66,7 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     if run.patterns:
         chosen = {index for index in chosen if any(_fits(names[index], pattern) for pattern in run.patterns)}
     selected = len(chosen)
-    if part.num_shards > 1:
+    if part.num_shards > 1 and not part.test.order:
         # By position among the selected tests, so that the parts together are complete, whatever was left out before.
         chosen = {i for place, i in enumerate(sorted(chosen)) if place % part.num_shards == part.shard - 1}
     if orders.only is not None:

@@ -76,10 +76,11 @@ def remembered(before: Sequence[str] | None, parts: Sequence[FileResult], is_nar
                 said.add(test.name)
     is_complete = len(parts) == parts[0].job.part.num_shards and not is_narrowed
     is_complete &= all(part.attempts[-1].matched is not None and not part.was_stopped for part in parts)
-    selected = parts[0].job.part.test
+    selected = [part.job.part.test for part in parts]
     if before is not None and not before:  # the whole file had failed
-        return None if is_complete and selected.is_whole and not failed else []
-    kept = [name for name in before or () if name not in said and not (is_complete and selects(selected, name))]
+        return None if is_complete and selected[0].is_whole and not failed else []
+    gone = [name for name in before or () if is_complete and any(selects(part, name) for part in selected)]
+    kept = [name for name in before or () if name not in said and name not in gone]
     return [*failed, *kept] or None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -207,16 +208,14 @@ def _plan(
         selection,
         known.files,
         known.classes,
-        threshold=run.split_threshold,
+        threshold=math.inf if run.by_reach else run.split_threshold,
         weights=weights,
         names=names,
     )
     parts = shards[run.shard - 1][1]
     default = plan.assumed(parts)
     if run.by_reach:  # the order of the selection matters more than full use of the slots
-        places = {test.file: place for place, test in enumerate(selection)}
-        parts = sorted(parts, key=lambda part: (places[part.name], part.shard))
-        return plan.make_jobs(parts, needs, device_set.lendable), default
+        return plan.make_jobs(plan.in_order(parts, selection), needs, device_set.lendable), default
     return plan.order(plan.make_jobs(parts, needs, device_set.lendable), pool.size, default), default
 
 

@@ -6,6 +6,7 @@ Long files are split by tests. Files are distributed over shards (one machine ea
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fnmatch
 import heapq
@@ -107,8 +108,9 @@ def named(wanted: str, names: Sequence[str]) -> set[int]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTest:
-    """One of ``num_shards`` parts of a test file, which depend on a test's index in the file. ``shard`` counts from
-    one.
+    """One of ``num_shards`` parts of a test file. ``shard`` counts from one.
+
+    A part has the tests that its ``test`` puts in order. Without an order, a test's index in the file decides.
     """
 
     test: TestRun
@@ -240,6 +242,20 @@ def calculate_shards(
     for index, part in enumerate(() if sort_by_time else parts):
         shards[index * num_shards // len(parts)].append(part)
     return [(sum((part.get_time(default) for part in shard), 0.0), shard) for shard in shards]
+
+
+def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list[ShardedTest]:
+    """The parts in the order of a selection that has several parts of a file, each with its number in the file."""
+    counts = collections.Counter(test.file for test in selection)
+    seen: collections.Counter[str] = collections.Counter()
+    places: dict[TestRun, tuple[int, int]] = {}
+    for place, test in enumerate(selection):
+        seen[test.file] += 1
+        places[test] = place, seen[test.file]
+    return [
+        dataclasses.replace(part, shard=places[part.test][1], num_shards=counts[part.name])
+        for part in sorted(parts, key=lambda part: places[part.test])
+    ]
 
 
 def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:

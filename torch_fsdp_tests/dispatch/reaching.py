@@ -14,7 +14,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest
 from torch_fsdp_tests.reach import recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange, shown
-from torch_fsdp_tests.reach.order import Order, noticed_in
+from torch_fsdp_tests.reach.order import Order, batches, noticed_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap
 from torch_fsdp_tests.reach.selection import Selection, select
 
@@ -58,24 +58,22 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def keep(selection: Sequence[TestRun], wanted: Iterable[Reached]) -> list[TestRun]:
-    """The wanted tests in the selection, by file. Files and classes are in the order of their first test."""
+def keep(selection: Sequence[TestRun], wanted: Sequence[Reached]) -> list[TestRun]:
+    """The wanted tests in the selection, in their order. A file can have several parts."""
     parts = {test.file: test for test in selection}
-    found: dict[str, dict[str, list[str]]] = {}
-    for file, test, *_ in wanted:
-        if file in parts:
-            found.setdefault(file, {}).setdefault(test.rpartition(".")[0], []).append(test)
-    kept = []
-    for file, classes in found.items():
-        part, names = parts[file], [name for tests in classes.values() for name in tests]
-        chosen = set(range(len(names)))
+    kept = set[tuple[str, str]]()
+    for file, part in parts.items():
+        inside = [test.test for test in wanted if test.file == file]
+        chosen = set(range(len(inside)))
         if part.included:
-            chosen = set[int]().union(*(named(each, names) for each in part.included))
-        chosen = chosen.difference(*(named(each, names) for each in part.excluded))
-        order = tuple(name for index, name in enumerate(names) if index in chosen)
-        if order:
-            kept.append(TestRun(file, frozenset(order), part.excluded, order))
-    return kept
+            chosen = set[int]().union(*(named(each, inside) for each in part.included))
+        chosen = chosen.difference(*(named(each, inside) for each in part.excluded))
+        kept |= {(file, inside[index]) for index in chosen}
+    found = []
+    for batch in batches(test for test in wanted if (test.file, test.test) in kept):
+        file, names = batch[0].file, tuple(test.test for test in batch)
+        found.append(TestRun(file, frozenset(names), parts[file].excluded, names))
+    return found
 
 
 def _remarks(
@@ -99,8 +97,9 @@ def _remarks(
     if unmapped:
         yield f"left out, because the map does not know them: {shown(sorted(unmapped))}"
     count = plural(sum(len(test.order) for test in tests), "test")
+    files = plural(len({test.file for test in tests}), "file")
     reached = chosen.functions - len(chosen.unreached)
-    yield f"{count} in {plural(len(tests), 'file')} reach {reached} of {plural(chosen.functions, 'function')}"
+    yield f"{count} in {files} reach {reached} of {plural(chosen.functions, 'function')}"
 
 
 def shipped(version: str, folder: Path) -> Path:

@@ -27,6 +27,7 @@ from torch_fsdp_tests.mutants import hook
 from torch_fsdp_tests.mutants.findings import Finding, Outcome
 from torch_fsdp_tests.mutants.mutant import Mutant, Tests
 from torch_fsdp_tests.reach import Reached
+from torch_fsdp_tests.reach.order import batches
 from torch_fsdp_tests.stream import TestResult
 from torch_fsdp_tests.verdict import Scope, State
 
@@ -35,9 +36,6 @@ FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of
 FACTOR = 10.0  # on the recorded times, because a busy machine is slower than the one that recorded them
 WORTH_A_SERVER = 3  # mutants in a row; for fewer, separate interpreters start faster
 TICK = 0.1  # seconds between two checks whether the server is ready
-FEW = 2  # tests in a mutant's first process; each further process has up to twice as many, but no more than MANY
-MANY = 8
-SOON = 4  # how far ahead a process looks for tests of its file, as a multiple of its number of tests
 assert TEST_LIMIT < FILE_LIMIT
 
 
@@ -65,17 +63,6 @@ class Work:
     @property
     def file(self) -> str:
         return self.tests[0].file
-
-
-def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
-    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
-    left, size = list(tests), FEW
-    while left:
-        batch = [test for test in left[: SOON * size] if test.file == left[0].file][:size]
-        yield tuple(batch)
-        taken = set(batch)
-        left = [test for test in left if test not in taken]
-        size = min(2 * size, MANY)
 
 
 def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:

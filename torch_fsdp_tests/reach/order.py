@@ -15,27 +15,31 @@ import heapq
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
 
 # How much a word of the change counts, by its place there, and by its place in the test.
 CHANGED, NAMED, AROUND = 1.0, 1.0, 0.25
-IN_NAME, IN_BODY = 3.0, 1.0
+IN_NAME, IN_BODY = 2.0, 1.0
 
 # What a test tells. The words add up to 1 for a body that has them all.
 BASE = 0.1  # any test that runs what changes
 ERRORS = 0.5  # besides, a test of errors that has the words of the message
-SPECIFIC = 0.2  # besides, the most specific test
+SPECIFIC = 0.1  # besides, the most specific test
 NOTICED = 10.0  # factor for a test that noticed an earlier change of the function
 ELSEWHERE = 0.2  # factor for a test that enters the function, but does not run what changes in it
 AGAIN = 0.5  # factor for each earlier variant of the same test
-SAME_CLASS = 0.85  # factor for each earlier test of the same class
+SAME_CLASS = 0.95  # factor for each earlier test of the same class
 
 START = 1.0  # seconds that a test costs in addition to its own
 COST = 0.7  # the power of the seconds by which what a test tells is divided
-USUAL = 60  # words of a body; those of a longer one count less
+USUAL = 100  # words of a body; those of a longer one count less
+
+FEW = 2  # tests in the first process; each further process has up to twice as many, but no more than MANY
+MANY = 8
+SOON = 4  # how far ahead a process looks for tests of its file, as a multiple of its number of tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +147,17 @@ class Order:
         return self._files.get(test.file) or self._files.setdefault(test.file, _File(""))
 
 
+def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
+    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
+    left, size = [*tests], FEW
+    while left:
+        batch = [test for test in left[: SOON * size] if test.file == left[0].file][:size]
+        yield tuple(batch)
+        taken = set(batch)
+        left = [test for test in left if test not in taken]
+        size = min(2 * size, MANY)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Text:
     """The words of a test."""
@@ -208,7 +223,8 @@ def words(text: str) -> frozenset[str]:
 @functools.cache
 def _words_in(identifier: str) -> frozenset[str]:
     identifier = identifier.strip("_")
-    return frozenset({identifier, *(part.lower().removesuffix("s") for part in _WORD.findall(identifier))})
+    found = {part.lower().removesuffix("s") for part in _WORD.findall(identifier)}
+    return frozenset(found | {identifier} if "_" in identifier else found)
 
 
 def _wanted(edits: Iterable[Edit]) -> dict[str, float]:
