@@ -29,7 +29,7 @@ BASE = 0.1  # any test that runs what changes
 ERRORS = 0.5  # besides, a test of errors that has the words of the message
 SPECIFIC = 0.1  # besides, the most specific test
 NOTICED = 10.0  # factor for a test that noticed an earlier change of the function
-ELSEWHERE = 0.2  # factor for a test that enters the function, but does not run what changes in it
+ELSEWHERE = 0.1  # factor for a test that enters the function, but does not run what changes in it
 AGAIN = 0.5  # factor for each earlier variant of the same test
 SAME_CLASS = 0.95  # factor for each earlier test of the same class
 
@@ -196,7 +196,7 @@ class _File:
     @functools.cache  # noqa: B019 (there is one object in a run)
     def definition(self, test: str) -> str:
         """The name of the function that a test is made from: the longest with which its name begins."""
-        return max((name for name in self._parts if test.startswith(name)), key=len, default="")
+        return max((name for name in self._parts if test.startswith(name)), key=len, default=test)
 
     @functools.cache  # noqa: B019
     def text(self, cls: str, test: str) -> _Text:
