@@ -5,8 +5,8 @@ import io
 import unittest.mock
 from typing import Any
 
-from torch_fsdp_tests.benchmarks import harness
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.tools.benchmarks import harness
 
 UPSTREAM_AT = 10.0  # how many times as slow
 

@@ -64,7 +64,7 @@ def _row(name: str, suites: Sequence[Sequence[Job]], devices: int) -> None:
 
 def main(argv: list[str]) -> int:
     """Print a table: multiples of the lower bound, and seconds of planning."""
-    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.benchmarks dispatch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks dispatch", description=__doc__)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--test-directory", type=Path, default=Path("test"))
     parser.add_argument("--test-times", type=Path, action="append", default=[])

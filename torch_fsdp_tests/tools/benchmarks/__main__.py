@@ -1,4 +1,4 @@
-"""``python -m torch_fsdp_tests.benchmarks {dispatch,harness,reaching} [ARGUMENTS]``."""
+"""``python -m torch_fsdp_tests.tools.benchmarks {dispatch,harness,reaching} [ARGUMENTS]``."""
 
 from __future__ import annotations
 

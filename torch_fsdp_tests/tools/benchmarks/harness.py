@@ -87,7 +87,7 @@ class Run:
             file, stamps = Path(folder, "test_cost.py"), Path(folder, "stamps")
             source = _SOURCE.format(prefix=prefix, ranks=ranks, tests=tests, interface=host.loopback_interface())
             file.write_text(source)
-            root = str(Path(__file__).resolve().parents[2])
+            root = str(Path(__file__).resolve().parents[3])
             environment = os.environ | {"BENCHMARK_STAMPS": str(stamps), "PYTHONPATH": root}
             before = time.perf_counter()
             done = subprocess.run(
@@ -160,7 +160,7 @@ def _spread(bounds: Sequence[float], digits: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.benchmarks harness", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks harness", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="world sizes (default 2 4 8)")
     parser.add_argument("--tests", type=int, default=12, help="tests per file, 2 or more (default 12)")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs (default 3)")

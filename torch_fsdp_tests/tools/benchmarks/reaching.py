@@ -133,7 +133,7 @@ def _run(site: Path, words: list[str]) -> tuple[float, str]:
 
 def main(argv: list[str]) -> int:
     """Print a table, one line for each change."""
-    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.benchmarks reaching", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m torch_fsdp_tests.tools.benchmarks reaching", description=__doc__)
     parser.add_argument("--whole", action="store_true", help="run the suite without --reaching, too")
     parser.add_argument("--only", type=int, action="append", help="only the change of this number, from 1")
     asked = parser.parse_args(argv)

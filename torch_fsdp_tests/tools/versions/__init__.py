@@ -1,0 +1,1 @@
+"""The suite over versions of torch."""

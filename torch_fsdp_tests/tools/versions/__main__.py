@@ -1,0 +1,204 @@
+"""``python -m torch_fsdp_tests.tools.versions``: run the suite over versions of torch, and compare the results."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch_fsdp_tests import host, installation
+from torch_fsdp_tests.dispatch import report
+from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.runtests import REPORTS
+from torch_fsdp_tests.tools.versions import environments, table
+from torch_fsdp_tests.tools.versions.environments import CannotBeMade, Maker, Refusal, Version
+
+PAGE = "versions.md"
+EPILOG = """\
+a version is
+  2.15.0              a release, installed from the index
+  nightly             the newest nightly build
+  torch-2.16...whl    a wheel
+  FOLDER, PYTHON      an environment that exists, by its folder or its interpreter; nothing is installed into it
+  LABEL=ANY           any of these with a name: 2.15.0=/path/to/environment
+uv makes the environments (pip install uv) and reads its own settings, such as UV_DEFAULT_INDEX.
+
+The table shows all results in the folder, also those of earlier runs. Without a version, nothing runs.
+The exit status is 0 if all versions passed, 1 if a test failed, 2 for wrong arguments, 3 if a version could not be run
+or did not finish, and 5 if no test was executed.
+"""
+
+
+class Stopped(BaseException):
+    """The command got a signal that stops it."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitStatus.REFUSED, f"{self.prog}: {message}\n")
+
+
+def _parser() -> _Parser:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_fsdp_tests" / "environments"
+    parser = _Parser(
+        prog="python -m torch_fsdp_tests.tools.versions",
+        usage="%(prog)s [VERSION ...] [-i TEST ...] [options] [-- options of run_test.py]",
+        description="Run this checkout's suite with several versions of torch, and compare the results test by test.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("versions", nargs="*", metavar="VERSION", help="see below")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "TEST"}
+    add("-i", "--include", **several, help="the tests to run, as for run_test.py (default: all)")
+    add("-x", "--exclude", **several, help="tests to leave out")
+    add("-k", action="append", default=[], metavar="PATTERN", help="select tests by name inside files")
+    add("--python", default=sys.executable, help="Python of new environments: a version or path (default: this one)")
+    add("--index-url", metavar="URL", help="package index of torch, such as https://download.pytorch.org/whl/cpu")
+    add("--environments", type=Path, default=cache, metavar="DIR", help="keep environments here (default: %(default)s)")
+    results = installation.ROOT / REPORTS / "versions"
+    add("--output", type=Path, default=results, metavar="DIR", help="keep results here (default: %(default)s)")
+    add("--markdown", action="store_true", help="print only the table, in Markdown, on stdout")
+    return parser
+
+
+class Children:
+    """Starts processes, one at a time. A signal is handed on to the running one, which ends in its own way."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopped: int | None = None
+        for number in (signal.SIGINT, *host.ending_signals()):
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = number
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run a process to its end, with its output on stderr, and return its status. :class:`Stopped` after a signal.
+
+        The process is told to stop if this command is killed. Its session is its own, so that it gets each signal once.
+        """
+        sys.stderr.flush()
+        stop = functools.partial(host.hear_of_parents_death, signal.SIGTERM)
+        self._child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True, preexec_fn=stop)
+        if self._stopped is not None:  # before the child was known
+            self._child.send_signal(self._stopped)
+        status = self._child.wait()
+        self._child = None
+        if self._stopped is not None:
+            raise Stopped(self._stopped)
+        return status
+
+
+def main(argv: Sequence[str]) -> ExitStatus:
+    """Run the versions that the arguments name, and show the table of all results."""
+    host.refuse_unsupported()
+    cut = list(argv).index("--") if "--" in argv else len(argv)
+    asked = _parser().parse_args(argv[:cut])
+    try:
+        problems = _run_all(asked, argv[cut + 1 :])
+        return _tell(asked, table.read(asked.output, problems))
+    except Refusal as refusal:
+        _say(str(refusal))
+        return ExitStatus.REFUSED
+    except Stopped as stopped:
+        _say("stopped; to continue, name the versions that are left")
+        return ExitStatus(128 + stopped.args[0])  # as shells count it
+    except KeyboardInterrupt:  # before there was anything to stop
+        return ExitStatus.INTERRUPTED
+    except BrokenPipeError:  # as with "--markdown | head"
+        host.drop_stdout()
+        return ExitStatus.NOT_READ
+    except OSError as error:
+        _say(f"cannot continue: {error}")
+        return ExitStatus.BROKEN
+
+
+def _say(words: str) -> None:
+    print(f"versions: {words}", file=sys.stderr, flush=True)
+
+
+def _run_all(asked: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str, str]:
+    """Run each version. Returns the versions that have no new report, and why."""
+    versions = [environments.parse(text) for text in asked.versions]
+    labels = [version.label for version in versions]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise Refusal(f"two versions are called {twice[0]}; give one of them a name: NAME=VERSION")
+    options = {"-i": asked.include, "-x": asked.exclude, "-k": asked.k}
+    selection = [word for option, values in options.items() for value in values for word in (option, value)]
+    if not versions:
+        if selection or handed_on:
+            raise Refusal("no version is named, so nothing runs: leave out the selection of tests, or name versions")
+        return {}
+    suite = [str(installation.ROOT / "run_test.py"), *selection, *handed_on]
+    if any(version.python is None for version in versions):
+        environments.uv()
+    listed = subprocess.run([sys.executable, *suite, "--list"], stdout=subprocess.DEVNULL)
+    if listed.returncode:  # it has said why
+        raise SystemExit(listed.returncode)
+    problems = {}
+    with _alone(asked.output):
+        maker = Maker(asked.environments.absolute(), installation.ROOT, asked.python, asked.index_url, Children().run)
+        for version in versions:
+            if problem := _run(version, maker, suite, asked.output.absolute() / version.label):
+                _say(f"{version.label}: {problem}")
+                problems[version.label] = problem
+    return problems
+
+
+def _run(version: Version, maker: Maker, suite: Sequence[str], folder: Path) -> str:
+    """Make the environment and run the suite in it. Returns why there is no new report, or an empty text."""
+    try:
+        python = maker.python_of(version)
+        _say(f"{version.label}: running with {python}")
+        (folder / report.FILE).unlink(missing_ok=True)  # of an earlier run
+        status = maker.run([python, *suite, "--keep-going", "--report", str(folder)])
+    except (CannotBeMade, OSError) as error:
+        return str(error)
+    return "" if (folder / report.FILE).exists() else f"run_test.py ended with status {status} and left no report"
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Lock the results against a second run. The lock ends with the process that holds it."""
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refusal(f"another run is writing to {output}; name another folder with --output") from error
+        yield
+
+
+def _tell(asked: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
+    if not rows:
+        raise Refusal(f"no version is named, and there are no results in {asked.output}")
+    found = table.Table(rows)
+    print("\n".join(found.lines()), file=sys.stderr, flush=True)
+    if asked.markdown:
+        print(found.block(), flush=True)
+    write_text(asked.output / PAGE, found.page())
+    _say(f"the whole table is in {os.path.relpath(asked.output / PAGE)}")
+    if any(row.data and row.data["exit_code"] == ExitStatus.FAILED for row in rows):
+        return ExitStatus.FAILED
+    if any(row.problem for row in rows):
+        return ExitStatus.BROKEN
+    return min((ExitStatus(row.data["exit_code"]) for row in rows), default=ExitStatus.NOTHING_RAN)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""The reports of all versions side by side: as data, as lines for a terminal, and in Markdown."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fsdp_tests.dispatch import report
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.verdict import State
+
+TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
+
+
+@dataclasses.dataclass
+class Row:
+    """One version: its report, and why it cannot be compared."""
+
+    label: str
+    data: Mapping[str, Any]  # as in report.json; empty if there is none
+    problem: str = ""
+
+    @property
+    def tests(self) -> dict[str, Mapping[str, Any]]:
+        return {f"{file['file']}::{test['test']}": test for file in self.data["files"] for test in file["tests"]}
+
+    @property
+    def what(self) -> str:
+        """What was run, as a user types it."""
+        shard = f"--shard {self.data['shard']} {self.data['num_shards']}" if self.data["num_shards"] > 1 else ""
+        return " ".join(filter(None, (self.data["selection"], shard))) or "everything"
+
+    def cells(self) -> tuple[str, ...]:
+        if not self.data:
+            return (self.label, "", "", self.problem, *["0"] * 5)
+        shown = sum(test["outcome"] == State.KNOWN_DEFECT.value for test in self.tests.values())
+        defects = f"{len(self.data['known_defects'])} ({plural(shown, 'test')})" if shown else "0"
+        what = "; ".join(filter(None, (self.what, self.problem)))
+        about = (self.data["torch"] or self.label, self.data["python"], self.data["device"] or "", what)
+        numbers = (self.data["passed"], self.data["failed"], self.data["skipped"], defects)
+        return (*about, *map(str, numbers), str(len(self.data["known_failures"])))
+
+
+def read(output: Path, problems: Mapping[str, str]) -> list[Row]:
+    """The rows of all versions with a report in this folder or with a problem, the oldest torch first."""
+    missing = [label for label in problems if not (output / label / report.FILE).exists()]
+    rows = [Row(label, {}, problems[label]) for label in missing]
+    for path in output.glob(f"*/{report.FILE}"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        ended = data["exit_code"] in (ExitStatus.OK, ExitStatus.FAILED, ExitStatus.NOTHING_RAN)
+        problem = "" if ended and not data["not_started"] else "did not run to its end"
+        rows.append(Row(path.parent.name, data, problems.get(path.parent.name, problem)))
+    return sorted(rows, key=lambda row: (_numbers(row.data.get("torch") or row.label), row.label))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+class Table:
+    """The rows, and the tests that exist or execute on some versions only.
+
+    Versions are compared test by test if they ran the same selection to its end.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        complete = [row for row in rows if row.data and not row.problem]
+        self.compared = [row for row in complete if row.what == complete[-1].what]
+        exists: dict[str, list[str]] = {}  # the labels of the versions that have a test, by its name
+        executes: dict[str, list[str]] = {}
+        for row in self.compared:
+            for name, test in sorted(row.tests.items()):
+                exists.setdefault(name, []).append(row.label)
+                executes.setdefault(name, []).extend([row.label] * State(test["outcome"]).is_executed)
+        self.exists_only, self.executes_only = self._grouped(exists), self._grouped(executes)
+
+    def _grouped(self, places: Mapping[str, Sequence[str]]) -> dict[tuple[str, ...], list[str]]:
+        """Tests by their versions, without those of all versions and of none. The newest versions come last."""
+        everywhere = tuple(row.label for row in self.compared)
+        groups: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
+        for name, on in places.items():
+            groups[tuple(on)].append(name)
+        partial = groups.keys() - {(), everywhere}
+        return {on: groups[on] for on in sorted(partial, key=lambda on: [label not in on for label in everywhere])}
+
+    def lines(self) -> list[str]:
+        """The lines for a terminal."""
+        rows = [TITLES, *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines += [f"failed on {row.label}: {name}" for row in self.rows for name, _ in _failures(row)]
+        lines += [f"tests that execute only on {_listed(on)}: {len(tests)}" for on, tests in self.executes_only.items()]
+        return lines + self._remarks()
+
+    def _remarks(self) -> list[str]:
+        others = [row.label for row in self.rows if row not in self.compared]
+        commits = {row.data["suite"]["commit"] for row in self.rows if row.data}
+        unlike = f"not compared test by test, because they ran something else or did not finish: {', '.join(others)}"
+        return [unlike] * bool(others) + ["the rows belong to different states of the suite"] * (len(commits) > 1)
+
+    def block(self) -> str:
+        """The part for a document: a row for each version, and how many tests execute only on some versions."""
+        parts = [_markdown(TITLES, [row.cells() for row in self.rows])]
+        if self.executes_only:
+            counts = [(_listed(on), str(len(tests))) for on, tests in self.executes_only.items()]
+            parts.append(_markdown(("tests that execute only on torch", "tests"), counts))
+        return "\n\n".join(parts)
+
+    def page(self) -> str:
+        """Everything, in Markdown."""
+        parts = ["# The suite over versions of torch", self.block(), *self._remarks()]
+        for row in (row for row in self.rows if row.data):
+            if failures := [(f"`{name}`", test["outcome"], test["reason"]) for name, test in _failures(row)]:
+                parts += [f"## Failed on {row.label}", _markdown(("test", "outcome", "reason"), failures)]
+            if skips := [(str(each["tests"]), str(each["subtests"]), each["reason"]) for each in row.data["skips"]]:
+                parts += [f"## Skipped on {row.label}", _markdown(("tests", "subtests", "reason"), skips)]
+        for verb, groups in (("execute", self.executes_only), ("exist", self.exists_only)):
+            for on, tests in groups.items():
+                parts.append(f"## Tests that {verb} only on {_listed(on)}: {len(tests)}")
+                parts.append("\n".join(f"- `{name}`" for name in tests))
+        return "\n\n".join(parts) + "\n"
+
+
+def _failures(row: Row) -> list[tuple[str, Mapping[str, Any]]]:
+    tests = row.tests if row.data else {}
+    return [(name, test) for name, test in sorted(tests.items()) if State(test["outcome"]).is_bad]
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+
+
+def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    escaped = [[" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in (titles, *escaped)]
+    return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
