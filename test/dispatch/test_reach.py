@@ -390,6 +390,30 @@ class TestChanges(SourcesCase):
         (edit,) = self.change("_core.py:8-8").edits
         self.assertEqual((edit.text.strip(), edit.statements), ("return x", frozenset({1})))
 
+    def test_a_module_outside_of_the_map_stands_for_what_uses_it(self):
+        places = {"distributed/_utils.py": "def _inner():\n    return 1\n\n\ndef outer():\n    return _inner()\n"}
+        places["distributed/fsdp/_core.py"] = (
+            "from torch.distributed._utils import outer as used, other\n\n\n"
+            "def shard(x):\n    return used()\n\n\ndef gather(x):\n    return other()\n"
+        )
+        for path, text in places.items():
+            (self.root / path).write_text(text)
+        self.map = dataclasses.replace(self.map, modules=modules_of(self.root))
+        text = """\
+            --- a/torch/distributed/_utils.py
+            +++ b/torch/distributed/_utils.py
+            @@ -1,2 +1,2 @@
+             def _inner():
+            -    return 1
+            +    return 2
+            """
+        found = Changes(self.map, self.root).of_diff(textwrap.dedent(text), "it")
+        self.assertEqual((found.names, found.used), ((f"{CORE}.shard",), {"_inner", "outer"}))
+        self.assertEqual([edit.name for edit in found.edits], ["torch.distributed._utils._inner"])
+        self.assertRegex(found.remarks[0], "not in the map: torch.distributed._utils; the tests of what uses it run")
+        selected = select(found.names, self.map, also=["test_b"]).tests
+        self.assertEqual({test.test for test in selected}, {"TestA.test_shard", "TestA.test_step", "TestB.test_place"})
+
     def test_the_errors_on_which_a_change_decides(self):
         source = 'def f(x):\n    if x > 1:\n        raise ValueError(f"{x} is too large")\n    return g(x, "other")\n'
         for line, messages in ((2, " is too large"), (3, " is too large"), (4, "")):

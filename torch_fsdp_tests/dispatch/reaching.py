@@ -48,7 +48,10 @@ def narrow(run: RunTests, selection: Sequence[TestRun]) -> tuple[list[TestRun], 
     edits = [edit for change in found for edit in change.edits]
     texts = {test.file: _text(run.test_directory / f"{test.file}.py") for test in selection}
     order = Order(known, texts, noticed_in(run.reports / MUTANTS))
-    chosen = select((name for change in found for name in change.names), known, lambda tests: order.sort(tests, edits))
+    used = {name for change in found for name in change.used}
+    using = [file for file, text in texts.items() if used.intersection(re.findall(r"\w+", text))] if used else []
+    names = (name for change in found for name in change.names)
+    chosen = select(names, known, lambda tests: order.sort(tests, edits), using)
     tests = keep(selection, chosen.tests)
     unmapped = {test.file for test in selection} - {test.file for test in known.tests}
     return tests, list(_remarks(found, chosen, tests, known, version, unmapped))

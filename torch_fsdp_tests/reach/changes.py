@@ -30,6 +30,7 @@ from torch_fsdp_tests.reach.reachmap import ReachMap
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_NAME = re.compile(r"\w+")
 _SHOWN = 5  # names in a sentence
 _READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
@@ -45,12 +46,17 @@ class Change:
     names: tuple[str, ...]
     remarks: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = dataclasses.field(default=(), compare=False)
+    used: frozenset[str] = frozenset()  # what changes in modules outside of the map: files of tests can import it
 
     @classmethod
-    def of(cls, names: Iterable[str], remarks: Iterable[str] = (), edits: Iterable[Edit] = ()) -> Change:
-        """The change of these names, with those edits that are about them."""
-        known = {*names}
-        return cls(tuple(sorted(known)), tuple(remarks), tuple(edit for edit in edits if edit.name in known))
+    def of(
+        cls,
+        names: Iterable[str],
+        remarks: Iterable[str] = (),
+        edits: Iterable[Edit] = (),
+        used: Iterable[str] = (),
+    ) -> Change:
+        return cls(tuple(sorted({*names})), tuple(remarks), tuple(edits), frozenset(used))
 
 
 def shown(names: Iterable[str]) -> str:
@@ -255,8 +261,10 @@ class Changes:
         if sides[0] is None or sides[1] is None:
             return {module}
         assert ours is not None and theirs is not None
-        edits += self._numbered(Code(module, ours).edits(_regions(ours, theirs)), module, ours)
-        return _differing(sides[0], sides[1])
+        names = _differing(sides[0], sides[1])
+        made = Code(module, ours).edits(_regions(ours, theirs))
+        edits += self._numbered((edit for edit in made if edit.name in names), module, ours)
+        return names
 
     def _numbered(self, edits: Iterable[Edit], module: str, content: bytes) -> Iterator[Edit]:
         """The edits with the numbers of their statements, if these are those of the map."""
@@ -269,7 +277,7 @@ class Changes:
 
     def of_diff(self, text: str, called: str) -> Change:
         """The changes in a unified diff. The installed package may have them already or not."""
-        names, remarks, outside, edits = set[str](), list[str](), list[str](), list[Edit]()
+        names, remarks, outside, edits, used = set[str](), list[str](), list[str](), list[Edit](), set[str]()
         if not text.strip():
             return Change.of((), (f"{called} is empty",))
         files = list(_files_of(text))
@@ -283,11 +291,37 @@ class Changes:
                 names |= self._of_hunks(modules[0], hunks, remarks, edits)
             elif path.endswith(".py") and self._covers(dotted):
                 names.add(dotted)  # new
+            elif affected := self._affected(dotted, hunks, remarks, edits):
+                used |= affected
+                names |= (users := self._users(dotted, affected))
+                remarks.append(f"not in the map: {dotted}; the tests of what uses it run: {shown(sorted(users))}")
             else:
                 outside.append(path)
         if outside:
             remarks.append(f"ignored, because the map does not cover them: {shown(outside)}")
-        return Change.of(names, remarks, edits)
+        return Change.of(names, remarks, edits, used)
+
+    def _affected(self, module: str, hunks: list[_Hunk], remarks: list[str], edits: list[Edit]) -> set[str]:
+        """The functions and classes that change in a module of ``torch.distributed``, and those that use them there."""
+        content = self._read(self._root.parent / self._path_of(module))
+        if content is None or not module.startswith(f"{self._root.name}.distributed."):
+            return set()
+        changed = self._of_hunks(module, hunks, remarks, edits)
+        source = Code(module, content)
+        affected = {name.removeprefix(f"{module}.").partition(".")[0] for name in changed}
+        texts = {name: source.text(f"{module}.{name}") for name in source.outermost()}
+        while more := {name for name in texts.keys() - affected if affected & {*_NAME.findall(texts[name])}}:
+            affected |= more
+        return affected
+
+    def _users(self, module: str, affected: Collection[str]) -> set[str]:
+        """The functions of the map that use these functions and classes of a module outside of the map."""
+        users = set[str]()
+        for each in self._map.modules:
+            text = self._read(self._root.parent / self._path_of(each)) or b""
+            if re.search(rf"from (?:{module}|{module.rpartition('.')[0]}) import".encode(), text):
+                users |= Code(each, text).using(module, affected)
+        return users
 
     def _of_hunks(self, module: str, hunks: list[_Hunk], remarks: list[str], edits: list[Edit]) -> set[str]:
         content = self._read(self._root.parent / self._path_of(module))
@@ -428,6 +462,22 @@ class Code:
                 " ".join(messages(node) for node, _ in changed),
                 frozenset(each.number for _, each in changed),
             )
+
+    def outermost(self) -> list[str]:
+        """The names of functions and classes outside of others."""
+        names = (part.name.removeprefix(f"{self._module}.") for part in self._parts[1:])
+        return [name for name in names if "." not in name]
+
+    def using(self, module: str, wanted: Collection[str]) -> set[str]:
+        """The functions that use something that is imported from a module by one of these names, or the module."""
+        package, _, own = module.rpartition(".")
+        imported = set[str]()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ImportFrom):
+                fits = {module: wanted, package: {own}}.get(node.module or "", ())
+                imported |= {alias.asname or alias.name for alias in node.names if alias.name in fits}
+        functions = {part.name for part in self._parts if part.body is not None}
+        return {name for name in functions if imported.intersection(_NAME.findall(self.text(name)))}
 
     def text(self, name: str) -> str:
         """The source of a function; nothing for a class or a module, whose functions are not its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch_fsdp_tests.reach.changes import shown
 from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
@@ -23,14 +23,16 @@ def select(
     names: Iterable[str],
     known: ReachMap,
     sort: Callable[[Sequence[Reached]], Iterable[Reached]] = iter,
+    also: Collection[str] = (),
 ) -> Selection:
     """The tests that reach any of these functions, classes and modules.
 
     First come those that enter a function that is named, then those that only reach the class or the module of code
     that belongs to no function, or that the map does not know. ``sort`` gives the order of each of the two; without it
-    the most specific tests come first.
+    the most specific tests come first. Tests of the files ``also`` count as those that enter a function.
     """
-    entering = around = 0
+    entering = sum(1 << number for number, test in enumerate(known.tests) if test.file in also)
+    around = 0
     unreached, instead = list[str](), dict[str, list[str]]()
     asked = list(dict.fromkeys(names))
     for name in asked:
