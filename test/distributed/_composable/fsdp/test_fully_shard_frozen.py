@@ -299,7 +299,7 @@ class TestFullyShardFrozen(FSDPTest):
         def look(*unused: Any) -> None:
             seen.append([param.requires_grad for param in layer.parameters()])
 
-        layer.register_forward_hook(look)
+        layer.register_forward_hook(look, prepend=True)  # before FSDP reshards
         for trainable in ((True, False), (False, True), (True, True), (True, False)):
             for param, requires_grad in zip(layer.parameters(), trainable):
                 param.requires_grad_(requires_grad)
